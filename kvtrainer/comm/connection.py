@@ -222,6 +222,12 @@ class Connection:
     def shares_memory(self, server: int) -> bool:
         return server in self._channels
 
+    def is_far(self, server: int) -> bool:
+        return server not in self._channels and self._transport != "ipc" and not self._is_loopback(server)
+
+    def _is_loopback(self, server: int) -> bool:
+        return "//127." in self._addresses[server]
+
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
         channel = self._channels.get(server)
         return None if channel is None else channel.weights_at(place)
@@ -269,7 +275,7 @@ class Connection:
                 f"{self.describe(server)} cannot share memory with this process: {error}; is it on this host, and does "
                 "it belong to the same user? (KVSTORE_TRANSPORT=auto goes over tcp where it cannot)"
             )
-        level = logging.WARNING if "//127." in self._addresses[server] else logging.DEBUG
+        level = logging.WARNING if self._is_loopback(server) else logging.DEBUG
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
 
     def _lose_channel(self, server: int, error: Exception) -> None:

@@ -64,6 +64,9 @@ class Loopback:
     def shares_memory(self, server: int) -> bool:
         return False
 
+    def is_far(self, server: int) -> bool:
+        return False
+
     def memory_at(self, server: int, place: int) -> None:
         return None
 

@@ -83,6 +83,9 @@ class Transport(Protocol):
     def shares_memory(self, server: int) -> bool:
         """Tell whether messages to a server go through memory that it shares."""
 
+    def is_far(self, server: int) -> bool:
+        """Tell whether a network lies between this process and a server."""
+
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
         """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
 
@@ -205,7 +208,7 @@ class Session:
             raise refusals[0]
         self._transport.begin(self._tokens, lambda: self.report.pack())
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
-        self.is_far = is_shared and not all(map(self.shares_memory, range(self.num_servers)))
+        self.is_far = is_shared and any(map(self._transport.is_far, range(self.num_servers)))
 
     def _say_hello(self, server: int) -> None:
         o = self.options

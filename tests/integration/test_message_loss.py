@@ -11,6 +11,7 @@ import torch
 
 import kvtrainer
 from kvtrainer.comm import session
+from kvtrainer.comm.connection import Connection
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.faulty_worker import Training
@@ -95,6 +96,25 @@ def test_a_trainer_trains_on_although_messages_get_lost(
     assert first[0][1] in (12.0, 13.0)
     assert second[0][0] in (12.0, 13.0)
     assert sum(proxy.lost for proxy in proxies) > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_slices_that_are_applied_one_by_one_count_once_although_messages_get_lost(
+    network: Callable[[float], list[LossyProxy]], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(Connection, "is_far", lambda *_: True)
+    proxies = network(share)
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(256, 512))
+        trainer = kvtrainer.Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        for at in range(8):
+            (weight * (rank + 1.0) * (at + 1)).sum().backward()
+            trainer.step(1)
+        return list(weight.unique().tolist())
+
+    assert in_job(proxies, "dist_sync", body) == [[-3.0 * sum(range(1, 9))]] * 2
+    assert bool(share) == (sum(proxy.lost for proxy in proxies) > 0)
 
 
 def test_a_network_that_loses_everything_is_an_unreachable_server(

@@ -86,6 +86,9 @@ class Scripted:
     def shares_memory(self, server: int) -> bool:
         return False
 
+    def is_far(self, server: int) -> bool:
+        return True
+
     def memory_at(self, server: int, place: int) -> None:
         return None
 

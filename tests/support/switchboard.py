@@ -22,6 +22,9 @@ class Line(Loopback):
         self._lines = lines
         lines[name] = self
 
+    def is_far(self, server: int) -> bool:
+        return True
+
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         for out in self._engines[server].handle(self._peer, request, time.monotonic()):
             self._lines[out.peer]._replies.append((server, out.reply))

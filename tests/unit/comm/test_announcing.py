@@ -61,8 +61,8 @@ def test_a_worker_that_wants_no_weights_announces_nothing() -> None:
     assert not announcements(bench)
 
 
-def test_nothing_is_announced_to_servers_that_all_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scripted, "shares_memory", lambda *_: True)
+def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
     bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
     bench.run()
     assert not announcements(bench)
