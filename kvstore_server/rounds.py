@@ -145,7 +145,7 @@ class Announced(NamedTuple):
     """What a rank says of the open round of a table before it has given its slices."""
 
     mark: int
-    """Of each of them; see `Given.marks`."""
+    """Of each of them; see `Given.marks`. 0, where it gives none."""
     flags: int
     rescale: float | None
     hyper: bytes
@@ -459,7 +459,7 @@ class Book:
     def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> None:
         """Note what a rank is going to commit to the open round of a table, which it has not committed."""
         table, _, count, generations, _, flags = commit
-        mark = _HERE + generations // max(count, 1)
+        mark = _HERE + generations // count if count else 0
         self.of(rank).announced[table] = Announced(mark, flags, said.rescale, said.hyper, waiter)
 
     def _begin_anew(self, given: Given, commits: m.Matrix) -> None:

@@ -1,8 +1,9 @@
 """Rounds that are applied slice by slice, while other slices of them are still on their way.
 
 A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, neighbouring
-slices that all of them have given are summed, applied and answered at once. So on a network new weights travel while
-gradients do, in the other direction. The last slices wait for the commits, with which the round ends as any other.
+slices that all of them have given, but for ranks that give none, are summed, applied and answered at once. So on a
+network new weights travel while gradients do, in the other direction. The last slices wait for the commits, with which
+the round ends as any other.
 
 Until then it may still fail, or the process of a rank may be replaced by one that gives something else: a copy of the
 table is kept, and what was changed is taken back. Weights that were sent by then are superseded by others of a higher
@@ -157,6 +158,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         given = book.of(rank)
         said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
         is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
+        is_as_said &= one.mark > 0 or not given.sums[number]
     try:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:

@@ -800,8 +800,8 @@ class Rounds:
         """Tell servers what the commits will say, before they get the slices that they can use one by one."""
         contribution, timeout = round_.contribution, self._session.options.timeout
         for leg in round_.open:
-            num_kept = len(leg.kept) if leg.generation else 0
-            if len(leg.given) == len(leg.layout.resident) > 1 and not num_kept:
+            num_kept, size = len(leg.kept) if leg.generation else 0, len(leg.layout.resident)
+            if len(leg.given) in (0, size) and size > 1 and not num_kept:
                 leg.is_announced = True
                 commits = leg.commits.copy()
                 commits[:, 5] |= m.ANNOUNCES
@@ -1263,10 +1263,10 @@ def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> K
 
 
 def _is_plain(one: Contribution) -> bool:
-    """Tell whether new weights are wanted, and all else of a contribution is known before any slice is sent."""
-    is_given = one.values is not None and one.outs is not None and one.tables[0].is_initialised
+    """Tell whether new weights are wanted for what is given, or nothing for nothing, and all is known before."""
+    is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
     is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
-    return is_given and not is_special
+    return is_even and not is_special
 
 
 def _part(arenas: Arenas, piece: Slice) -> Tensor:

@@ -73,6 +73,28 @@ def job() -> Job:
     return Job()
 
 
+def test_a_rank_that_announces_that_it_gives_nothing_keeps_no_slice_waiting(job: Job) -> None:
+    job.say(0)
+    job.ask(1, contribution([], 1, 0, 0, flags=m.ANNOUNCES), SAYS)
+    job.give(0, SLICES[:4])
+    assert job.came(0) == [([0, 1, 2, 3], {1}, {1.0})]
+    job.give(0, SLICES[4:])
+    job.commit_all(0)
+    assert [type(body) for body in job.ask(1, contribution([], 1, 0, 0), SAYS)][-1] is m.Done
+    assert job.weights() == [{1.0}] * 8
+    assert job.came(1) == []
+
+
+def test_a_rank_that_gives_what_it_announced_not_to_give_counts_as_a_whole(job: Job) -> None:
+    job.say(0)
+    job.ask(1, contribution([], 1, 0, 0, flags=m.ANNOUNCES), SAYS)
+    job.give(0, SLICES)
+    job.give(1, SLICES)
+    job.commit_all(0)
+    job.say(1, flags=0)
+    assert job.weights() == [{2.0}] * 8
+
+
 def test_slices_that_all_ranks_have_given_are_answered_before_the_others_come(job: Job) -> None:
     job.half(0, 1)
     assert job.came(0) == job.came(1) == [([0, 1, 2, 3], {1}, {2.0})]
