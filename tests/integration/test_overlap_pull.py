@@ -303,6 +303,14 @@ def test_a_parameter_is_there_before_others_that_a_server_still_owes(
     assert torch.equal(late * 1.0, torch.zeros(64, 64))
     servers[0].freeze()
     step()
+    writing = Call(lambda: early.data.mul_(0.5))  # which leaves no trace, so it waits for all
+    servers[0].signal(signal.SIGCONT)
+    writing.outcome()
+    with pytest.raises(WeightsWrittenError):
+        step()
+    trainer.set_data({name: torch.zeros(64, 64) for name in pair})
+    servers[0].freeze()
+    step()
     assert torch.equal(early * 1.0, torch.full((64, 64), -0.5))
     servers[0].signal(signal.SIGKILL)
     names = {id(p): name for name, p in pair.items()}
@@ -473,6 +481,18 @@ def test_a_process_that_ends_says_that_its_last_round_has_failed(processes: Proc
     assert "ServerUnreachableError" in worker.end()[1]
 
 
+def test_a_store_that_is_closed_waits_for_the_last_round_of_its_trainer(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> Tensor:
+        w = Parameter(torch.ones(3))
+        trainer = kvtrainer.Trainer({"w": w}, "sgd", {"learning_rate": 1.0}, kv, overlap_pull=True)
+        w.grad = torch.ones(3)
+        trainer.step()
+        kv.close()
+        return w + 1.0
+
+    assert all(torch.equal(w, torch.ones(3)) for w in jobs.results(2, 2, body))
+
+
 def test_a_trainer_that_was_closed_by_an_error_waits_for_nothing(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> bool:
         loop = Loop(kv, rank, WHOLE)
@@ -500,7 +520,7 @@ def test_a_trainer_that_was_closed_by_an_error_waits_for_nothing(jobs: Servers) 
 def test_long_weights_are_whole_before_any_is_read(
     processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch, zero_copy: bool
 ) -> None:
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto" if zero_copy else "tcp")
     servers = processes.servers(2)
 
     def train(kv: DistKVStore, rank: int, overlap_pull: bool) -> list[Tensor]:
@@ -517,6 +537,9 @@ def test_long_weights_are_whole_before_any_is_read(
             seen.append(found.detach())
             found.square().sum().backward()
             trainer.step(8)
+            for p in net.parameters():
+                assert p.grad is not None
+                p.grad.fill_(7.0)
         is_mapped = "memfd:kvstore-weights" in Path("/proc/self/maps").read_text()
         assert is_mapped or not zero_copy
         return [*seen, *[p.detach().clone() for p in net.parameters()]]
