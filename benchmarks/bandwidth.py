@@ -35,8 +35,10 @@ TITLE = (
     "A synchronous step over slow links, 4 workers and 4 servers on hosts of their own: kvtrainer and gloo"
 )
 FIFO, OVERLAP, GLOO = "kvtrainer fifo", "kvtrainer overlap", "gloo flat"
+BY_HOST = "kvtrainer by host"
 STEPS = {suite.OURS: "trainer", **{f"kvtrainer {one}": one for one in CODECS}, GLOO: "flat"}
 OVERLAPPED = {suite.OURS: "urgent first", FIFO: "fifo", OVERLAP: "overlap"}
+HOSTS = {suite.OURS: "trainer", BY_HOST: "by host"}
 _LINE, _LONGER = 1024, 5
 _NOTES = "Where codecs compress, the link limit is that of plain float32, too."
 _SETTINGS = "OMP_NUM_THREADS=1 in every process; hosts are network namespaces that talk over TCP"
@@ -49,7 +51,7 @@ def main() -> int:
     if code is not None:
         return code
     torch.set_num_threads(1)
-    systems = suite.choose(dict.fromkeys([*STEPS, FIFO, OVERLAP], ""), options.systems)
+    systems = suite.choose(dict.fromkeys([*STEPS, FIFO, OVERLAP, BY_HOST], ""), options.systems)
     jobs, topology = _jobs(options), f"{options.workers} x {options.servers}"
     limits = {case: {"link": least} for job in jobs for case, least in job.limits(topology).items()}
     question = suite.Question(
@@ -71,6 +73,8 @@ class Job:
     rounds: int
     stores: Mapping[str, str]
     name: str = ""
+    together: int = 1
+    """How many workers share a host."""
 
     def works(self) -> list[Work]:
         """The steps at each rate."""
@@ -94,6 +98,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     return [
         Job(rates, options.seconds, 16, options.rounds, STEPS),
         Job([min(rates)], long, 8, options.rounds, OVERLAPPED, ", overlapped"),
+        Job([min(rates)], options.seconds, 16, options.rounds, HOSTS, ", 2 workers on a host", 2),
     ]
 
 
@@ -112,7 +117,9 @@ def _measure(
         if system == GLOO:
             measured = hosts.run_torch_job(command, workers, job.rates, options.job_timeout)
         else:
-            measured = hosts.run_kvtrainer_job(command, workers, servers, job.rates, options.job_timeout)
+            measured = hosts.run_kvtrainer_job(
+                command, workers, servers, job.rates, options.job_timeout, job.together
+            )
         for at, work in enumerate(works):
             found = torch.from_numpy(np.load(f"{folder}/weights.{at}.npy"))
             step_jobs.check(found, work, workers, CODECS.get(store, {}).get("type", "none"))

@@ -95,9 +95,16 @@ class Network:
             _run("tc", "-n", f"host{host}", "qdisc", "replace", "dev", "eth0", *bucket)
 
     def run_kvtrainer_job(
-        self, command: Sequence[str], workers: int, servers: int, rates: Sequence[int], timeout: float
+        self,
+        command: Sequence[str],
+        workers: int,
+        servers: int,
+        rates: Sequence[int],
+        timeout: float,
+        together: int = 1,
     ) -> harness.Measured:
-        """Run `command --out FILE` on a host for each worker, and servers on the hosts behind; as of `harness`.
+        """Run `command --out FILE` for each worker, so many on a host, and servers on hosts of their own; as of
+        `harness`.
 
         The N-th work of the job has links of the N-th rate.
         """
@@ -111,7 +118,8 @@ class Network:
                 job.start([*_on(workers + at), *serve], common, serves=True)
             for rank in range(workers):
                 job.start(
-                    [*_on(rank), *command, "--out", str(job.out)], {**common, "KVSTORE_RANK": str(rank)}
+                    [*_on(rank // together), *command, "--out", str(job.out)],
+                    {**common, "KVSTORE_RANK": str(rank)},
                 )
             return job.wait(timeout, lambda number: self.set_rate(rates[number]))
 

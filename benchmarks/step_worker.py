@@ -76,9 +76,11 @@ class TrainerStep(_Parameters):
         kvstore: str | None = "dist_sync",
         compression: Mapping[str, str] | None = None,
         overlap: bool = False,
+        hierarchy: bool = False,
     ) -> None:
         super().__init__()
         self._options: dict[str, Any] = {"compression_params": compression, "overlap": overlap}
+        self._options["hierarchy"] = hierarchy
         self._kvtrainer = importlib.import_module("kvtrainer")
         self._is_alone = kvstore != "dist_sync"
         self._kv: Any = kvstore if self._is_alone else self._kvtrainer.kvstore.create(kvstore)
@@ -321,6 +323,7 @@ class _Dots(torch.nn.Module):
 STORES: dict[str, Callable[[], Store]] = {
     "trainer": TrainerStep,
     **{name: functools.partial(TrainerStep, compression=params) for name, params in CODECS.items()},
+    "by host": functools.partial(TrainerStep, hierarchy=True),
     "none": functools.partial(TrainerStep, None),
     "local": functools.partial(TrainerStep, "local"),
     "fused": Fused,
