@@ -21,7 +21,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -48,13 +48,13 @@ _LINE = 64
 _POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
-_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS = range(6)
+_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _TRAY = range(7)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
-of weights."""
+of weights; a tray of so many bytes is wanted, or is there."""
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
 _FIRST_WEIGHTS = 1 << 20
-"""The first number of memory that is not a channel's own, but holds weights."""
+"""The first number of memory that is not a channel's own, but holds weights, or is a tray."""
 _SEAL_FUTURE_WRITE = 0x10
 _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
@@ -90,6 +90,11 @@ class Arena:
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self.numbers = torch.from_numpy(self.bytes)
         """The same memory."""
+
+    def trim(self) -> None:
+        """Give all pages back: what is there is lost, and reads as zeros."""
+        with suppress(OSError):  # of a system that cannot, they stay
+            self._map.madvise(mmap.MADV_REMOVE)
 
 
 def make_memory(nbytes: int) -> int:
@@ -177,13 +182,9 @@ class Shelf:
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that lie here one behind the other; None where they do not."""
-        first = end = pieces[0].data_ptr()
-        for piece in pieces:
-            if piece.data_ptr() != end:
-                return None
-            end += piece.nbytes
+        first, end = _extent(pieces)
         for number, (address, nbytes) in self._places.copy().items():  # one may be forgotten meanwhile
-            if address <= first and end <= address + nbytes:
+            if address <= first <= end <= address + nbytes:
                 return first - address | number << _NUMBER
         return None
 
@@ -196,6 +197,36 @@ class Shelf:
         if number in self.fds:
             os.close(self.fds.pop(number))
             del self._places[number]
+
+
+class Tray:
+    """A server's memory in which a worker makes what the server reads in its place.
+
+    Args:
+        reads: Has a place for each message of which the server may still read.
+    """
+
+    def __init__(self, fd: int, number: int, reads: Collection[int]) -> None:
+        self.fd = fd
+        """Open as long as this object is there."""
+        weakref.finalize(self, os.close, fd).atexit = False
+        self.arena = Arena(os.dup(fd), number)
+        self._reads = reads
+        self.is_lost = False
+        """Nobody tells any more what the server still reads."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the server has read all that it was sent, so that it may be written."""
+        return not (self._reads or self.is_lost)
+
+    def find(self, pieces: Sequence[Tensor]) -> int | None:
+        """Return the place of pieces that lie here one behind the other; None where they do not."""
+        first, end = _extent(pieces)
+        begin = first - self.arena.numbers.data_ptr()
+        if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
+            return None
+        return begin | self.arena.number << _NUMBER
 
 
 class Channel:
@@ -231,11 +262,13 @@ class Channel:
         """There is no more memory."""
         self._shelf = shelf
         self._weights: dict[int, Arena] = {}
-        """Memory of weights that the worker knows, by its number; empty on the server."""
+        """Memory of weights that the worker knows, by its number; on the server the worker's tray."""
+        self.tray: Tray | None = None
+        """Of the worker, once the server has made it."""
         self._shown: set[int] = set()
         """The numbers that the server has told."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
-        """Place → weights there that the worker reads, as often as it was sent them."""
+        """Place → what the peer reads there, as often as it was sent that: weights, or what is in a tray."""
         self._num_lent = 0
         self._lent: dict[int, weakref.ref[Bytes]] = {}
         """The frames that somebody still reads."""
@@ -256,6 +289,8 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
+        if self.tray is not None:
+            self.tray.is_lost = True
         for place in list(self._read):
             while place in self._read:
                 self._take_back(place)
@@ -276,7 +311,8 @@ class Channel:
 
         Args:
             payloads: Its last frame, in pieces.
-            may_stay: They may be read where they lie; those of the shelf are, and held until that is over.
+            may_stay: They may be read where they lie; those of the shelf are, and held until that is over. A worker's
+                are where they lie in its tray.
 
         Raises:
             OSError: the peer is gone.
@@ -309,14 +345,16 @@ class Channel:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
             self._places.give_back(begin)
-        if is_sent and stays is not None and self._shelf is not None:
+        if is_sent and stays is not None:
             self._read.setdefault(stays, []).append(pieces)
-            for piece in pieces:
+            for piece in pieces if self._shelf is not None else ():
                 self._shelf.leases.hold(piece)
         return is_sent
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return where the worker can read weights that need not be copied; None where it cannot."""
+        """Return where the peer can read data that need not be copied; None where it cannot."""
+        if self.tray is not None:
+            return self.tray.find(pieces)
         place = None if self._shelf is None else self._shelf.find(pieces)
         return place if place is not None and self.show(np.array([place])) else None
 
@@ -336,10 +374,11 @@ class Channel:
         return None if arena is None else (arena, place & ~(-1 << _NUMBER))
 
     def _take_back(self, place: int) -> None:
-        """Note that the worker has read weights."""
+        """Note that the peer has read what is in a place."""
         found = self._read.pop(place, None)
-        if found is not None and self._shelf is not None:
-            for piece in found.pop():
+        if found is not None:
+            pieces = found.pop()
+            for piece in pieces if self._shelf is not None else ():
                 self._shelf.leases.release(piece)
             if found:
                 self._read[place] = found
@@ -421,6 +460,18 @@ class Channel:
                 return True
         return False
 
+    def ask_for_tray(self, nbytes: int) -> None:
+        """Have the server make a tray of so many bytes, in place of a former one; None comes where it has no memory."""
+        if self.tray is not None:
+            self.tray.is_lost, self.tray = True, None
+        with suppress(OSError):  # found out by `receive`
+            self._put(_TRAY, (), (), nbytes)
+
+    def trim(self) -> None:
+        """Give back the pages of this end's memory, if nothing is in it; they come again as they are written."""
+        if not self._places.used:
+            self._sends.trim()
+
     def _made(self, nbytes: int, kind: int, number: int) -> tuple[Arena | None, bool]:
         """Make memory, if there is some, and tell the worker; return it, and whether the socket took the message."""
         assert self._make is not None
@@ -473,6 +524,11 @@ class Channel:
             self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
         elif kind == _WEIGHTS and self._make is None and fds:
             self._weights[value] = Arena(fds.pop(), value, is_ours=False)
+        elif kind == _TRAY and self._make is not None and value:
+            arena, is_told = self._made(value, _TRAY, max(self._weights, default=_FIRST_WEIGHTS) + 1)
+            self._weights = {} if arena is None or not is_told else {arena.number: arena}
+        elif kind == _TRAY and self._make is None:
+            self.tray = Tray(fds.pop(), value, self._read) if fds else None
         else:
             raise ValueError(f"a datagram of kind {kind}")
 
@@ -529,6 +585,16 @@ class Channel:
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
             self._lent_bytes -= nbytes
+
+
+def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
+    """Where pieces begin and end in memory that lie one behind the other; of others the end is 0."""
+    first = end = pieces[0].data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end:
+            return first, 0
+        end += piece.nbytes
+    return first, end
 
 
 def _join(pieces: Sequence[Tensor], place: Tensor) -> None:

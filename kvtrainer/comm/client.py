@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvstore_server.errors import ConfigurationError, describe
@@ -11,6 +11,7 @@ from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_control
 from kvstore_server.tracing import Event, Trace, events_of
+from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.report import Report
 from kvtrainer.comm.round import Rounds
 from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport
@@ -45,6 +46,10 @@ class Client:
     def tell(self, report: Report) -> None:
         """Have signs of life say what a report says, and the report count how long this worker waits."""
         self._session.report = report
+
+    def born_gradients(self, table: RemoteTable, keys: Collection[int]) -> BornGradients:
+        """Have servers of this host make memory for gradients of a table; see `BornGradients`."""
+        return BornGradients(table.plan, keys, self._session.channel)
 
     @property
     def shares_all_memory(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.channel import Arena, Channel, connect
+from kvstore_server.channel import Channel, connect
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, from_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -125,7 +125,7 @@ class Connection:
         """Send a request to a server; return whether there was room for it."""
         if channel is not None:
             with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
-                return channel.send(*encode_parts(request))
+                return channel.send(*encode_parts(request), may_stay=True)
             return False
         frames = encode_request(request)
         # A payload that stands alone is sent from where it is.
@@ -228,9 +228,8 @@ class Connection:
     def _is_loopback(self, server: int) -> bool:
         return "//127." in self._addresses[server]
 
-    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
-        channel = self._channels.get(server)
-        return None if channel is None else channel.weights_at(place)
+    def channel(self, server: int) -> Channel | None:
+        return self._channels.get(server)
 
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return self._ids[server]

@@ -67,7 +67,7 @@ class Loopback:
     def is_far(self, server: int) -> bool:
         return False
 
-    def memory_at(self, server: int, place: int) -> None:
+    def channel(self, server: int) -> None:
         return None
 
     def last_sign(self, server: int) -> float:

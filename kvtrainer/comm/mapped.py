@@ -24,7 +24,7 @@ from kvstore_server.plan import LONG, PAGE, SIZES, Slice
 from kvstore_server.storage import marks_in
 from kvtrainer.comm.written import WrittenPages
 
-_PRIVATE_FIXED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_FIXED", 0x10)
+_FIXED = getattr(mmap, "MAP_FIXED", 0x10)
 _DONTNEED, _POPULATE_READ = 4, 22
 _FROM_FILE = 1 << 61
 _IS_THERE = 3 << 62
@@ -239,12 +239,16 @@ def _neighbours(pages: Any) -> list[Any]:
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
-def put_pages(address: int, nbytes: int, fd: int, offset: int, protection: int) -> None:
+def put_pages(
+    address: int, nbytes: int, fd: int, offset: int, protection: int, is_shared: bool = False
+) -> None:
     """Map pages of a file, or with -1 empty ones, privately in the place of others. Raises OSError if that fails."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    flags = _PRIVATE_FIXED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+    flags = (
+        _FIXED | (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
+    )
     if library.mmap(address, nbytes, protection, flags, fd, offset) != address:
         raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
 

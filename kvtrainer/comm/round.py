@@ -62,6 +62,7 @@ class Contribution(NamedTuple):
             count there.
         sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
         lent: Key (by index) → its values, flat, which are not in `values`; of the only table.
+        born: Slice (by index) of those → its values in memory of its server, which reads them there.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
         joined: This rank has no more data: it gives nothing, until all ranks have said so.
@@ -82,6 +83,7 @@ class Contribution(NamedTuple):
     rows: Mapping[tuple[int, int], RowSet] = {}
     sources: Mapping[int, Source] = {}
     lent: Mapping[int, Tensor] = {}
+    born: Mapping[int, Tensor] = {}
     veto: bool = False
     assign: bool = False
     joined: bool = False
@@ -761,13 +763,13 @@ class Rounds:
         if small and contribution.values is not None:
             sources = [_given(contribution, layout, at) for at in small]
             torch._foreach_copy_([leg.memory.views[at] for at in small], sources)
-        if plain:
-            runs = layout.runs if plain is layout.resident else layout.runs_of(plain)
+        for some in _apart(contribution, layout, plain) if contribution.born else [plain] if plain else ():
+            runs = layout.runs if some is layout.resident else layout.runs_of(some)
             payloads = [
                 _whole(contribution, layout, at) if at >= 0 else leg.memory.raw[begin:end]
                 for at, begin, end in runs
             ]
-            batches.append((b"", np.array(plain, np.int64), tuple(payloads)))
+            batches.append((b"", np.array(some, np.int64), tuple(payloads)))
         if (
             len(given) > 1
             and sum([data.nbytes for _, _, payloads in batches for data in payloads]) > SENT_ALONE
@@ -1279,6 +1281,8 @@ def _given(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     """The numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
+    if piece.index in contribution.born:
+        return contribution.born[piece.index]
     if key in contribution.sources:
         return contribution.sources[key](start, numel)
     if key in contribution.lent:
@@ -1286,6 +1290,23 @@ def _given(contribution: Contribution, layout: _Layout, at: int) -> Tensor:
     assert contribution.values is not None
     flat = contribution.values[layout.at[layout.table[at]]][piece.dtype]
     return flat[piece.offset : piece.offset + (piece.used if layout.begin[at] >= 0 else piece.length)]
+
+
+def _apart(contribution: Contribution, layout: _Layout, given: Sequence[int]) -> list[list[int]]:
+    """Separate slices, by position, that lie one behind the other in memory of their server, and all others."""
+    others: list[int] = []
+    runs: list[list[int]] = []
+    end = -1
+    for at in given:
+        own = contribution.born.get(layout.pieces[at].index)
+        if own is None:
+            others.append(at)
+            continue
+        if own.data_ptr() != end:
+            runs.append([])
+        runs[-1].append(at)
+        end = own.data_ptr() + own.nbytes
+    return [others, *runs] if others else runs
 
 
 def _whole(contribution: Contribution, layout: _Layout, at: int) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvstore_server.channel import Arena
+from kvstore_server.channel import Arena, Channel
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
@@ -86,8 +86,8 @@ class Transport(Protocol):
     def is_far(self, server: int) -> bool:
         """Tell whether a network lies between this process and a server."""
 
-    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
-        """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
+    def channel(self, server: int) -> Channel | None:
+        """Get the channel to a server that shares memory; None where there is none, or it has broken."""
 
     def close(self) -> None:
         """Send what is queued, for a short while, and give all resources back."""
@@ -233,9 +233,14 @@ class Session:
         """Tell whether messages to a server go through memory that it shares."""
         return self._transport.shares_memory(server)
 
+    def channel(self, server: int) -> Channel | None:
+        """Get the channel to a server that shares memory; None where there is none."""
+        return self._transport.channel(server)
+
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
-        """Find the memory of a server that a Shown names; see `Transport.memory_at`."""
-        return self._transport.memory_at(server, place)
+        """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
+        channel = self.channel(server)
+        return None if channel is None else channel.weights_at(place)
 
     def next_number(self, handler: Handler | None = None) -> int:
         """A new request number; its replies go to `handler` until `forget` is called."""

@@ -59,6 +59,8 @@ class GradientTracker:
         self._handles: list[RemovableHandle] = []
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
+        self.births: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
+        """Position → copies a new gradient of a parameter that has none to where it is to be; None if it may not."""
         self._required: list[bool] = []
         """Those that required a gradient when they were looked at last."""
         self._fired = [False] * count
@@ -239,20 +241,26 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
 
 def _before_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, grads: tuple[Tensor | None, ...]
-) -> None:
-    """Run in a backward pass, just before `grads[0]` is added to the gradient of parameter `i`."""
+) -> tuple[Tensor] | None:
+    """Run in a backward pass, just before `grads[0]` is added to the gradient of parameter `i`; or what is returned."""
     tracker = tracker_ref()
     if tracker is None:
-        return
+        return None
     if tracker._to_drop:
         tracker._drop_used()
     if grads[0] is None:
         # A custom autograd function returned no gradient: torch will leave `.grad` as it is.
-        return
+        return None
     tracker._fired[i] = True
     parameter = tracker._parameters[i]
     if getattr(parameter, "grad_req", None) == "write":
         parameter.grad = None
+    birth = tracker.births.get(i)
+    if birth is None or parameter.grad is not None:
+        return None
+    # Nobody else has the copy, so torch makes it `.grad` as it is.
+    born = birth(grads[0])
+    return None if born is None else (born,)
 
 
 def _after_accumulation(

@@ -196,6 +196,8 @@ class Binding:
         is_mappable = self.zero_copy and arena.device.type == "cpu" and not layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and is_mappable:
             self.exchange.map(arena.weights)
+            if not (self.selection.overlaps or self.selection.overlaps_pull):
+                self.exchange.bear(arena.long)
         if self.exchange is not None:
             self.exchange.init(arena.weights, layout.tables.first())
             layout.tables.are_placed()
@@ -206,6 +208,8 @@ class Binding:
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.mapped is not None:
             self._watch(arena, self.holder.mapped)
+        if self.holder is not None and self.holder.born is not None:
+            layout.devices[0].tracker.births = self.holder.born.births()
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0], self.settle)
         if self.selection.overlaps_pull and self.holder is not None:

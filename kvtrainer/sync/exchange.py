@@ -27,6 +27,7 @@ from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
+from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.host_sum import HostSum
@@ -182,6 +183,8 @@ class StoreExchange(Exchange):
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
             self._host, self.lendable = host, frozenset()
+        self.born: BornGradients | None = None
+        """Where gradients are born that are in the servers' memory."""
         if (
             optimizer is None and is_dist
         ):  # also with one worker: a script that works with one works with several
@@ -206,11 +209,18 @@ class StoreExchange(Exchange):
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
+    def bear(self, keys: Collection[int]) -> None:
+        """Have long gradients of some keys (by index) be born in memory of servers of this host; before `init`."""
+        if self.lendable and self.is_sync and self._client.shares_memory:
+            self.born = self._client.born_gradients(self._table, self.lendable.intersection(keys))
+
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         [mine] = self._down(weights)
         self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         if self.mapped is not None:
             self._check_mapped(weights)
+        if self.born is not None:
+            self.born.open()
         self._up(weights, mine)
 
     def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
@@ -265,10 +275,11 @@ class StoreExchange(Exchange):
         unread = unsent & self._table.plan.keys_alone
         # Only rows make it worth the servers' while to know what has changed.
         self._has_rows = self._has_rows or bool(rows)
+        born = self.born.in_place(grads.lent) if self.born is not None and grads.lent else {}
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
-            unread=unread, mapped=self.mapped,
+            born=born, unread=unread, mapped=self.mapped,
         )  # fmt: skip
         try:
             given = contribution if self._host is None else self._host.before(contribution)

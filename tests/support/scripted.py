@@ -89,7 +89,7 @@ class Scripted:
     def is_far(self, server: int) -> bool:
         return True
 
-    def memory_at(self, server: int, place: int) -> None:
+    def channel(self, server: int) -> None:
         return None
 
     def last_sign(self, server: int) -> float:

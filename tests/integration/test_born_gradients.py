@@ -1,0 +1,273 @@
+"""Gradients that a backward pass puts where servers of the host read them: equal results, and every edit counts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import kvtrainer
+from kvtrainer.comm import born
+from kvtrainer.errors import ServerUnreachableError
+from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import DEAD_AFTER, LIMIT
+from tests.support.processes import Members, Process, Processes, new_name, together
+
+SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
+"""Slices that fill their pages, others that two servers share a page of, and one that is too short."""
+LONG = (0, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers share memory whatever way the other tests take."""
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+
+
+class Worker:
+    """A worker with parameters of SHAPES, whose gradients are drawn by its rank."""
+
+    def __init__(self, store: DistKVStore, rank: int, optimizer: str = "adam", **options: Any) -> None:
+        drawn = torch.Generator().manual_seed(5)
+        self.parameters = [Parameter(torch.randn(shape, generator=drawn)) for shape in SHAPES]
+        names = {f"p{at}": parameter for at, parameter in enumerate(self.parameters)}
+        self.trainer = kvtrainer.Trainer(names, optimizer, {"learning_rate": 0.01}, kvstore=store, **options)
+        self._drawn = torch.Generator().manual_seed(rank)
+
+    def backward(self) -> list[Tensor]:
+        """Run a backward pass; return the gradients that it has."""
+        drawn = [torch.randn(shape, generator=self._drawn) for shape in SHAPES]
+        torch.stack([(p * d).sum() for p, d in zip(self.parameters, drawn, strict=True)]).sum().backward()
+        return drawn
+
+    def steps(self, number: int = 1, edit: Callable[[Worker], object] = lambda _: None) -> None:
+        for _ in range(number):
+            self.backward()
+            edit(self)
+            self.trainer.step(2)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [grad for p in self.parameters if (grad := p.grad) is not None]
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+
+def are_born(worker: Worker) -> list[bool]:
+    """Tell of which parameters the gradients lie in memory of servers, by the system's list of mappings."""
+    mappings = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    parts = [[int(edge, 16) for edge in one[0].split("-")] for one in mappings if "memfd:kvstore " in one[-1]]
+    places = [grad.data_ptr() + grad.nbytes // 3 for grad in worker.grads]
+    return [any([begin <= place < end for begin, end in parts]) for place in places]
+
+
+BORN = [at in LONG for at in range(len(SHAPES))]
+NOT_BORN = [False] * len(SHAPES)
+
+
+def alone(processes: Processes, members: Members, servers: int = 2, **options: Any) -> Worker:
+    """A worker of its own job that has made a step."""
+    worker = Worker(members.join(processes.servers(servers), 0, 1, new_name()), 0, **options)
+    worker.steps()
+    return worker
+
+
+def on_two(
+    members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
+) -> list[Any]:
+    """What two workers return that do the same work."""
+    pair = members.pair(servers)
+    return together(*(lambda kv=kv, r=r: work(Worker(kv, r, **options)) for r, kv in enumerate(pair)))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_weights_are_the_same_to_the_bit_whether_gradients_are_born_in_shared_memory_or_copied(
+    processes: Processes, members: Members, optimizer: str
+) -> None:
+    def train(worker: Worker) -> tuple[list[Tensor], list[bool]]:
+        worker.steps(4)
+        drawn = worker.backward()
+        assert all(map(torch.equal, worker.grads, drawn))
+        return worker.weights(), are_born(worker)
+
+    servers = processes.servers(3)
+    found = on_two(members, servers, train, optimizer=optimizer)
+    found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
+    assert [where for _, where in found] == [BORN, BORN, NOT_BORN, NOT_BORN]
+    assert all(all(map(torch.equal, weights, found[0][0])) for weights, _ in found)
+
+
+def _clip(worker: Worker) -> None:
+    torch.nn.utils.clip_grad_norm_(worker.parameters, 0.5)
+
+
+def _write(worker: Worker) -> None:
+    for grad in worker.grads:
+        grad.numpy()[-1] = 3.0
+        grad.view(-1)[:7].mul_(2.0)
+
+
+def _replace(worker: Worker) -> None:
+    for parameter in worker.parameters[1:]:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.25
+
+
+def _add(worker: Worker) -> None:
+    worker.backward()
+
+
+@pytest.mark.parametrize("edit", [_clip, _write, _replace, _add])
+def test_whatever_a_loop_does_to_gradients_before_the_step_counts(
+    processes: Processes, members: Members, edit: Callable[[Worker], None]
+) -> None:
+    def train(worker: Worker) -> list[Tensor]:
+        worker.steps(3, edit)
+        return worker.weights()
+
+    servers = processes.servers(2)
+    found = on_two(members, servers, train)
+    found += on_two(members, servers, train, zero_copy=False)
+    assert all(all(map(torch.equal, weights, found[0])) for weights in found)
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.detach(), lambda g: g[3:], lambda g: g.numpy()])
+def test_a_gradient_that_a_loop_keeps_is_not_overwritten(
+    processes: Processes, members: Members, keep: Callable[[Tensor], Any]
+) -> None:
+    worker = alone(processes, members)
+    worker.steps()
+    kept = [keep(grad) for grad in worker.grads]
+    before = copy.deepcopy(kept)
+    worker.trainer.zero_grad()
+    drawn = worker.backward()
+    assert are_born(worker) == NOT_BORN
+    assert all(map(torch.equal, worker.grads, drawn))
+    assert all(np.array_equal(a, b) for a, b in zip(kept, before, strict=True))
+    worker.trainer.step(1)
+    del kept
+    worker.steps()
+    assert are_born(worker) == BORN
+
+
+def test_gradients_that_are_zeroed_in_place_and_added_to_stay_where_they_are(
+    processes: Processes, members: Members
+) -> None:
+    worker = alone(processes, members)
+    worker.steps()
+    places = [grad.data_ptr() for grad in worker.grads]
+    worker.trainer.zero_grad(set_to_none=False)
+    drawn = worker.backward()
+    more = worker.backward()
+    assert [grad.data_ptr() for grad in worker.grads] == places
+    for grad, one, other in zip(worker.grads, drawn, more, strict=True):
+        torch.testing.assert_close(grad, one + other)
+
+
+def test_a_gradient_with_a_graph_of_its_own_is_left_alone(processes: Processes, members: Members) -> None:
+    worker = alone(processes, members)
+    worker.trainer.zero_grad()
+    total = torch.stack([p.pow(3).sum() for p in worker.parameters]).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a cycle, which the last line here undoes
+        total.backward(create_graph=True)
+    assert are_born(worker) == NOT_BORN
+    assert all(grad.grad_fn is not None for grad in worker.grads)
+    worker.trainer.zero_grad()
+
+
+def test_hooks_of_a_loop_see_the_gradient_that_stays(processes: Processes, members: Members) -> None:
+    worker = alone(processes, members)
+    seen: list[Tensor | None] = []
+    worker.parameters[0].register_hook(lambda grad: 2 * grad)
+    worker.parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    drawn = worker.backward()
+    assert seen == [worker.parameters[0].grad]
+    assert torch.equal(worker.grads[0], 2 * drawn[0])
+    assert are_born(worker) == [*BORN[:3], True]
+
+
+def test_a_forked_process_that_writes_gradients_changes_its_own_alone(
+    processes: Processes, members: Members
+) -> None:
+    worker = alone(processes, members)
+    drawn = worker.backward()
+
+    def write() -> None:
+        are_same = all(map(torch.equal, worker.grads, drawn))
+        for grad in worker.grads:
+            grad.fill_(7.0)
+        are_own = all([bool((grad == 7.0).all()) for grad in worker.grads])
+        os._exit(0 if are_same and are_own else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join(LIMIT)
+    assert child.exitcode == 0
+    assert all(map(torch.equal, worker.grads, drawn))
+    worker.trainer.step(1)
+
+
+def test_a_copy_of_a_gradient_has_memory_of_its_own(processes: Processes, members: Members) -> None:
+    worker = alone(processes, members)
+    drawn = worker.backward()
+    copied = copy.deepcopy(worker.grads)
+    worker.trainer.step(1)
+    worker.steps()
+    assert all(map(torch.equal, copied, drawn))
+
+
+def test_gradients_stay_when_their_server_was_killed_and_when_the_trainer_is_closed(
+    processes: Processes, members: Members
+) -> None:
+    servers = processes.servers(2)
+    worker = Worker(members.join(servers, 0, 1, new_name(), dead_after=DEAD_AFTER), 0)
+    worker.steps(2)
+    drawn = worker.backward()
+    servers[1].signal(signal.SIGKILL)
+    servers[1].end()
+    with pytest.raises(ServerUnreachableError):
+        worker.trainer.step(1)
+    assert all(map(torch.equal, worker.grads, drawn))
+    worker.trainer.zero_grad()
+    drawn = worker.backward()
+    assert are_born(worker) == NOT_BORN
+    worker.trainer.close()
+    assert all(map(torch.equal, worker.grads, drawn))
+
+
+def test_closing_leaves_gradients_readable_and_writable(processes: Processes, members: Members) -> None:
+    worker = alone(processes, members)
+    drawn = worker.backward()
+    worker.trainer.close()
+    assert all(map(torch.equal, worker.grads, drawn))
+    for grad in worker.grads:
+        grad.zero_()
+    more = worker.backward()
+    assert all(map(torch.equal, worker.grads, more))
+
+
+def test_a_worker_that_cannot_map_the_memory_copies_and_says_so(
+    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(born, "put_pages", refuse)
+    worker = alone(processes, members)
+    worker.steps()
+    assert are_born(worker) == NOT_BORN
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
