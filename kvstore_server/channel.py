@@ -347,8 +347,9 @@ class Channel:
             self._places.give_back(begin)
         if is_sent and stays is not None:
             self._read.setdefault(stays, []).append(pieces)
-            for piece in pieces if self._shelf is not None else ():
-                self._shelf.leases.hold(piece)
+            if self._shelf is not None:
+                for piece in pieces:
+                    self._shelf.leases.hold(piece)
         return is_sent
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
@@ -378,8 +379,9 @@ class Channel:
         found = self._read.pop(place, None)
         if found is not None:
             pieces = found.pop()
-            for piece in pieces if self._shelf is not None else ():
-                self._shelf.leases.release(piece)
+            if self._shelf is not None:
+                for piece in pieces:
+                    self._shelf.leases.release(piece)
             if found:
                 self._read[place] = found
 

@@ -242,7 +242,11 @@ def _neighbours(pages: Any) -> list[Any]:
 def put_pages(
     address: int, nbytes: int, fd: int, offset: int, protection: int, is_shared: bool = False
 ) -> None:
-    """Map pages of a file, or with -1 empty ones, privately in the place of others. Raises OSError if that fails."""
+    """Map pages of a file, or with -1 empty ones, in the place of others; privately, unless they are to be shared.
+
+    Raises:
+        OSError: the system refuses.
+    """
     library: Any = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -763,7 +763,10 @@ class Rounds:
         if small and contribution.values is not None:
             sources = [_given(contribution, layout, at) for at in small]
             torch._foreach_copy_([leg.memory.views[at] for at in small], sources)
-        for some in _apart(contribution, layout, plain) if contribution.born else [plain] if plain else ():
+        groups: Sequence[Sequence[int]] = [plain] if plain else []
+        if contribution.born:
+            groups = _apart(contribution, layout, plain)
+        for some in groups:
             runs = layout.runs if some is layout.resident else layout.runs_of(some)
             payloads = [
                 _whole(contribution, layout, at) if at >= 0 else leg.memory.raw[begin:end]

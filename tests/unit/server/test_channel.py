@@ -510,6 +510,38 @@ def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
     assert len(shelf.fds) == 1
 
 
+def test_what_a_worker_puts_into_its_tray_is_read_there_and_the_tray_is_free_afterwards(ends: Pair) -> None:
+    worker, server = ends()
+    worker.ask_for_tray(MIB)
+    assert server.receive() is None
+    assert worker.receive() is None
+    tray = worker.tray
+    assert tray is not None
+    gradient = tray.arena.numbers[4096 : 4096 + 200_000].fill_(3)
+    assert worker.send([b"head", b"body"], [gradient[:100_000], gradient[100_000:]], may_stay=True)
+    frames = server.receive()
+    assert frames is not None
+    gradient.fill_(5)  # which the server sees, so it has no copy
+    assert set(bytes(frames[2])) == {5}
+    assert not tray.is_free
+    del frames
+    server.send([b"done"])
+    assert bytes_of(worker.receive()) == [b"done"]
+    assert tray.is_free
+    worker.close()
+    assert not tray.is_free
+
+
+def test_a_worker_gets_no_tray_where_the_server_has_no_memory(ends: Pair) -> None:
+    worker, server = ends()
+    worker.ask_for_tray(2 * GIB)
+    assert server.receive() is None
+    assert worker.receive() is None
+    assert worker.tray is None
+    assert server.send([b"on"])
+    assert bytes_of(worker.receive()) == [b"on"]
+
+
 def test_memory_of_weights_that_are_gone_is_given_back(shelf: Shelf) -> None:
     weights = weights_on(shelf, 50_000)
     assert len(shelf.fds) == 1
