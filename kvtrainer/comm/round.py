@@ -766,13 +766,13 @@ class Rounds:
         groups: Sequence[Sequence[int]] = [plain] if plain else []
         if contribution.born:
             groups = _apart(contribution, layout, plain)
-        for some in groups:
-            runs = layout.runs if some is layout.resident else layout.runs_of(some)
+        for own in groups:
+            runs = layout.runs if own is layout.resident else layout.runs_of(own)
             payloads = [
                 _whole(contribution, layout, at) if at >= 0 else leg.memory.raw[begin:end]
                 for at, begin, end in runs
             ]
-            batches.append((b"", np.array(some, np.int64), tuple(payloads)))
+            batches.append((b"", np.array(own, np.int64), tuple(payloads)))
         if (
             len(given) > 1
             and sum([data.nbytes for _, _, payloads in batches for data in payloads]) > SENT_ALONE
