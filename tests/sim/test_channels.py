@@ -253,7 +253,8 @@ class Job:
                 mine.fill_(255)
         if isinstance(body, m.Shown):
             for _, version, place in body.parts.tolist():
-                found = self.connection.memory_at(0, place)
+                channel = self.connection.channel(0)
+                found = None if channel is None else channel.weights_at(place)
                 if found is None or found[0].numbers[found[1] :][:4].view(torch.float32).item() < version:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
