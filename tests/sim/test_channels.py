@@ -377,10 +377,10 @@ def run_seed(seed: int) -> Counter[str]:
 
 
 @replaces(Channel, "send", CHANNELS)
-def free_before_it_was_read(real: Any, self: Any, *args: Any) -> bool:
+def free_before_it_was_read(real: Any, self: Any, *args: Any, **options: Any) -> bool:
     """A place is used again as soon as its message is on its way."""
     before = set(self._places._given)
-    is_sent = bool(real(self, *args))
+    is_sent = bool(real(self, *args, **options))
     for begin in set(self._places._given) - before:
         self._places.give_back(begin)
     return is_sent
