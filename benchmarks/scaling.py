@@ -34,12 +34,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--grid", default="1x1,2x2,4x1,4x2,4x4,8x2", help="workers x servers, commas between")
+    parser.add_argument("--grid", default="1x1,2x2,4x4,8x2", help="workers x servers, commas between")
     parser.add_argument("--mib", default="100", help="size of the model")
     parser.add_argument("--tensors", type=suite.positive, default=16, help="into which it is cut")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
     parser.add_argument("--peers", default="gloo DDP", help="commas between them")
-    parser.add_argument("--rounds", type=suite.positive, default=6, help="timed steps of a job")
+    parser.add_argument("--rounds", type=suite.positive, default=5, help="timed steps of a job")
     return step_jobs.add_options(parser, repetitions=2)
 
 
