@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import socket
 import struct
 from collections import Counter, deque
@@ -207,7 +208,7 @@ class Job:
         self.connection = Connection(["inproc://nobody"])
         self.connection._channels[0], self.connection._index[mine.fileno()] = mine, 0
         self.connection._poller = self.polls[0]  # type: ignore[assignment]
-        listener = Listener(0x51A0000 + seed, lambda *_: True, lambda: 1 << 40, leases)
+        listener = Listener(secrets.randbits(62), lambda *_: True, lambda: 1 << 40, leases)
         listener._ready.close()
         listener._ready = self.polls[1]  # type: ignore[assignment]
         self.leases, self.store = leases, Store(draw, leases, seen)
