@@ -234,7 +234,7 @@ class Launcher:
             elif child in self._servers:
                 text = f"{child.describe_exit()} before the workers were done"
                 self._fail(child.shell_code() or 1, text, was_unheard=True)
-            elif child.returncode:
+            elif child.returncode and child not in self._viewers:
                 self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.shell_code() > 128)
 
     def _read(self, child: Child, fd: int) -> None:

@@ -36,6 +36,8 @@ REQUESTS: list[Any] = [
     m.GetState(1, 2),
     m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
+    m.Heartbeat(b"\x81\xa5steps\x07"),
+    m.Look(),
     m.Leave("done", True),
     m.Stats(),
     m.Command(7, "größe".encode()),
@@ -239,7 +241,7 @@ def hello(**wrong: Any) -> bytes:
         "nonce": bytes(16),
         "sockets": [b"a" * 16, b"b" * 16],
     }
-    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False]))
+    return bytes(msgpack.packb([*{**right, **wrong}.values(), "sync", 0, False, False]))
 
 
 def register(spec: list[Any]) -> bytes:
@@ -279,7 +281,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
     [
         (HELLO, [b"\xc1"], "cannot be decoded"),
         (HELLO, [b""], "cannot be decoded"),
-        (HELLO, [b"\x90"], "must hold 12 values"),
+        (HELLO, [b"\x90"], "must hold 13 values"),
         (HELLO, [b"\x90", b"\x90"], "has 2 frames after its header, expected 1"),
         (HELLO, [hello(namespace=1)], "Hello.namespace must be str"),
         (HELLO, [hello(rank=True)], "Hello.rank must be int"),
