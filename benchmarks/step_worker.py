@@ -80,7 +80,8 @@ class TrainerStep(_Parameters):
     ) -> None:
         super().__init__()
         self._options: dict[str, Any] = {"compression_params": compression, "overlap": overlap}
-        self._options["hierarchy"] = hierarchy
+        if hierarchy:  # other checkouts may not know it
+            self._options["hierarchy"] = True
         self._kvtrainer = importlib.import_module("kvtrainer")
         self._is_alone = kvstore != "dist_sync"
         self._kv: Any = kvstore if self._is_alone else self._kvtrainer.kvstore.create(kvstore)
