@@ -23,7 +23,7 @@ from kvtrainer.comm import born
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Process, Processes, new_name, together
+from tests.support.processes import Members, Process, Processes, new_name
 
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
 """Slices that fill their pages, others that two servers share a page of, and one that is too short."""
@@ -89,8 +89,7 @@ def on_two(
     members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
 ) -> list[Any]:
     """What two workers return that do the same work."""
-    pair = members.pair(servers)
-    return together(*(lambda kv=kv, r=r: work(Worker(kv, r, **options)) for r, kv in enumerate(pair)))
+    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])

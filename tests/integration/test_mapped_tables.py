@@ -16,7 +16,7 @@ import kvtrainer
 from kvtrainer.errors import RowIdError, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER
-from tests.support.processes import Members, Process, Processes, new_name, together
+from tests.support.processes import Members, Process, Processes, new_name
 
 SIZES, WIDTH = (300_000, 80_001), 16
 """Neither table of rows of 64 bytes ends where a page does."""
@@ -90,8 +90,7 @@ def on_two(
     members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
 ) -> list[Any]:
     """What two workers return that do the same work."""
-    pair = members.pair(servers)
-    return together(*(lambda kv=kv, r=r: work(Worker(kv, r, **options)) for r, kv in enumerate(pair)))
+    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
 
 
 def test_workers_read_rows_in_the_servers_memory_as_every_round_leaves_them(

@@ -76,8 +76,7 @@ def on_two(
     members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
 ) -> list[Any]:
     """What two workers return that do the same work."""
-    pair = members.pair(servers)
-    return together(*(lambda kv=kv, r=r: work(Worker(kv, r, **options)) for r, kv in enumerate(pair)))
+    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])

@@ -210,6 +210,11 @@ class Members:
         name = new_name()
         return self.join(servers, 0, 2, name, **options), self.join(servers, 1, 2, name, **options)
 
+    def on_two(self, servers: Sequence[Process | str], work: Callable[[DistKVStore, int], Any]) -> list[Any]:
+        """What both workers of a job of two return that do the same work, given their stores and ranks."""
+        pair = self.pair(servers)
+        return together(*(lambda kv=kv, r=r: work(kv, r) for r, kv in enumerate(pair)))
+
     def __enter__(self) -> Members:
         return self
 
