@@ -17,7 +17,7 @@ from kvtrainer.comm import session
 from kvtrainer.errors import WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lossy import LossyProxy
-from tests.support.overlap_loops import CASES, SIZES, STEPS, Case, Loop, dropped, one_edited, plain
+from tests.support.overlap_loops import CASES, SIZES, STEPS, Case, Loop, dropped, grown, one_edited, plain
 from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
 
@@ -84,13 +84,7 @@ def test_parameters_that_come_while_training_go_during_the_backward_pass_too(job
         loop = Loop(kv, rank, overlap)
         for at in range(2):
             plain(loop, at)
-        more = nn.Linear(SIZES[-1], 3)
-        nn.init.constant_(more.weight, 0.1)
-        nn.init.constant_(more.bias, 0.1)
-        loop.loss().backward()
-        loop.trainer.add_param_group({"params": more.parameters()})
-        loop.net.append(more)
-        loop.step(ignore_stale_grad=True)
+        grown(loop)
         for at in range(2):
             plain(loop, at)
         return loop.digest.hexdigest()

@@ -26,7 +26,7 @@ from kvtrainer.env import TRANSPORT
 from kvtrainer.sync.select import select_store
 from tests.support.jobs import Job, Results, error_of, run_job
 from tests.support.limits import LIMIT, SOON
-from tests.support.overlap_loops import CASES, SIZES, STEPS, Loop, plain
+from tests.support.overlap_loops import CASES, SIZES, STEPS, Loop, grown, plain
 
 Pairs = Iterator[tuple[Any, Any]]
 """What was found, and what it has to be."""
@@ -279,13 +279,7 @@ def parameters_that_come_while_training_are_summed_during_the_backward_pass_too(
         loop = build(rank, overlap)
         for at in range(3):
             plain(loop, at)
-        more = nn.Linear(SIZES[-1], 3)
-        nn.init.constant_(more.weight, 0.1)
-        nn.init.constant_(more.bias, 0.1)
-        loop.loss().backward()
-        loop.trainer.add_param_group({"params": more.parameters()})
-        loop.net.append(more)
-        loop.step(ignore_stale_grad=True)
+        grown(loop)
         for at in range(3):
             plain(loop, at)
         found.append(loop.digest.hexdigest())

@@ -63,6 +63,17 @@ def plain(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def grown(loop: Loop) -> None:
+    """Make a step in which a layer comes, after the backward pass."""
+    more = nn.Linear(SIZES[-1], 3)
+    nn.init.constant_(more.weight, 0.1)
+    nn.init.constant_(more.bias, 0.1)
+    loop.loss().backward()
+    loop.trainer.add_param_group({"params": more.parameters()})
+    loop.net.append(more)
+    loop.step(ignore_stale_grad=True)
+
+
 def two_passes(loop: Loop, at: int) -> None:
     """And three in some steps, so that what came after two was too early."""
     for _ in range(2 + (at % 3 == 2)):
