@@ -13,7 +13,8 @@ from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_c
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.report import Report
-from kvtrainer.comm.round import Rounds
+from kvtrainer.comm.rounds import Rounds
+from kvtrainer.comm.row_pulls import RowPulls
 from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.comm.tables import RemoteTable
 
@@ -24,13 +25,15 @@ _REGISTERED_TOGETHER = 64
 class Client:
     """One worker's connection to the store, wherever the store is. Not thread-safe.
 
-    `rounds` runs exchanges and pulls; the methods here are control requests, each blocking until it is answered.
+    `rounds` runs exchanges and pulls, `rows` fetches rows; the methods here are control requests,
+    each blocking until it is answered.
     """
 
     def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
         self.options = options
         self._session = Session(transport, options, clock)
         self.rounds = Rounds(self._session)
+        self.rows = RowPulls(self._session, self.rounds)
         self._tables: dict[str, RemoteTable] = {}
         self._barriers = 0
 

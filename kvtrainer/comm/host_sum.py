@@ -23,8 +23,9 @@ from torch import Tensor
 from kvstore_server.errors import DeadlineError, KVStoreError, WorkerLostError
 from kvstore_server.plan import SIZES, Plan
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rank_memory import BOOT_ID, Heard, RankMemory, share_memory
-from kvtrainer.comm.round import Contribution, Round
+from kvtrainer.comm.round import Round
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from kvstore_server.plan import INTEGERS, TensorSpec
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import SparsePullWarning
 from kvtrainer.kvstore import states
@@ -603,7 +603,7 @@ class TableKVStore(KVStoreBase):
     def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
         """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
         by_rows = [p for p in pulls if p.entry.table.plan.takes_rows(0)]
-        fetched = iter(self._client.rounds.pull_rows([(p.entry.table, 0, p.ids) for p in by_rows]))
+        fetched = iter(self._client.rows.pull([(p.entry.table, 0, p.ids) for p in by_rows]))
         results = []
         for p in pulls:
             spec, table = p.entry.spec, p.entry.table

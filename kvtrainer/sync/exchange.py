@@ -30,10 +30,12 @@ from kvstore_server.rows import RowSet
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import Contribution, Round, RowsAsked
+from kvtrainer.comm.round import Round
+from kvtrainer.comm.row_pulls import RowsAsked
 from kvtrainer.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
@@ -429,7 +431,7 @@ class StoreExchange(Exchange):
 
     def pull_rows(self, key: int, ids: Tensor) -> Tensor:
         """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
-        [rows] = self._client.rounds.pull_rows([(self._table, key, ids)])
+        [rows] = self._client.rows.pull([(self._table, key, ids)])
         return rows
 
     def read_rows(self, key: int, ids: Tensor) -> Tensor | None:
@@ -437,19 +439,19 @@ class StoreExchange(Exchange):
 
         None where they cannot be read there, but have to be asked for.
         """
-        return self._client.rounds.read_rows(self._table, key, ids) if self._reads_rows else None
+        return self._client.rows.read(self._table, key, ids) if self._reads_rows else None
 
     def ask_rows(self, wanted: Mapping[int, Tensor]) -> RowsAsked:
         """Ask for rows (distinct, ascending ids) of row-sparse keys (by index), and return at once."""
-        return self._client.rounds.ask_rows([(self._table, key, ids) for key, ids in wanted.items()])
+        return self._client.rows.ask([(self._table, key, ids) for key, ids in wanted.items()])
 
     def take_rows(self, asked: RowsAsked) -> list[Tensor]:
         """Wait for rows that were asked for."""
-        return self._client.rounds.take_rows(asked)
+        return self._client.rows.take(asked)
 
     def drop_rows(self, asked: RowsAsked) -> None:
         """Have no use for rows that were asked for."""
-        self._client.rounds.drop_rows(asked)
+        self._client.rows.drop(asked)
 
     def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, self._table.plan.slices[piece.index])

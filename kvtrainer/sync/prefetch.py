@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvtrainer.comm.round import RowsAsked
+from kvtrainer.comm.row_pulls import RowsAsked
 from kvtrainer.sync.exchange import StoreExchange
 
 

@@ -27,7 +27,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.round import _pieces
+from kvtrainer.comm.round import parts_of
 from tests.sim.model import Violation
 from tests.sim.mutants import Mutants, mutated, replaces
 from tests.sim.test_interleavings import seed_that_fails
@@ -260,7 +260,7 @@ class Job:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
         if isinstance(body, m.Weights):
-            for _, version, _, source, start, nbytes in _pieces(body):
+            for _, version, _, source, start, nbytes in parts_of(body):
                 self.kept.append((version, source[start : start + nbytes].view(torch.float32)))
         self.check()
 

@@ -13,7 +13,9 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
-from kvtrainer.comm.round import Contribution, Round, Rounds
+from kvtrainer.comm.contribution import Contribution
+from kvtrainer.comm.round import Round
+from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Session, SessionOptions
 from kvtrainer.comm.tables import RemoteTable
 

@@ -24,7 +24,7 @@ from kvstore_server.rows import RowSet
 from kvtrainer.comm.ahead import Ahead, same_bits
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views

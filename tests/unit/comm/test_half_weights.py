@@ -15,7 +15,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.storage import Leases, Storage
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.errors import ProtocolError
 from tests.support.scripted import SLOT, Bench
 from tests.support.switchboard import connected, play
@@ -52,14 +52,14 @@ class Job:
 
     def _note_parts(self) -> None:
         rounds, pieces = self.clients[0].rounds, self.tables[0].plan.slices_of(0)
-        take = rounds._take_weights
+        take = rounds._take
 
-        def note(round_: Any, leg: Any, weights: m.Weights) -> None:
-            for slot, _, kind, nbytes in weights.parts.tolist():
+        def note(round_: Any, leg: Any, server: int, reply: m.ReplyBody) -> None:
+            for slot, _, kind, nbytes in reply.parts.tolist() if isinstance(reply, m.Weights) else ():
                 self.parts.setdefault(pieces[slot].dtype, set()).add((kind, nbytes // pieces[slot].length))
-            take(round_, leg, weights)
+            take(round_, leg, server, reply)
 
-        rounds._take_weights = note  # type: ignore[method-assign]
+        rounds._take = note  # type: ignore[method-assign]
 
 
 def sixteenths(seed: int, bits: int) -> Any:

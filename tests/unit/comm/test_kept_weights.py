@@ -25,7 +25,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected, play
 
@@ -212,13 +212,14 @@ def parts_of(job: Job, items: list[Contribution]) -> dict[int, tuple[int, int]]:
     """Slot → kind and size of what comes back to rank 0 in a round."""
     replies: dict[int, tuple[int, int]] = {}
     rounds = job.clients[0].rounds
-    take = rounds._take_weights
+    take = rounds._take
 
-    def note(round_: Any, leg: Any, weights: m.Weights) -> None:
-        replies.update({slot: (kind, nbytes) for slot, _, kind, nbytes in weights.parts.tolist()})
-        take(round_, leg, weights)
+    def note(round_: Any, leg: Any, server: int, reply: m.ReplyBody) -> None:
+        if isinstance(reply, m.Weights):
+            replies.update({slot: (kind, nbytes) for slot, _, kind, nbytes in reply.parts.tolist()})
+        take(round_, leg, server, reply)
 
-    rounds._take_weights = note  # type: ignore[method-assign]
+    rounds._take = note  # type: ignore[method-assign]
     job.play(items)
     return replies
 

@@ -16,7 +16,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.rows import RowSet
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected, play
 

@@ -18,7 +18,7 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.session import Calls
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.engines import client_of
@@ -50,7 +50,7 @@ class Job:
         self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
 
     def rows(self, *ids: int) -> list[float]:
-        [found] = self.client.rounds.pull_rows([(self.tables[0], 0, torch.tensor(ids))])
+        [found] = self.client.rows.pull([(self.tables[0], 0, torch.tensor(ids))])
         return found[:, 0].tolist()
 
 
@@ -157,7 +157,7 @@ def test_rows_that_take_several_messages_are_those_of_one(servers: int) -> None:
         play({}, {(0, 0): RowSet(ids, torch.full((len(ids), WIDTH), float(step)))})
         wanted[ids] -= step
         assert torch.equal(held["float32"].view(-1, WIDTH), wanted)
-    [found] = client.rounds.pull_rows([(table, 0, torch.arange(4 * NUM_ROWS))])
+    [found] = client.rows.pull([(table, 0, torch.arange(4 * NUM_ROWS))])
     assert torch.equal(found, wanted)
 
 
@@ -249,13 +249,13 @@ def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
     drawn = torch.Generator().manual_seed(servers)
     for keys in ((0, 1, 2), (0, 2), (1, 2), (1,), (2, 0), (0, 0), (0, 1, 2, 3)):
         ids = [torch.randint(len(tables[key]), (300,), generator=drawn).unique() for key in keys]
-        found = client.rounds.pull_rows([(table, key, own) for key, own in zip(keys, ids, strict=True)])
+        found = client.rows.pull([(table, key, own) for key, own in zip(keys, ids, strict=True)])
         for key, own, rows in zip(keys, ids, found, strict=True):
             assert torch.equal(rows, tables[key][own])
         if keys == (0, 1, 2):
             assert sorted(asked) == list(range(servers))
         asked.clear()
     none = torch.empty(0, dtype=torch.int64)
-    first, second = client.rounds.pull_rows([(table, 0, none), (table, 1, torch.tensor([5]))])
+    first, second = client.rows.pull([(table, 0, none), (table, 1, torch.tensor([5]))])
     assert first.shape == (0, WIDTH)
     assert torch.equal(second, tables[1][5:6])

@@ -16,7 +16,7 @@ from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.round import Contribution
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from tests.support.switchboard import connected, play
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.comm.round import Rounds
+from kvtrainer.comm.row_pulls import RowPulls
 from kvtrainer.errors import ConfigurationError, KVStoreError, RowIdError, ServerUnreachableError
 from tests.support.row_tables import SGD, Model, alone, column
 
@@ -32,13 +32,13 @@ def train(prefetches: bool) -> list[float]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The ids that a store is asked for, call by call."""
     calls: list[list[int]] = []
-    ask = Rounds.ask_rows
+    ask = RowPulls.ask
 
-    def count(self: Rounds, wanted: Any) -> Any:
+    def count(self: RowPulls, wanted: Any) -> Any:
         calls.append([i for _, _, ids in wanted for i in ids.tolist()])
         return ask(self, wanted)
 
-    monkeypatch.setattr(Rounds, "ask_rows", count)
+    monkeypatch.setattr(RowPulls, "ask", count)
     return calls
 
 
@@ -123,7 +123,7 @@ def test_an_error_of_the_store_is_raised_where_the_rows_are_used_and_the_next_us
         raise ServerUnreachableError("server 0 has not answered")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Rounds, "take_rows", fail)
+        patched.setattr(RowPulls, "take", fail)
         with pytest.raises(KVStoreError, match="server 0"):
             table.row_sparse_data([2])
     assert table.row_sparse_data([2]).item() == 5

@@ -1,0 +1,519 @@
+"""Rounds as a worker drives them: slices and commits out, new weights in; repeated, refused, held or failed.
+
+A round of any number of tables goes to all servers that hold them, one leg each. It ends in the same way for every
+worker. If it fails on one server, this worker gives it up on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
+from kvstore_server.norms import Decision, Measured, combine
+from kvstore_server.plan import Slice
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.ahead import Ahead
+from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
+from kvtrainer.comm.layout import Layout
+from kvtrainer.comm.round import Leg, Round
+from kvtrainer.comm.sending import NO_COMMITS, announcement, messages
+from kvtrainer.comm.session import Session
+from kvtrainer.comm.tables import RemoteTable, Tables
+
+_log = logging.getLogger(__name__)
+
+GIVE_UP_TIMEOUT = 5.0
+"""Seconds to wait for servers to confirm that a round was given up."""
+_TOGETHER = 1024
+"""So many tables have their slices and commits in messages of their own, so that the servers begin with the first ones
+while this worker still sends the last."""
+_LAYOUTS_KEPT = 16
+
+
+class Rounds:
+    """Runs rounds over a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.tables = Tables(session.num_servers)
+        self._session = session
+        self.open: dict[int, Round] = {}
+        """Table (index) → its round that is under way."""
+        self._layouts: dict[tuple[int, ...], list[Layout]] = {}
+        """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
+        self._several: list[tuple[int, ...]] = []
+        """Those of several tables, oldest first."""
+
+    def start(self, contribution: Contribution, is_read: bool = False) -> Round:
+        """Send one round of some tables and return at once; or, to have weights only read, ask for those.
+
+        What is given must not change before the round was waited for. A table has one round under way: an earlier one
+        is waited for first, so an error of it is raised here. With a store that queues, a round of higher priority
+        overtakes earlier ones.
+        """
+        for table in contribution.tables:
+            if table.index in self.open or self.tables.broken:
+                self.settle(table)
+        session, tables = self._session, contribution.tables
+        round_ = Round(contribution, session.clock(), is_read, session.shares_memory)
+        self.open.update(dict.fromkeys([table.index for table in tables], round_))
+        try:
+            ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
+            if ahead is not None and (sent := ahead.sent(tables[0].round)):
+                round_.kept = kept(contribution, sent)
+                if contribution.values is not None:
+                    ahead.end(round_.kept)
+            if contribution.rows or any([table.compressor for table in tables]):
+                round_.encoded = encode(contribution, round_.kept or ())
+            key = tuple([table.index for table in tables])
+            for layout in self._layouts.get(key) or self._lay_out(key, tables):
+                leg = Leg(layout, round_, self.tables)
+                leg.number = session.next_number(partial(self._take, round_, leg))
+                if round_.kept is not None:
+                    leg.follow(round_.kept, len(round_.kept) == len(sent))
+                round_.legs.append(leg)
+            round_.open = [leg for leg in round_.legs if leg.open]
+            if session.is_far and len(tables) == 1 and _is_plain(contribution):
+                for leg in round_.open:
+                    announced = announcement(round_, leg, session.options.timeout)
+                    if announced is not None:
+                        session.send(leg.server, leg.number, announced, contribution.priority)
+            for first in range(0, len(round_.open), session.num_servers):
+                last = []
+                for leg in round_.open[first : first + session.num_servers]:
+                    given = [at for at in leg.given if at not in leg.kept] if leg.kept else leg.given
+                    *others, final = messages(round_, leg, given, session.options.timeout)
+                    for body in others:
+                        session.send(leg.server, leg.number, body, contribution.priority)
+                    last.append((leg, final))
+                # The commits go with the last slices for all servers: who dies before has begun nothing.
+                for leg, final in last:
+                    session.send(leg.server, leg.number, final, contribution.priority)
+        except BaseException as error:
+            self._end(round_, error)
+            raise
+        return round_
+
+    def send_ahead(self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor]) -> None:
+        """Send a slice of the open round before its commit, without which it does not count; returns at once.
+
+        The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
+        it was sent already.
+
+        Args:
+            parts: The numbers of each of its keys, flat; copied.
+
+        Raises:
+            KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
+        """
+        ahead = table.ahead = table.ahead or Ahead()
+        sent = ahead.sent(table.round)
+        if table.index in self.open or piece.index in sent:
+            return
+        numbers, form = ahead.copy(piece, parts), b""
+        if table.compressor is not None:
+            if not sent:
+                table.compressor.begin()
+            form = table.compressor.packed_codec
+            numbers = table.compressor.encode_ahead(numbers[: piece.used], piece)
+        # From here on it counts as sent: if it does not get there, the server will ask for it.
+        ahead.note(piece, table.round)
+        pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
+        body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
+        self._session.send(piece.server, self._session.next_number(), body)
+
+    def initialise(self, contribution: Contribution) -> None:
+        """Give tables rank 0's values, on all ranks together; blocks.
+
+        A table that has values already, because the others have gone on without a process of this rank, is read.
+        """
+        fresh: list[int] = []
+        known: list[int] = []
+        for at, table in enumerate(contribution.tables):
+            (known if table.is_initialised else fresh).append(at)
+        if fresh:
+            self.wait(self.start(contribution.of(fresh)))
+        if known and contribution.outs is not None:
+            read = contribution.of(known)
+            self.pull(read.tables, read.outs or ())
+
+    def wait(self, round_: Round, anew: bool = False) -> None:
+        """Block until the round is over; new weights are then in `outs`.
+
+        Args:
+            anew: Servers have their time from now on, not since the start: nobody has listened to them meanwhile.
+
+        Raises:
+            KVStoreError: what the servers reported, the same on every worker of the round.
+            DeadlineError, ServerUnreachableError: they reported nothing in time.
+        """
+        if round_.is_over:
+            return
+        if anew:
+            round_.started = self._session.clock()
+        try:
+            again = partial(self._send_again, round_, given=())
+            if not self._session.wait(round_.open, again, round_.started):
+                raise self._session.late(round_.open, round_.describe_end())
+        except BaseException as error:
+            self._end(round_, error)
+            round_.note(error)
+            raise
+        self._end(round_, round_.error)
+        if round_.error is not None:
+            raise round_.error
+        for table in round_.contribution.tables if self.tables.broken else ():
+            if table.broken is not None:
+                raise table.broken
+
+    def send_off(self, round_: Round) -> None:
+        """Block until all that this worker gives to a round has left its queues. Raises as `wait`."""
+        self._listen_while(round_, partial(_is_queueing, self._session))
+
+    def wait_for(self, round_: Round, keys: Collection[int]) -> None:
+        """Block until new weights of some keys (by index) of the only table are in `outs`; the round may go on.
+
+        Those of others that are here are written as well, although the round may still fail. For rounds of which all
+        weights come as whole slices to where they are copied.
+
+        Raises:
+            KVStoreError: as `wait`; the round is over then.
+        """
+        [table] = round_.contribution.tables
+        layouts = {leg.server: leg.layout for leg in round_.legs}
+        places: dict[int, list[int]] = {server: [] for server in layouts}
+        for piece in [piece for key in keys for piece in table.plan.slices_with(key)]:
+            places[piece.server].append(layouts[piece.server].place_of(table, piece))
+        self._listen_while(round_, partial(_lacks, places))
+        if round_.error is not None or not round_.open:
+            self.wait(round_)
+            return
+        for leg in round_.legs:
+            round_.write_early(leg)
+
+    def _listen_while(self, round_: Round, holds: Callable[[Leg], bool]) -> None:
+        """Take answers to a round while something holds of a leg on which something is still to be said."""
+        if round_.is_over:
+            return
+        waiting = _Those(round_.open, holds)
+        try:
+            again = partial(self._send_again, round_, given=())
+            if not self._session.wait(waiting, again, self._session.clock()):
+                raise self._session.late(waiting, round_.describe_end())
+        except BaseException as error:
+            self._end(round_, error)
+            round_.note(error)
+            raise
+
+    def settle(self, table: RemoteTable) -> None:
+        """Wait for the round of a table that is under way, if there is one.
+
+        Raises:
+            KVStoreError: that round failed, or an earlier failure left the servers apart.
+        """
+        round_ = self.open.get(table.index)
+        if round_ is not None:
+            self.wait(round_)
+        if table.index in self.tables.broken:
+            raise self.tables.broken[table.index]
+
+    def settle_all(self) -> None:
+        """Wait for every round under way; raises what the first failed one raises."""
+        while self.open:
+            self.wait(next(iter(self.open.values())))
+
+    def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
+        """Write the present weights of whole tables into arenas, after this worker's own rounds of them."""
+        self.wait(self.start(Contribution(tables, None, outs), is_read=True))
+
+    # ---------------------------------------------------------------- sending
+
+    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[Layout]:
+        """Lay out what goes to each server in calls of these tables, and keep that for the next ones."""
+        if len(key) > 1:
+            self._several.append(key)
+            if len(self._several) > _LAYOUTS_KEPT:
+                del self._layouts[self._several.pop(0)]
+        every = [
+            Layout(server, tables[first : first + _TOGETHER], first, self.tables)
+            for first in range(0, len(tables), _TOGETHER)
+            for server in range(self._session.num_servers)
+        ]
+        self._layouts[key] = [layout for layout in every if layout.tables]
+        return self._layouts[key]
+
+    def _send_again(self, round_: Round, leg: Leg, given: Sequence[int]) -> None:
+        """Send slices that were lost, and commit again what is not over yet."""
+        for body in messages(round_, leg, given, self._session.options.timeout):
+            self._session.send(leg.server, leg.number, body, round_.contribution.priority)
+
+    # ---------------------------------------------------------------- receiving
+
+    def _take(self, round_: Round, leg: Leg, _: int, reply: m.ReplyBody) -> None:
+        """Note what a server says about a round under way."""
+        position = leg.layout.position
+        if isinstance(reply, m.Weights):
+            round_.finish(leg, leg.take_weights(reply))
+        elif isinstance(reply, m.Shown):
+            round_.finish(leg, leg.take_places(reply))
+        elif isinstance(reply, m.Done):
+            known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
+            leg.applied.update(known)
+            round_.finish(leg, [at for at, _ in known if not leg.coming[at]])
+        elif isinstance(reply, m.Failed):
+            self._take_failure(round_, leg, reply)
+        elif (
+            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
+            and reply.table in position
+        ):
+            at = position[reply.table]
+            table = leg.layout.tables[at]
+            if isinstance(reply, m.Held):
+                self._take_held(round_, leg, at, reply)
+            elif isinstance(reply, m.Absent):
+                round_.absent.setdefault(table.name, set()).update(reply.keys)
+            elif isinstance(reply, m.InForce):
+                round_.in_force[table.name] = reply
+            elif isinstance(reply, m.Vetoed):
+                self._take_veto(round_, leg, at, reply)
+            elif table.round == reply.round:
+                asked = [leg.layout.slots.get(slot) for slot in reply.slots]
+                lost = sorted(set(leg.given).intersection(asked))
+                _log.warning("%s lost %d slices of round %d; sending them again",
+                             self._session.describe(leg.server), len(lost), reply.round)  # fmt: skip
+                self._send_again(round_, leg, lost)
+
+    def _take_failure(self, round_: Round, leg: Leg, failure: m.Failed) -> None:
+        """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
+        error = from_wire(failure.code, failure.text)
+        # That somebody gave up is not the cause where another one is known, least of all that this worker did.
+        if round_.error is None or (
+            isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
+        ):
+            round_.error = error
+        named = {leg.layout.position.get(failure.table)}
+        failed = sorted(leg.open if failure.table == -1 else leg.open.intersection(named))
+        for at in failed:
+            leg.failed[at] = failure.next_round
+            leg.open.discard(at)
+            table = leg.layout.tables[at]
+            if round_.is_read or table.name in round_.aborted:
+                continue
+            # It can no longer be applied everywhere: do not wait for those who would only now begin it.
+            round_.aborted.add(table.name)
+            for other, here in round_.legs_of(table):
+                if here in other.open:
+                    number = int(other.layout.commits[here, 0])
+                    abort = m.Abort(number, table.round, describe(error), undo=False)
+                    self._session.send(other.server, self._session.next_number(), abort)
+        round_.finish(leg, ())
+
+    # ---------------------------------------------------------------- deciding
+
+    def _take_held(self, round_: Round, leg: Leg, at: int, held: m.Held) -> None:
+        """Note what a server measured of a sum that it holds; once all have, decide what becomes of it.
+
+        All workers make the same of it, so whose answer comes first does not matter, and one is enough. Whatever the
+        guard raises goes through: the round is then given up.
+        """
+        table, guard = leg.layout.tables[at], round_.contribution.guard
+        if guard is None or table.name in round_.aborted:
+            return
+        leg.held[at] = held
+        places = list(round_.legs_of(table))
+        if table.name in round_.decided:
+            self._resolve(round_, table, [(leg, at)])  # it has not heard it
+        elif round_.vetoes.get(table.name):
+            self._skip(round_, table)
+        elif all(where in one.held for one, where in places):
+            said = [one.held[where] for one, where in places]
+            partials = sorted(partial for one in said for partial in one.partials)
+            norm = combine((value for _, value in partials), guard.norm_type)
+            measured = Measured(norm, all(one.is_finite for one in said))
+            round_.decided[table.name] = (measured, guard.decide(measured))
+            self._resolve(round_, table, places)
+        if at in leg.complete:
+            round_.finish(leg, [at])
+
+    def _take_veto(self, round_: Round, leg: Leg, at: int, veto: m.Vetoed) -> None:
+        """Some ranks have vetoed the round, or its sum was decided against: no weights will come."""
+        table = leg.layout.tables[at]
+        round_.vetoes[table.name] = veto.ranks
+        leg.skipped.add(at)
+        leg.coming[at] = 0
+        for slice_, of in enumerate(leg.layout.table):
+            if of == at:
+                leg.is_coming[slice_] = 0
+        if veto.ranks:
+            self._skip(round_, table)
+
+    def _skip(self, round_: Round, table: RemoteTable) -> None:
+        """A rank has vetoed the round on one server; where another one holds it, it is to end in the same way.
+
+        That takes a rank of which one process has vetoed and died, and another one has stepped in for it.
+        """
+        held = [(leg, at) for leg, at in round_.legs_of(table) if at in leg.held]
+        if held and table.name not in round_.decided:
+            round_.decided[table.name] = (None, Decision(skip=True))
+            self._resolve(round_, table, held)
+
+    def _resolve(self, round_: Round, table: RemoteTable, places: Iterable[tuple[Leg, int]]) -> None:
+        _, (coef, clip_value, skip) = round_.decided[table.name]
+        for leg, at in places:
+            if at in leg.open and at not in leg.complete:
+                resolve = m.Resolve(int(leg.layout.commits[at, 0]), table.round, coef, clip_value, skip)
+                self._session.send(leg.server, leg.number, resolve, round_.contribution.priority)
+
+    # ---------------------------------------------------------------- ending
+
+    def _end(self, round_: Round, error: BaseException | None) -> None:
+        """Count the rounds that were applied, and give up those that were not, on all servers."""
+        tables, book = round_.contribution.tables, self.tables
+        round_.is_over = True
+        for leg in round_.legs:
+            self._session.forget(leg.number)
+            if round_.error is None and not leg.open:  # else a message may still be on its way out of it
+                leg.layout.spare = leg.memory
+        for table in tables:
+            if self.open.get(table.index) is round_:
+                del self.open[table.index]
+        if round_.is_read:
+            for leg in round_.legs if error is None else ():
+                round_.write(leg, frozenset(), book, self._session)
+            return
+        lost = {int(leg.layout.index[at]) for leg in round_.legs for at in (*leg.open, *leg.failed)}
+        if not round_.legs:  # it was not even prepared
+            lost.update(table.index for table in tables)
+        for table in tables if round_.decided else ():
+            differs = None if table.index in lost else _disagreement(round_, table)
+            if differs is not None:
+                book.broken[table.index] = differs
+        gone = lost.union(book.broken)
+        ages: dict[int, int] = {}
+        """Table (index) → how many updates of others this contribution had missed, on any server."""
+        for leg in round_.legs:
+            for at, version in leg.applied.items():
+                index = int(leg.layout.index[at])
+                before = int(book.version[leg.server, index])
+                if index not in gone:
+                    book.newest[leg.server, index] = version
+                if index not in gone and version >= 0 and before >= 0:
+                    ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
+            round_.write(leg, gone, book, self._session)
+        if round_.contribution.mapped is not None and not gone:
+            round_.contribution.mapped.refresh()
+        if ages:
+            book.staleness[list(ages)] = list(ages.values())
+        applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
+        book.round[applied] += 1
+        book.is_initialised[applied] = True
+        for table in tables if round_.encoded else ():
+            was_sent = table.index in round_.encoded and table.name not in round_.vetoes
+            if was_sent and table.index not in gone and table.compressor is not None:
+                table.compressor.accept()
+        if lost:
+            self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
+
+    def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
+        """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
+        pairs = [(table, server) for table in tables for server in table.numbers]
+        fates: dict[tuple[str, int], bool | None] = {}
+        following: dict[str, list[int]] = {}
+        for leg in round_.legs:
+            for at, next_round in leg.failed.items():
+                table = leg.layout.tables[at]
+                following.setdefault(table.name, []).append(next_round)
+                if next_round > table.round:
+                    fates[table.name, leg.server] = False  # the server has said so already
+        fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
+        # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
+        lost = {name for (name, _), fate in fates.items() if fate is False}
+        torn = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
+        fates |= self._abort(torn, reason, undo=True)
+        for table in tables:
+            outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
+            error = _torn(table, outcome, reason)
+            if error is not None:
+                self.tables.broken[table.index] = error
+            self.tables.round[table.index] = max(table.round + 1, *following.get(table.name, ()), -1)
+
+    def _abort(
+        self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
+    ) -> dict[tuple[str, int], bool | None]:
+        """Give up the present rounds of (table, server) pairs.
+
+        Returns for each whether the server keeps it as applied; None where it did not answer.
+        """
+        requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
+        answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT)
+        # A server that refuses this worker keeps nothing of it.
+        return {
+            (table.name, server): None
+            if answer is None
+            else isinstance(answer, m.Info) and bool(answer.values.get("applied"))
+            for (table, server), answer in zip(rounds, answers, strict=True)
+        }
+
+
+class _Those(Collection[Leg]):
+    """Those of some legs, which may become fewer, of which something holds at the moment."""
+
+    def __init__(self, legs: Collection[Leg], holds: Callable[[Leg], bool]) -> None:
+        self._legs, self._holds = legs, holds
+
+    def __iter__(self) -> Iterator[Leg]:
+        return filter(self._holds, self._legs)
+
+    def __len__(self) -> int:
+        return sum(map(self._holds, self._legs))
+
+    def __contains__(self, leg: object) -> bool:
+        return any(one is leg for one in self)
+
+
+def _is_queueing(session: Session, leg: Leg) -> bool:
+    return session.is_queueing(leg.server)
+
+
+def _lacks(places: Mapping[int, Sequence[int]], leg: Leg) -> bool:
+    """Tell whether new weights of some slices, by server and position there, are still to come."""
+    return any([leg.is_coming[at] for at in places[leg.server]])
+
+
+def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
+    """Why one cannot go on with a table of which the servers were told otherwise than this worker decided."""
+    if table.name not in round_.decided:
+        return None
+    _, decision = round_.decided[table.name]
+    if all((at in leg.skipped) == decision.skip for leg, at in round_.legs_of(table)):
+        return None
+    wanted = "wanted it to be skipped" if decision.skip else "wanted it to be applied"
+    return KVStoreError(
+        f"workers decided differently about round {table.round} of {table.name!r}: this one {wanted}, another one did "
+        "not. What decides may depend on nothing in which workers differ. Restart the job from its last saved states"
+    )
+
+
+def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
+    """Why one cannot go on with a table, if its servers are not known to agree about the round."""
+    if len(set(outcome.values())) == 1 and None not in outcome.values():
+        return None
+    applied = [server for server, fate in outcome.items() if fate]
+    silent = [server for server, fate in outcome.items() if fate is None]
+    told = [f"{', '.join(applied)} had applied it"] if applied else []
+    told += [f"{', '.join(silent)} did not say whether it had been applied"] if silent else []
+    return KVStoreError(
+        f"round {table.round} of {table.name!r} failed ({reason}), but {' and '.join(told)}: the servers may be "
+        "one round apart. Restart the job from its last saved states"
+    )
+
+
+def _is_plain(one: Contribution) -> bool:
+    """Tell whether new weights are wanted for what is given, or nothing for nothing, and all is known before."""
+    is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
+    is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
+    return is_even and not is_special

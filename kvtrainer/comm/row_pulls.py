@@ -1,0 +1,162 @@
+"""Rows of keys that a worker asks servers for, or reads out of their memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import torch_dtype
+from kvstore_server.optimizer.gathering import put_rows
+from kvstore_server.plan import row_numel
+from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import Ints
+from kvtrainer.comm.mapped_rows import MappedRows, Shown
+from kvtrainer.comm.round import parts_of
+from kvtrainer.comm.rounds import Rounds
+from kvtrainer.comm.session import Calls, Session
+from kvtrainer.comm.tables import RemoteTable
+
+_log = logging.getLogger(__name__)
+
+RowsWanted = tuple[RemoteTable, int, Tensor]
+"""Some rows of one key: its table, its index in the plan, and ids (int64, distinct and ascending). Its slices hold
+whole rows."""
+
+
+class RowsAsked(NamedTuple):
+    """Rows of keys that servers were asked for."""
+
+    calls: Calls
+    places: list[tuple[RemoteTable, Tensor, Ints]]
+    """Of each request its table, and where its rows go."""
+    outs: list[Tensor]
+
+
+class RowPulls:
+    """Rows of keys as this worker's own rounds have left them.
+
+    Args:
+        rounds: All of this worker, over the same session.
+    """
+
+    def __init__(self, session: Session, rounds: Rounds) -> None:
+        self._session = session
+        self._rounds = rounds
+        self._mapped: dict[tuple[int, int], MappedRows | None] = {}
+        """Table and key (by index) → its rows in its servers' memory; None where they have to be asked for."""
+
+    def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
+        """Fetch the present values of some rows of keys, after this worker's own rounds of their tables; blocks.
+
+        Returns (number of ids, elements of a row) each, on the CPU.
+
+        Raises:
+            KVStoreError: what a server answered.
+            DeadlineError, ServerUnreachableError: a server did not answer in time.
+        """
+        return self.take(self.ask(wanted))
+
+    def ask(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
+        """Ask for rows as `pull` does, and return at once; then `take`, or `drop`."""
+        timeout = self._session.options.timeout
+        outs: list[Tensor] = []
+        requests: list[tuple[int, m.PullRows]] = []
+        places: list[tuple[RemoteTable, Tensor, Ints]] = []
+        for table, keys, ids in _side_by_side(wanted):
+            self._rounds.settle(table)
+            spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
+            rows = table.plan.rows(keys[0])
+            given = ids[0]
+            if len(keys) > 1:
+                rows = table.plan.joined_rows(keys[0])
+                starts = dict(zip(rows.keys, rows.bounds, strict=True))
+                given = torch.cat([own + starts[key] for key, own in zip(keys, ids, strict=True)])
+            out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype))
+            outs += torch.split(out, lengths)
+            for block, where, own in rows.by_server(given.numpy()):
+                where = np.arange(len(given))[where]
+                for at in range(0, len(own), block.most):
+                    some = own[at : at + block.most].astype("<i8").tobytes()
+                    first = block.pieces[0].segments[block.position].key
+                    body = m.PullRows(table.numbers[block.server], first, some, timeout)
+                    requests.append((block.server, body))
+                    places.append((table, out, where[at : at + block.most]))
+        return RowsAsked(self._session.begin(requests), places, outs)
+
+    def read(self, table: RemoteTable, key: int, ids: Tensor) -> Tensor | None:
+        """Copy rows (any int64 ids that the key has) of a key out of its servers' memory, after this worker's rounds.
+
+        Only in synchronous rounds. None where they cannot be read there: then they have to be asked for.
+        """
+        self._rounds.settle(table)
+        where = table.index, key
+        if where not in self._mapped:
+            self._mapped[where] = self._map(table, key)
+        mapped, servers = self._mapped[where], list(table.plan.rows(key).blocks)
+        versions = self._rounds.tables.newest[servers, table.index]
+        rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
+        if rows is not None:
+            self._rounds.tables.version[servers, table.index] = versions
+        return rows
+
+    def _map(self, table: RemoteTable, key: int) -> MappedRows | None:
+        """Map the slices of a key; None where that is impossible."""
+        session, servers, shown = self._session, list(table.plan.rows(key).blocks), dict[int, Shown]()
+        if not all(map(session.shares_memory, servers)):
+            return None
+        answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
+        for server, answer in zip(servers, answers, strict=True):
+            assert isinstance(answer, m.Shown)
+            pieces = {
+                table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
+            }
+            for slot, _, place in answer.parts.tolist():
+                memory = session.memory_at(server, place) if slot in pieces else None
+                if memory is not None:
+                    shown[pieces[slot].index] = Shown(*memory)
+        try:
+            return MappedRows(table.plan, key, shown)
+        except OSError as error:
+            _log.debug("rows of %s are asked for: %s", table.plan.specs[key].key, error)
+            return None
+
+    def drop(self, asked: RowsAsked) -> None:
+        """Have no use for rows that were asked for."""
+        self._session.drop(asked.calls)
+
+    def take(self, asked: RowsAsked) -> list[Tensor]:
+        """Block for rows that were asked for; result and errors as of `pull`."""
+        options = self._session.options
+        answers = self._session.finish(asked.calls, options.timeout + options.dead_after)
+        read: dict[tuple[int, int], int] = {}
+        rows = zip(asked.calls.requests, asked.places, answers, strict=True)
+        for (server, _), (table, out, where), answer in rows:
+            assert isinstance(answer, m.Weights)
+            [(_, version, _, source, start, nbytes)] = parts_of(answer)
+            values = source[start : start + nbytes].view(out.dtype)
+            put_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
+            read[server, table.index] = min(version, read.get((server, table.index), version))
+        for (server, index), version in read.items():
+            self._rounds.tables.version[server, index] = version
+        return asked.outs
+
+
+def _side_by_side(
+    wanted: Sequence[RowsWanted],
+) -> Iterator[tuple[RemoteTable, list[int], list[Tensor]]]:
+    """Put neighbours together that want rows of keys of one table that lie side by side, in their order."""
+    at = 0
+    while at < len(wanted):
+        table, first, _ = wanted[at]
+        following, end = table.plan.joined_rows(first).keys, at + 1
+        while end < len(wanted) and wanted[end][0] is table and wanted[end][1] in following:
+            if wanted[end][1] <= wanted[end - 1][1]:
+                break
+            end += 1
+        yield table, [key for _, key, _ in wanted[at:end]], [ids for _, _, ids in wanted[at:end]]
+        at = end
