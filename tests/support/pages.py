@@ -1,0 +1,65 @@
+"""The blocks of code in a page, and how to run them as its reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.limits import LIMIT
+
+_FENCE = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, the name of the file that it shows, if any, and what stands in it."""
+
+    language: str
+    file: str | None
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    return [Block(language, file or None, code) for language, file, code in _FENCE.findall(page.read_text())]
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """Do in `folder`, which is the working directory, what the page says, from its top to its end.
+
+    Blocks of Python share one namespace; those with a title are files. Blocks of `sh` are run, and the `text` after one
+    must be among the lines that it printed. All other blocks (`console`, `yaml`, …) are for the eye.
+    """
+    names: dict[str, object] = {"__name__": "__main__"}
+    printed: list[str] | None = None
+    for block in blocks_of(page):
+        if block.language == "python" and block.file is not None:
+            (folder / block.file).write_text(block.code)
+        elif block.language == "python":
+            exec(compile(block.code, f"a block of {page.name}", "exec"), names)
+        elif block.language == "sh":
+            printed = _shell(block.code, folder)
+            continue
+        elif block.language == "text" and printed is not None:
+            missing = [line for line in block.code.splitlines() if line not in printed]
+            assert not missing, f"{missing} not among {printed}"
+        printed = None
+
+
+def _shell(code: str, folder: Path) -> list[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        cwd=folder,
+        env=dict(os.environ, PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
