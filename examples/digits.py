@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+import common
 import digits_plain as plain
 import torch
 
@@ -18,36 +19,37 @@ import kvtrainer
 
 def main() -> None:
     torch.set_num_threads(1)
-    kv = kvtrainer.kvstore.create("dist_sync")
+    options = common.parser(__doc__).parse_args()
     x, y, held_out_x, held_out_y = plain.load()
     net = plain.build()
-    options = {"learning_rate": plain.LEARNING_RATE, "momentum": plain.MOMENTUM}
-    trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", options, kvstore=kv)
-    rounds = 0
+    sgd = {"learning_rate": plain.LEARNING_RATE, "momentum": plain.MOMENTUM}
+    trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", sgd, kvstore="dist_sync")
+    losses, accuracies = [], []
     for epoch in range(plain.EPOCHS):
-        total = 0.0
-        for batch in plain.batches(len(y), epoch):
-            mine = batch[kv.rank :: kv.num_workers]
+        total, batches = 0.0, plain.batches(len(y), epoch)
+        for batch in batches:
+            mine = batch[trainer.rank :: trainer.num_workers]
             loss = torch.nn.functional.cross_entropy(net(x[mine]), y[mine], reduction="sum")
             loss.backward()
-            trainer.step(len(batch))
+            trainer.step(len(batch))  # summed over the workers, divided by this
             total += loss.item() / len(mine)
-            rounds += 1
-        if kv.rank == 0:
-            held_out = plain.accuracy(net, held_out_x, held_out_y)
-            print(
-                f"epoch {epoch + 1:2}  loss {total * plain.BATCH / len(y):.4f}  held-out accuracy {held_out:.2%}"
-            )
-    if kv.rank == 0:
-        check(net, trainer, plain.accuracy(net, held_out_x, held_out_y), rounds)
-    kv.barrier()
+        losses.append(total / len(batches))
+        accuracies.append(plain.accuracy(net, held_out_x, held_out_y))
+        if trainer.rank == 0:
+            print(f"epoch {epoch + 1:2}  loss {losses[-1]:.4f}  held-out accuracy {accuracies[-1]:.2%}")
+    if trainer.rank == 0:
+        beside = check(net, trainer, accuracies[-1], plain.EPOCHS * len(batches))
+        common.save(options.out, loss=losses, accuracy=accuracies, plain_pytorch=beside)
     trainer.close()
-    kv.close()
 
 
-def check(net: torch.nn.Module, trainer: kvtrainer.Trainer, held_out: float, rounds: int) -> None:
-    """Compare with plain PyTorch and with the servers' own counts; ends the job with an error if they differ."""
-    pairs = zip(net.parameters(), plain.train().parameters(), strict=True)
+def check(net: torch.nn.Module, trainer: kvtrainer.Trainer, held_out: float, rounds: int) -> list[float]:
+    """Compare with plain PyTorch, whose accuracies it returns, and with the servers' counts.
+
+    Ends the job with an error if they differ.
+    """
+    expected, accuracies = plain.train()
+    pairs = zip(net.parameters(), expected.parameters(), strict=True)
     difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     print(f"held-out accuracy {held_out:.2%}; max |Δw| against plain PyTorch {difference:.1e}")
     applied = []
@@ -60,6 +62,7 @@ def check(net: torch.nn.Module, trainer: kvtrainer.Trainer, held_out: float, rou
     if held_out < 0.97 or difference > 1e-5 or not all(applied):
         sys.exit("the result is not what it should be")
     print("all checks passed")
+    return accuracies
 
 
 if __name__ == "__main__":

@@ -38,14 +38,15 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
         return (net(x).argmax(1) == y).double().mean().item()
 
 
-def train() -> nn.Module:
-    """The whole job in one process, with torch.optim.SGD."""
-    x, y, _, _ = load()
-    net = build()
+def train() -> tuple[nn.Module, list[float]]:
+    """The whole job in one process, with torch.optim.SGD: the network, and its accuracy after each epoch."""
+    x, y, held_out_x, held_out_y = load()
+    net, accuracies = build(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for epoch in range(EPOCHS):
         for batch in batches(len(y), epoch):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()
             optimizer.step()
-    return net
+        accuracies.append(accuracy(net, held_out_x, held_out_y))
+    return net, accuracies
