@@ -16,9 +16,10 @@ import re
 import resource
 import secrets
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -58,6 +59,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
      "keys, slices or tables in one message"),
     ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", ServerOptions.max_message_bytes, int,
      "bytes of the optimizer state of one key in a message"),
+    ("--http", "KVSTORE_HTTP", "", str, "HOST:PORT of a page that shows what this server does, with /metrics for "
+     "Prometheus; a process of its own serves it"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
     ("--log", "KVSTORE_LOG", "warning", str, "debug, info, warning or error; goes to standard error"),
 )  # fmt: skip
@@ -130,7 +133,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         except (KVStoreError, ImportError) as error:
             print(f"kvstore-server: {error}", file=sys.stderr)
             return 1
-        return _serve(server, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
+        return _serve(server, flags, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
 
 
 def run() -> NoReturn:
@@ -146,7 +149,7 @@ def run() -> NoReturn:
     os._exit(code)
 
 
-def _serve(server: Server, announce: Callable[[Server], None]) -> int:
+def _serve(server: Server, flags: argparse.Namespace, announce: Callable[[Server], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
     # What the imports made lives as long as the process; without this every full collection walks all of it again.
@@ -154,13 +157,32 @@ def _serve(server: Server, announce: Callable[[Server], None]) -> int:
     gc.freeze()
     try:
         announce(server)
-        server.run()
+        with _page_of(server, flags):
+            server.run()
     except Exception:
         _log.exception("the server failed")
         return 1
     finally:
         server.close()
     return 0
+
+
+@contextmanager
+def _page_of(server: Server, flags: argparse.Namespace) -> Iterator[None]:
+    """Have another process serve a page of this server meanwhile, if one is wanted; a thread here would delay sums."""
+    if not flags.http:
+        yield
+        return
+    public = ["--allow-public-bind"] * flags.allow_public_bind
+    with_us = ["--with-parent", str(os.getpid()), "--http", flags.http, *public]
+    # By its name, so that a server can do without the rest of the package; it says itself what is wrong.
+    command = [sys.executable, "-m", "kvtrainer.watch.top", *with_us, server.endpoint]
+    page = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        page.terminate()
+        page.wait()
 
 
 def _allow_descriptors() -> None:
@@ -185,6 +207,14 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     address = _ADDRESS.fullmatch(flags.bind)
     if address is None or int(address["port"]) > 65535:
         parser.error(f"--bind {flags.bind} is no address of the form tcp://HOST:PORT")
+    if flags.http:
+        host, _, port = flags.http.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            parser.error(f"--http {flags.http} is not HOST:PORT")
+        if not (flags.allow_public_bind or check.is_loopback(host.strip("[]"))):
+            parser.error(
+                f"--http {flags.http} can be reached from other hosts; add --allow-public-bind if they may look"
+            )
     if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
     if not (flags.allow_public_bind or check.is_loopback(address["host"])):

@@ -40,6 +40,9 @@ TRANSPORT = "KVSTORE_TRANSPORT"
 TRANSPORTS = ("auto", "shm", "ipc", "tcp")
 """Through shared memory where that can be; always; not at all, and to servers through Unix sockets; not at all."""
 
+PROGRESS = "KVSTORE_PROGRESS"
+"""1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
+
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")

@@ -17,7 +17,7 @@ from pathlib import Path
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.version import __version__
-from kvtrainer.env import DEAD_AFTER, read_timeout
+from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
 
@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"kvlaunch: starts {numbers}, then {options.workers} times: {shlex.join(command)}",
             file=sys.stderr,
         )
+        environ.setdefault(PROGRESS, "1")
     viewer: list[str] = []
     if options.dashboard is not None:
         viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]

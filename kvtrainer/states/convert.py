@@ -16,6 +16,7 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
+from kvtrainer.progress import tracked
 from kvtrainer.states.file import SavedStates
 
 State = dict[str, Any]
@@ -36,7 +37,8 @@ class StateHolder(Protocol):
 def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = None) -> dict[int, State]:
     """Copy the state of those of the keys (by index; None: of all) that were updated."""
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
-    kept, found = {piece.index: holder.get_state(piece) for piece in pieces}, {}
+    kept = {piece.index: holder.get_state(piece) for piece in tracked(pieces, "collecting optimizer states")}
+    found = {}
     for key in range(len(plan.specs)) if keys is None else keys:
         parts = _parts(plan, kept, key)
         if parts and parts[0][0].steps[parts[0][1]]:
@@ -101,7 +103,7 @@ def import_states(
         if optimizer.elementwise and plan.specs[key].shape:
             per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
         spread(_parts(plan, kept, key), entries, per_element)
-    for index, state_of_slice in kept.items():
+    for index, state_of_slice in tracked(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvstore_server.plan import TensorSpec
 from kvtrainer.errors import StateFileError, file_error
+from kvtrainer.progress import announced
 
 Path = str | os.PathLike[str]
 
@@ -218,7 +219,8 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
     try:
         with replacing(path) as temporary:
             mode = os.stat(temporary).st_mode
-            save_file(tensors, temporary, metadata)
+            with announced(f"writing {os.fspath(fname)}", sum([one.nbytes for one in tensors.values()])):
+                save_file(tensors, temporary, metadata)
             os.chmod(temporary, mode)  # some releases of safetensors make a new, private file
     except (OSError, SafetensorError) as error:
         text = f"{what}: {error}. What was there before is unchanged"
@@ -238,7 +240,7 @@ def read_state_file(fname: Path) -> SavedStates:
         with open(fname, "rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
-        with safe_open(fname, framework="pt") as opened:
+        with announced(f"reading {os.fspath(fname)}", size), safe_open(fname, framework="pt") as opened:
             metadata = opened.metadata() or {}
             check_metadata(metadata)
             names = list(opened.keys())

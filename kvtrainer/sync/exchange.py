@@ -42,6 +42,7 @@ from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.memory.staging import Arenas, SideStream, Staging
+from kvtrainer.progress import announced
 from kvtrainer.sync.buckets import BucketOverlap
 
 _log = logging.getLogger(__name__)
@@ -218,7 +219,8 @@ class StoreExchange(Exchange):
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         [mine] = self._down(weights)
-        self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
+        with announced("weights go to servers", sum([spec.nbytes for spec in self._table.plan.specs])):
+            self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         if self.mapped is not None:
             self._check_mapped(weights)
         if self.born is not None:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.once or options.json:
             return _print_once(next(views), options.json)
         if options.http is not None:
-            return _serve(views, *options.http)
+            return _serve(views, *options.http, options.with_parent)
         return _show_live(views)
     except KVStoreError as error:
         print(f"kvtop: {error}", file=sys.stderr)
@@ -103,11 +103,11 @@ def _show_live(views: Iterator[View]) -> int:
     return 0
 
 
-def _serve(views: Iterator[View], host: str, port: int) -> int:
-    """Serve views over HTTP until Ctrl-C, or a signal."""
+def _serve(views: Iterator[View], host: str, port: int, parent: int | None) -> int:
+    """Serve views over HTTP until Ctrl-C, or a signal, or the end of the parent process where one is named."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
-    page.run()
+    page.run(until=lambda: parent not in (None, os.getppid()))
     return 0
 
 
@@ -224,6 +224,10 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="seconds between two looks (%(default)g)",
     )
+    add(
+        "--with-parent", type=int, metavar="PID",
+        help="end when the process that started this one, of that number, has ended; for programs that show themselves",
+    )  # fmt: skip
     add("--version", action="version", version=__version__)
     return parser
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any
@@ -104,6 +106,34 @@ def test_workers_know_their_rank_before_the_first_step_and_only_the_first_one_wr
 
     pair = members.pair(processes.servers(1))
     assert together(*(lambda kv=kv: train(kv) for kv in pair)) == [(0, 2, [1, 2]), (1, 2, [])]
+
+
+def test_a_server_shows_itself_on_a_page_which_ends_with_it_however_it_ends(processes: Processes) -> None:
+    [server] = processes.servers(1, "--http", "127.0.0.1:0")
+    page = server.line().rpartition(" ")[2]
+
+    def view() -> list[Mapping[str, Any]] | None:
+        """Return what the page has seen; None if there is no page."""
+        try:
+            with urllib.request.urlopen(page + "view.json", timeout=LIMIT) as answer:
+                found: list[Mapping[str, Any]] = json.load(answer)
+                return found
+        except OSError:
+            return None
+
+    assert eventually(lambda: bool(view()))
+    assert [one["address"] for one in (view() or [])[-1]["servers"]] == [server.address]
+    server.signal(signal.SIGKILL)
+    assert eventually(lambda: view() is None)
+
+
+def test_a_server_serves_its_job_where_its_page_cannot_be(processes: Processes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        [server] = processes.servers(1, "--http", f"127.0.0.1:{other.getsockname()[1]}")
+        assert eventually(lambda: "cannot serve the page" in server.stderr())
+        assert look([server.address], LIMIT) != [None]
+        server.signal(signal.SIGTERM)
+        assert server.end()[0] == 0
 
 
 def test_servers_that_are_gone_or_stopped_do_not_hide_the_others(

@@ -18,6 +18,7 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer.watch.job import View
 from kvtrainer.watch.page import HISTORY, Page, metrics
 from tests.support.limits import LIMIT
+from tests.support.processes import ROOT
 from tests.unit.watch.test_job import job, seen, server, worker
 
 
@@ -122,3 +123,22 @@ def test_a_browser_shows_who_is_late(page: Page) -> None:
     text = re.sub(r"<[^>]+>", " ", shown.stdout.partition("<body>")[2].partition("<script>")[0])
     assert "The others wait for rank 1 (host:1) 75 % of the time." in text
     assert "rounds a second: 3.0" in text
+
+
+def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    told = set(re.findall(r"^# TYPE (kvstore_\w+) gauge$", metrics(view()).decode(), re.MULTILINE))
+    assert set(re.findall(r"kvstore_\w+", " ".join(asked))) == told
+
+
+def test_the_panels_of_the_board_do_not_cover_each_other() -> None:
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    covered = [
+        (x, y)
+        for place in [panel["gridPos"] for panel in board["panels"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(covered) == len(set(covered))
+    assert max(x for x, _ in covered) == 23

@@ -1,0 +1,72 @@
+"""Lines on a terminal about long work: states that are fetched, files that are written, weights that are sent.
+
+They go to standard error, and only where somebody looks: it is a terminal, or kvlaunch, whose own is one, says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO, TypeVar
+
+from kvtrainer.env import PROGRESS
+
+LONG = 1.0
+"""Seconds from which on work is shown, and between two states of it."""
+LARGE = 256 << 20
+"""Bytes from which on work that cannot be counted is announced."""
+
+T = TypeVar("T")
+
+
+def tracked(
+    items: Sequence[T],
+    what: str,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[T]:
+    """Yield items; on a terminal, say how many are done, as soon as it takes longer than a second.
+
+    Args:
+        what: The work, as "loading states".
+        stream: Standard error by default.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not _is_watched(stream, os.environ if environ is None else environ):
+        yield from items
+        return
+    started = shown = clock()
+    for done, item in enumerate(items):
+        yield item
+        if (now := clock()) - shown >= LONG:
+            shown = now
+            print(f"\r{what}: {done + 1} of {len(items)} parts", end="", file=stream, flush=True)
+    if shown > started:
+        print(f"\r{what}: {len(items)} parts in {clock() - started:.0f} s", file=stream, flush=True)
+
+
+@contextmanager
+def announced(
+    what: str,
+    nbytes: int,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Say on a terminal that work with many bytes begins, and how long it took; for what cannot be counted."""
+    stream = sys.stderr if stream is None else stream
+    if nbytes < LARGE or not _is_watched(stream, os.environ if environ is None else environ):
+        yield
+        return
+    started = clock()
+    print(f"{what}: {nbytes / (1 << 30):.1f} GiB …", file=stream, flush=True)
+    yield
+    print(f"{what}: took {clock() - started:.0f} s", file=stream, flush=True)
+
+
+def _is_watched(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    return stream.isatty() or environ.get(PROGRESS) == "1"
