@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.once or options.json:
             return _print_once(next(views), options.json)
         if options.http is not None:
-            return _serve(views, *options.http, options.with_parent)
+            return _serve(views, options.with_parent, *options.http)
         return _show_live(views)
     except KVStoreError as error:
         print(f"kvtop: {error}", file=sys.stderr)
@@ -103,7 +103,7 @@ def _show_live(views: Iterator[View]) -> int:
     return 0
 
 
-def _serve(views: Iterator[View], host: str, port: int, parent: int | None) -> int:
+def _serve(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
     """Serve views over HTTP until Ctrl-C, or a signal, or the end of the parent process where one is named."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
