@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore_server import errors as server_errors
+from kvstore_server.memory import footprint
+from kvstore_server.plan import SIZES, TensorSpec, make_plan
+from kvstore_server.rounds import SYNCHRONOUS
+from kvtrainer import errors
+from kvtrainer.optimizer import create
 from tests.support.pages import Block, blocks_of, run_page
+from tests.support.variables import named_in_sources, page
 from tests.test_readme import WITH_CODE
 
 ROOT = Path(__file__).parent.parent
@@ -40,3 +48,68 @@ def test_all_pages_are_in_the_navigation() -> None:
 
 def test_the_tests_of_pages_that_run_elsewhere_exist() -> None:
     assert [name for name, place in ELSEWHERE.items() if not (ROOT / place).exists()] == []
+
+
+def test_the_page_of_variables_and_flags_is_current() -> None:
+    made = page()
+    assert (DOCS / "variables.md").read_text() == made, (
+        "run: python -m tests.support.variables > docs/variables.md"
+    )
+
+
+def test_every_variable_that_the_sources_name_is_on_that_page() -> None:
+    on_page = set(re.findall(r"`(\w+)(?:=1)?`", (DOCS / "variables.md").read_text()))
+    named = named_in_sources()
+    assert len(named) > 50
+    assert named - on_page == set()
+
+
+def _sources() -> str:
+    """All of the product, with strings that go over several lines put together, and quotes of one kind."""
+    files = [
+        path for package in ("kvtrainer", "kvstore_server") for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+
+
+def test_every_public_error_and_warning_has_its_place_in_troubleshooting() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    placed = set(re.findall(r"^(?:### |\| `)(\w+)", text, re.MULTILINE))
+    classes = {
+        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
+    }
+    classes |= {name for name, kind in vars(server_errors).items() if isinstance(kind, type)}
+    assert {name for name in classes if re.search("Error$|Warning$|State$", name)} == placed
+
+
+def test_the_messages_that_troubleshooting_quotes_are_those_of_the_product() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^(?:> |\| `\w+` \| )`(.*?)`(?:$| \|)", text, re.MULTILINE)
+    sources = _sources()
+    parts = [part.strip(" ;:().?,") for quote in quoted for part in quote.split("…")]
+    assert len(quoted) > 50
+    assert [part for part in parts if len(part) > 3 and part not in sources] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "state"),
+    [
+        ("sgd", {}, "float32", 0),
+        ("sgd", {"momentum": 0.9}, "float32", 1),
+        ("adagrad", {}, "float32", 1),
+        ("rmsprop", {}, "float32", 1),
+        ("adam", {}, "float32", 2),
+        ("adamw", {}, "float32", 2),
+        ("sgd", {"momentum": 0.9, "multi_precision": True}, "bfloat16", 2 + 2),
+        ("adam", {"multi_precision": True}, "float16", 2 + 4),
+    ],
+)
+def test_the_formula_of_sizing_is_what_servers_promise(
+    name: str, options: dict[str, Any], dtype: str, state: float
+) -> None:
+    names: dict[str, Any] = {}
+    exec(next(block.code for block in _code("sizing.md")), names)
+    plan = make_plan([TensorSpec(f"w{at}", (1024, 1024), dtype) for at in range(16)], 2, False)
+    promised = footprint(plan, 0, 2, SYNCHRONOUS, create(name, learning_rate=0.1, **options))
+    weights = 16 * plan.specs[0].numel * SIZES[dtype]
+    assert promised == pytest.approx(names["server_bytes"](weights, state, servers=2), rel=0.02)

@@ -1,0 +1,164 @@
+"""Make docs/variables.md: every flag of the commands, from their parsers, and every variable that the sources name.
+
+python -m tests.support.variables > docs/variables.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from kvstore_server import cli
+from kvtrainer import launch
+from kvtrainer.env import DEFAULT_SECONDS
+from kvtrainer.watch import top
+
+ROOT = Path(__file__).parents[2]
+PREFIXES = "KVSTORE|DMLC|MXNET|SLURM|OMPI|PMIX?|OMP|MKL|MALLOC|PYTHON|MASTER|LOCAL|WORLD|CUBLAS|RANK"
+_NAMED = re.compile(rf'"((?:{PREFIXES})(?:[A-Z_]*[A-Z_])?)"')
+_TWIN = re.compile(r" ?\[(KVSTORE_[A-Z_]+(?:=1)?)\]")
+
+_MACHINE = {"--max-memory": "four fifths of the memory of the machine or container"}
+"""Defaults that depend on where the page is made."""
+
+WORKER = {
+    "KVSTORE_RANK": ("", "which worker this is, from 0"),
+    "KVSTORE_NUM_WORKERS": ("", "how many workers there are"),
+    "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers with commas between them, or `@FILE` with one per line"),
+    "KVSTORE_TIMEOUT": ("", "longest wait for a round, a pull or a barrier, in seconds"),
+    "KVSTORE_CONNECT_TIMEOUT": ("", "longest wait for the first answer of a server, in seconds"),
+    "KVSTORE_DEAD_AFTER": ("", "a peer not heard from for so many seconds counts as dead"),
+    "KVSTORE_SLOW_AFTER": ("", "a wait for other workers that takes longer is logged, in seconds"),
+    "KVSTORE_TRANSPORT": ("auto", "`shm`, `ipc` or `tcp` force a way to servers of the same host"),
+    "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
+    "KVSTORE_ALLOW_PUBLIC_BIND": ("", "1: servers of an MXNet job may listen where others reach them"),
+    "MXNET_UPDATE_ON_KVSTORE": ("1", "0: a Trainer that is not told otherwise runs the optimizer on the workers"),
+    "DMLC_PS_VAN_TYPE": ("zmq", "`p3`: urgent pushes overtake others that wait to be sent"),
+    "DMLC_PS_WATER_MARK": ("10", "with p3: messages that may be on their way to a server at a time"),
+}  # fmt: skip
+"""What a worker reads → default, meaning; defaults of waits come from the product."""
+
+LAUNCHERS = {
+    "DMLC_ROLE": "`worker`, `server` or `scheduler`, as MXNet's launcher sets it",
+    "DMLC_PS_ROOT_URI": "host of the scheduler",
+    "DMLC_PS_ROOT_PORT": "port of the scheduler",
+    "DMLC_NUM_WORKER": "how many workers there are",
+    "DMLC_NUM_SERVER": "how many servers there are",
+    "DMLC_NODE_HOST": "the address under which this process is known to others",
+    "DMLC_WORKER_ID": "which worker this is",
+    "DMLC_SERVER_ID": "which server this is",
+    "DMLC_RANK": "which worker or server this is, where neither of the two above is set",
+    "DMLC_TASK_ID": "a number of this process that orders ranks where no rank is set",
+    "RANK": "torchrun: which worker this is",
+    "WORLD_SIZE": "torchrun: how many there are",
+    "LOCAL_RANK": "torchrun: which process of this host, for the choice of a CUDA device (`Strategy`)",
+    "MASTER_ADDR": "torchrun: where rank 0 is (`Strategy` over torch.distributed)",
+    "MASTER_PORT": "torchrun: the port there",
+    "SLURM_PROCID": "Slurm: which worker this is",
+    "SLURM_NTASKS": "Slurm: how many there are",
+    "SLURM_LOCALID": "Slurm: which process of this host",
+    "SLURM_NNODES": "Slurm: how many hosts there are; one needs no `MASTER_ADDR`",
+    "SLURM_JOB_NUM_NODES": "Slurm: the same, in older versions",
+    "OMPI_COMM_WORLD_RANK": "Open MPI: which worker this is",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI: how many there are",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: which process of this host",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: how many of this host; all of them need no `MASTER_ADDR`",
+    "PMI_RANK": "MPICH, Intel MPI: which worker this is",
+    "PMI_SIZE": "MPICH, Intel MPI: how many there are",
+    "PMIX_RANK": "PMIx: which worker this is; it does not say how many there are",
+}
+"""What launchers of others tell a process."""
+
+SET = {
+    "OMP_NUM_THREADS": "`kvlaunch`: cores divided by workers; `Strategy` in a job: 1 for child processes",
+    "MKL_NUM_THREADS": "`Strategy` in a job: 1 for child processes",
+    "PYTHONUNBUFFERED": "`kvlaunch`: 1, so that lines come when they are printed",
+    "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again",
+    "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
+    "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
+    "CUBLAS_WORKSPACE_CONFIG": "`Strategy` with `deterministic`: `:4096:8`",
+}
+"""What is set for processes, unless you have set it."""
+
+_HEAD = """\
+# Environment variables and flags
+
+This page is made from the commands' own parsers and from the sources, by `python -m tests.support.variables`; a test
+fails when it is not current. A flag wins over its variable, and an argument in code over the variable of the same
+meaning.
+"""
+
+
+def named_in_sources() -> set[str]:
+    """The names of all environment variables that stand in the product's sources as strings."""
+    sources = [path for package in ("kvtrainer", "kvstore_server") for path in (ROOT / package).rglob("*.py")]
+    found = {name for path in sources for name in _NAMED.findall(path.read_text())}
+    return found - {f"{prefix}_" for prefix in PREFIXES.split("|")}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[tuple[str, str, str, str]]:
+    """Each flag of a command: its names, its variable, its default and what it does."""
+    rows = []
+    for action in parser._actions:
+        if (
+            action.help is argparse.SUPPRESS
+            or not action.option_strings
+            or action.dest in ("help", "version")
+        ):
+            continue
+        text = (action.help or "").replace(" (%(default)g)", "")
+        twin = _TWIN.search(text)
+        value = f" {action.metavar or action.dest.upper()}" if action.nargs != 0 else ""
+        name = ", ".join(f"`{one}{value}`" for one in action.option_strings)
+        rows.append((name, f"`{twin[1]}`" if twin else "", _default(action), _TWIN.sub("", text)))
+    return rows
+
+
+def _default(action: argparse.Action) -> str:
+    for flag in action.option_strings:
+        if flag in _MACHINE:
+            return _MACHINE[flag]
+    if action.default is None or action.default is False or action.default == [] or action.required:
+        return ""
+    return f"`{action.default:g}`" if isinstance(action.default, float) else f"`{action.default}`"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
+
+
+def page() -> str:
+    """The text of docs/variables.md. The environment of this process must set none of the variables."""
+    columns = ("flag", "variable", "default", "what it does")
+    commands = [
+        ("kvlaunch", "starts servers and workers of one job", launch._make_parser()),
+        ("kvstore-server", "is one server", cli.build_parser({})),
+        ("kvtop", "shows a running job", top._make_parser()),
+    ]
+    parts = [_HEAD]
+    for name, what, parser in commands:
+        parts.append(f"## `{name}`\n\n`{name}` {what}.\n\n{_table(columns, list(flags_of(parser)))}")
+    seconds = {name: f"{value:g}" for name, value in DEFAULT_SECONDS.items()}
+    own = [
+        (f"`{n}`", f"`{seconds.get(n, default)}`".replace("``", ""), what)
+        for n, (default, what) in WORKER.items()
+    ]
+    others = [(f"`{name}`", what) for name, what in LAUNCHERS.items()]
+    made = [(f"`{name}`", what) for name, what in SET.items()]
+    read = _table(("variable", "default", "meaning"), list(own))
+    parts.append(f"## What a worker reads\n\nAn empty variable counts as not set.\n\n{read}")
+    parts.append(
+        "## What other launchers say\n\nRank and number of workers come from one launcher, the first of which anything "
+        "is set: `KVSTORE_*`, then\n`DMLC_*`, torchrun, Slurm, Open MPI, PMI, PMIx.\n\n"
+        f"{_table(('variable', 'meaning'), list(others))}"
+    )
+    parts.append(
+        f"## What is set for you\n\nOnly where you have not.\n\n{_table(('variable', 'by whom, and how'), list(made))}"
+    )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
