@@ -4,7 +4,8 @@ Keys of one dtype share one flat arena. It is cut into slices, the unit that is 
 placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
 depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
 start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
-Row-sparse keys come last in their arena, each in slices of its own: workers hold the arena without them.
+Row-sparse keys come last in their arena, each in slices of its own, to which its rows are dealt in turn: workers hold
+the arena without them.
 
 Nothing here touches a tensor, a socket or the clock.
 """
@@ -22,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from kvstore_server.dealing import Deal, Ints
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 
 ALIGNMENT = 64
@@ -105,9 +106,6 @@ def row_numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
-Ints: TypeAlias = npt.NDArray[np.int64]
-
-
 class RowBlock(NamedTuple):
     """The rows of a key that lie on one server, one after the other, in neighbouring slices."""
 
@@ -156,7 +154,7 @@ class RowPlaces(NamedTuple):
     position: int
     """Of the key's segment in each slice."""
     starts: Ints
-    """The row with which each slice begins, and the number of rows."""
+    """The place with which each slice begins, and the number of rows."""
     servers: Ints
     """Of each slice."""
     shifts: Ints
@@ -169,23 +167,39 @@ class RowPlaces(NamedTuple):
     """Whose rows they are, one behind the other."""
     bounds: list[int]
     """The row with which each key begins."""
+    deals: tuple[Deal, ...]
+    """Which row of each key lies where."""
 
     def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
         """Distribute (ascending) rows over the servers.
 
         Yields:
-            The block of each server, which of the rows are there, and how the block numbers them.
+            The block of each server, which of the rows are there, and how the block numbers them, ascending.
         """
+        places, order = self._in_order(ids)
         if len(self.blocks) == 1:
             [block] = self.blocks.values()
-            yield block, slice(None), ids
+            yield block, slice(None) if order is None else order, places
             return
-        ends = ids.searchsorted(self.starts)
+        ends = places.searchsorted(self.starts)
         counts = ends[1:] - ends[:-1]
-        servers, in_block = self.servers.repeat(counts), ids - self.shifts.repeat(counts)
+        servers, in_block = self.servers.repeat(counts), places - self.shifts.repeat(counts)
         for block in self.blocks.values():
             [mine] = (servers == block.server).nonzero()
-            yield block, mine, in_block[mine]
+            yield block, mine if order is None else order[mine], in_block[mine]
+
+    def _in_order(self, ids: Ints) -> tuple[Ints, Ints | None]:
+        """Return the places of (ascending) rows, ascending, and which of the rows is at each; None: the same."""
+        if all([deal.is_plain for deal in self.deals]):
+            return ids, None
+        if len(self.deals) == 1:
+            return self.deals[0].in_order(ids)
+        cuts = [*ids.searchsorted(self.bounds).tolist(), len(ids)]
+        places, order = np.empty_like(ids), np.empty_like(ids)
+        for deal, bound, (first, end) in zip(self.deals, self.bounds, pairwise(cuts), strict=True):
+            own, of = deal.in_order(ids[first:end] - bound)
+            places[first:end], order[first:end] = own + bound, of + first
+        return places, order
 
 
 class _Arena:
@@ -416,7 +430,16 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         here = tuple([pieces[at] for at in mine.tolist()])
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
-    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds)
+    deals = tuple([_deal(plan, key) for key in keys])
+    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, deals)
+
+
+def _deal(plan: Plan, key: int) -> Deal:
+    """Say how the rows of a key are dealt to its slices: in turn where they live in a store that cuts keys."""
+    if plan.whole_keys or not plan.specs[key].row_sparse:
+        return Deal(1, 0)
+    numels, width = [piece.used for piece in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)
+    return Deal(numels.count(numels[0]), numels[0] // width) if numels else Deal(0, 0)
 
 
 def make_plan(

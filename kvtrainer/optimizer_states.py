@@ -114,7 +114,7 @@ class OptimizerStates:
         """Go on with other parameters, of which the first ones are those that there were; state goes along."""
         states, holder = self._pending, self.holder
         if states is None and holder is not None:
-            states = export_states(self._memory.plan, holder)
+            states = export_states(self._plan, holder)
         self._link.leave(self._memory)
         self._memory, self.here = memory, []
         self.make_places()
@@ -126,6 +126,12 @@ class OptimizerStates:
         if self._link.updates_weights:
             return self._link.holder
         return self.here[0] if self.here else None
+
+    @property
+    def _plan(self) -> Plan:
+        """How the slices lie where the state is."""
+        store = self._link.holder if self._link.updates_weights else None
+        return self._memory.plan if store is None else store.plan
 
     @property
     def takes_lent(self) -> bool:
@@ -148,7 +154,7 @@ class OptimizerStates:
         if self._pending is not None:
             return {key: state for key, state in self._pending.items() if keys is None or key in keys}
         holder = self.holder
-        return {} if holder is None else export_states(self._memory.plan, holder, keys)
+        return {} if holder is None else export_states(self._plan, holder, keys)
 
     def shown(self) -> Mapping[Tensor, State]:
         """Fetch the state of updated parameters, before the first update initial ones; blocks."""
@@ -181,7 +187,7 @@ class OptimizerStates:
         if (joint := self.joint) is not None:
             joint.instance.state[parameter] = dict(state)
             return
-        plan, optimizer = self._memory.plan, self._groups.optimizer
+        plan, optimizer = self._plan, self._groups.optimizer
         options = {key: self._groups.live[plan.specs[key].group]}
         found = read_states({key: state}, options, plan, optimizer).get(key, {})
         if not found and not self.current([key]).get(key):
@@ -247,7 +253,7 @@ class OptimizerStates:
         holders = self._holders()
         if self._pending is not None and holders:
             for holder, device in holders:
-                import_states(self._memory.plan, holder, self._pending, self._groups.optimizer, device)
+                import_states(self._plan, holder, self._pending, self._groups.optimizer, device)
             self._pending = None
 
     def _initial(self, key: int) -> State:

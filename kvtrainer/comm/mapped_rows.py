@@ -65,6 +65,7 @@ class MappedRows:
         ]
         """Of each memory, how often writing of these slices was begun, and ended."""
         width = plan.rows(key).width
+        [self._deal] = plan.rows(key).deals
         self._rows = torch.from_numpy(room).view(torch_dtype(spec.dtype))[: spec.numel].view(-1, width)
         self._process = os.getpid()
 
@@ -73,6 +74,6 @@ class MappedRows:
         if os.getpid() != self._process:
             return None
         ended = [marks[1].copy() for marks in self._marks]
-        rows = self._rows.index_select(0, ids)
+        rows = self._rows.index_select(0, torch.from_numpy(self._deal.places(ids.numpy())))
         begun = [marks[0] for marks in self._marks]
         return rows if all(map(np.array_equal, begun, ended)) else None

@@ -103,7 +103,7 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
     if piece.index in contribution.born:
         return contribution.born[piece.index]
     if key in contribution.sources:
-        return contribution.sources[key](start, numel)
+        return contribution.sources[key](start, numel).contiguous()
     if key in contribution.lent:
         return contribution.lent[key][start : start + numel]
     assert contribution.values is not None

@@ -193,7 +193,8 @@ class RowSparseParameter(Parameter):
             init = filled
         if isinstance(init, Tensor):
             return _source_of(init.detach().to("cpu", dtype).reshape(-1))
-        return lambda start, numel: torch.full((numel,), float(init or 0), dtype=dtype)
+        value = torch.tensor(float(init or 0), dtype=dtype)
+        return lambda start, numel: value.expand(numel)
 
     def _name(self) -> str:
         return repr(self._label) if self._label else f"a RowSparseParameter of shape {list(self.shape)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,22 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
         parts = _parts(plan, kept, key)
         if parts and parts[0][0].steps[parts[0][1]]:
             state: State = joined(parts, plan.specs[key].shape)
-            found[key] = {**state, "step": torch.tensor(float(state["step"]))}
+            found[key] = {**_by_row(plan, key, state), "step": torch.tensor(float(state["step"]))}
     return found
+
+
+def _by_row(plan: Plan, key: int, state: State, is_dealt: bool = True) -> State:
+    """Put the rows of what has a number per element in the order of the table, or else in that of its slices."""
+    [deal] = plan.rows(key).deals
+    if deal.is_plain:
+        return state
+    shape = plan.specs[key].shape
+    every = np.arange(shape[0])
+    order = torch.from_numpy(deal.places(every) if is_dealt else deal.rows(every))
+    return {
+        name: value[order] if isinstance(value, Tensor) and value.shape == shape else value
+        for name, value in state.items()
+    }
 
 
 def read_states(
@@ -97,7 +112,8 @@ def import_states(
         # What has one number per element looks like the optimizer's scalars where there is one element.
         trial = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
-    for key, state in states.items():
+    for key, given in states.items():
+        state = _by_row(plan, key, given, is_dealt=False)
         entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
         per_element = of_scalars
         if optimizer.elementwise and plan.specs[key].shape:

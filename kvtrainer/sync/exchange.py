@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from kvstore_server.rows import RowSet
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
-from kvtrainer.comm.contribution import Contribution
+from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
@@ -506,12 +507,28 @@ class StoreExchange(Exchange):
         assign: bool = False,
     ) -> Contribution:
         """Make this worker's part in a round in which rank 0's values count."""
-        given = {} if self.rank else {key: make() for key, make in tables.items()}
+        plan = self._table.plan
+        given = {} if self.rank else {key: _dealt(plan, key, make()) for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
             [self._table], values, outs, assign=assign, sources=given, is_kept=is_kept, mapped=self.mapped
         )
+
+
+def _dealt(plan: Plan, key: int, source: Source) -> Source:
+    """Give the values of a key in the order in which they lie in its slices, rows of one slice at a time."""
+    [deal] = plan.rows(key).deals
+    if deal.is_plain:
+        return source
+    width = row_numel(plan.specs[key])
+    table = source(0, plan.specs[key].numel).view(-1, width)
+
+    def values(start: int, numel: int) -> Tensor:
+        rows = deal.rows(np.arange(start // width, (start + numel) // width))
+        return table.index_select(0, torch.from_numpy(rows)).view(-1)
+
+    return values
 
 
 class _Headers(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvstore_server.plan import Plan
 from kvtrainer import RowSparseParameter, Trainer
 
 SGD = {"learning_rate": 1.0}
@@ -37,3 +38,11 @@ def column(table: RowSparseParameter) -> list[float]:
     """The first element of each row, from the store."""
     with torch.no_grad():
         return table.row_sparse_data(torch.arange(len(table)))[:, 0].tolist()
+
+
+def dealt(table: Tensor, plan: Plan, key: int) -> Tensor:
+    """The rows of a table as its slices have them: one to each long slice in turn, and the last ones to a short one."""
+    sizes = [piece.used // table[0].numel() for piece in plan.slices_with(key)]
+    longest = [size for size in sizes if size == max(sizes)]
+    hands = [table[: sum(longest)][at :: len(longest)] for at in range(len(longest))]
+    return torch.cat([*hands, table[sum(longest) :]])

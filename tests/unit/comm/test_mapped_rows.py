@@ -13,6 +13,7 @@ from kvstore_server.channel import Arena, Shelf
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm.mapped_rows import MappedRows, Shown
+from tests.support.row_tables import dealt
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))
 """Slices of the first and the last are whole pages; no key ends where a page does but the last."""
@@ -41,6 +42,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
     specs = [TensorSpec(f"w{at}", shape, "float32", row_sparse=True) for at, shape in enumerate(shapes)]
     plan, drawn = make_plan(specs, num_servers), torch.Generator().manual_seed(1)
     job = Job(plan, [], {}, [torch.randn(shape, generator=drawn) for shape in shapes])
+    laid = [dealt(table, plan, key).view(-1) for key, table in enumerate(job.tables)]
     for server in plan.servers:
         leases = Leases()
         shelf = Shelf(leases)
@@ -52,7 +54,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
         job.servers.append(storage)
         for at, slot in enumerate(storage.slots):
             key, _, begin, numel = slot.piece.segments[0]
-            storage.visible[at].copy_(job.tables[key].view(-1)[begin : begin + numel])
+            storage.visible[at].copy_(laid[key][begin : begin + numel])
             if (place := storage.place(at)) >= 0:
                 job.shown[slot.piece.index] = Shown(memory, place & ((1 << 40) - 1))
     return job
