@@ -1,15 +1,19 @@
-"""What holds for all tests."""
+"""What holds for all tests.
+
+torch is imported where it is used: the process that deals tests to others has no use for it, and they wait for it.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests.support.stores import Servers, servers
+if TYPE_CHECKING:
+    from tests.support.stores import Servers
 
 
 def pytest_configure() -> None:
@@ -31,6 +35,8 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tensors are small here: threads cost more than they bring, and beside busy processes wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,5 +46,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def jobs() -> Iterator[Servers]:
     """Servers that the jobs of all tests share, each in a namespace of its own."""
+    from tests.support.stores import servers
+
     with servers() as started:
         yield started
