@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvstore_server import cli
 from kvstore_server.version import __version__
 from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
@@ -294,11 +296,13 @@ def test_everything_after_the_name_of_the_command_is_the_commands(
     assert capfd.readouterr().out == f"[w0] {''.join(f'<{one}>' for one in command)}\n"
 
 
-@pytest.mark.parametrize("module", ["kvtrainer", "kvstore_server"])
-def test_every_command_says_its_version(module: str) -> None:
-    command = [sys.executable, "-m", module, "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
+@pytest.mark.parametrize("main", [launch.main, cli.main])
+def test_every_command_says_its_version(
+    main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, *capfd.readouterr()) == (0, f"{__version__}\n", "")
 
 
 # Which Python a worker is.
