@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := .venv-docs
 PLOTS := .venv-plots
-SOURCES := kvtrainer kvstore_server tests benchmarks examples
+SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
 .PHONY: demo flights cnn gan characters uneven examples figures test test-transports test-full test-mxnet test-mmengine lint types imports wheel docs bench clean
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.rounds import SYNCHRONOUS
 from kvtrainer import errors
 from kvtrainer.optimizer import create
+from kvtrainer.watch.job import Job, Server, View, Worker
+from kvtrainer.watch.page import metrics
+from tests.support.limits import LIMIT
 from tests.support.pages import Block, blocks_of, run_page
 from tests.support.variables import named_in_sources, page
 from tests.test_readme import WITH_CODE
@@ -82,13 +88,56 @@ def test_every_public_error_and_warning_has_its_place_in_troubleshooting() -> No
     assert {name for name in classes if re.search("Error$|Warning$|State$", name)} == placed
 
 
-def test_the_messages_that_troubleshooting_quotes_are_those_of_the_product() -> None:
-    text = (DOCS / "troubleshooting.md").read_text()
+@pytest.mark.parametrize(("name", "least"), [("troubleshooting.md", 50), ("operations.md", 20)])
+def test_the_messages_that_a_page_quotes_are_those_of_the_product(name: str, least: int) -> None:
+    text = (DOCS / name).read_text()
     quoted = re.findall(r"^(?:> |\| `\w+` \| )`(.*?)`(?:$| \|)", text, re.MULTILINE)
-    sources = _sources()
+    sources = re.sub("%(d|s|r|g|[.]0f)", "…", _sources())
     parts = [part.strip(" ;:().?,") for quote in quoted for part in quote.split("…")]
-    assert len(quoted) > 50
+    assert len(quoted) >= least
     assert [part for part in parts if len(part) > 3 and part not in sources] == []
+
+
+def test_every_metric_is_explained() -> None:
+    explained = set(re.findall(r"^\| `(kvstore_\w+)` \|", (DOCS / "operations.md").read_text(), re.MULTILINE))
+    there = {
+        line.split()[2] for line in metrics(_job_with_one_worker()).decode().splitlines() if "# TYPE" in line
+    }
+    assert len(there) > 10
+    assert there == explained
+
+
+def _job_with_one_worker() -> View:
+    worker = Worker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
+    return View(
+        0.0, [Server("tcp://127.0.0.1:1", True)], [Job("job", "sync", 1, 1.0, 1, 1, [worker], [], [])]
+    )
+
+
+def test_every_public_name_has_its_place_in_the_api_reference() -> None:
+    """Names of `kvtrainer` itself; what is in a module stands where the module does."""
+    listed = (ROOT / "tests" / "data" / "api.txt").read_text()
+    names = set(re.findall(r"^(kvtrainer\.\w+)(?: class| module|\()", listed, re.MULTILINE))
+    pages = "\n".join(one.read_text() for one in (DOCS / "api").glob("*.md"))
+    shown = "\n".join(re.findall("^::: (.*)", pages, re.MULTILINE))
+    assert len(names) > 20
+    assert [name for name in names if not re.search(rf"^{re.escape(name)}\b", shown, re.MULTILINE)] == []
+
+
+def test_every_method_of_a_trainer_is_in_an_example() -> None:
+    listed = (ROOT / "tests" / "data" / "api.txt").read_text()
+    names = set(re.findall(r"^kvtrainer\.Trainer\.([a-z]\w+)[( ]", listed, re.MULTILINE))
+    code = "\n".join(block.code for block in _code("api/trainer.md"))
+    assert len(names) > 50
+    inner = {f"row_sparse_{verb}" for verb in ("pull", "read", "write")}
+    assert {name for name in names if f".{name}" not in code} == inner
+
+
+def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
+    script = shutil.copy(DOCS / "pictures" / "draw.py", tmp_path)
+    subprocess.run([sys.executable, script], check=True, timeout=LIMIT)
+    drawn = {one.name: one.read_text() for one in tmp_path.glob("*.svg")}
+    assert drawn == {one.name: one.read_text() for one in (DOCS / "pictures").glob("*.svg")}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ WORKER = {
     "KVSTORE_TRANSPORT": ("auto", "`shm`, `ipc` or `tcp` force a way to servers of the same host"),
     "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
     "KVSTORE_ALLOW_PUBLIC_BIND": ("", "1: servers of an MXNet job may listen where others reach them"),
+    "KVSTORE_PROGRESS": ("", "1: long work is shown although standard error is no terminal; `kvlaunch` may set it"),
     "MXNET_UPDATE_ON_KVSTORE": ("1", "0: a Trainer that is not told otherwise runs the optimizer on the workers"),
     "DMLC_PS_VAN_TYPE": ("zmq", "`p3`: urgent pushes overtake others that wait to be sent"),
     "DMLC_PS_WATER_MARK": ("10", "with p3: messages that may be on their way to a server at a time"),
@@ -119,7 +120,7 @@ def _default(action: argparse.Action) -> str:
     for flag in action.option_strings:
         if flag in _MACHINE:
             return _MACHINE[flag]
-    if action.default is None or action.default is False or action.default == [] or action.required:
+    if action.default is None or action.default is False or action.default in ([], "") or action.required:
         return ""
     return f"`{action.default:g}`" if isinstance(action.default, float) else f"`{action.default}`"
 
