@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         strategy,
         utils,
     )
+    from kvtrainer.cluster import local_cluster
     from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.paramwise import Rule
@@ -52,6 +53,7 @@ __all__ = [
     "errors",
     "hooks",
     "kvstore",
+    "local_cluster",
     "log_buffer",
     "lr_scheduler",
     "metrics",
@@ -73,6 +75,7 @@ _CLASSES = {
     "Trainer": "trainer",
     "TrainerDict": "trainer_dict",
     "build_data_parallel_model": "parallel",
+    "local_cluster": "cluster",
 }
 """Class or function → its module."""
 

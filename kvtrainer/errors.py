@@ -172,6 +172,26 @@ class StateFileError(KVStoreError, OSError):
     """
 
 
+class ClusterError(KVStoreError, RuntimeError):
+    """A process of a local cluster has ended without a word, or with one that cannot be raised here."""
+
+
+class WorkerTraceback(KVStoreError):
+    """Where a function failed on a worker; the cause of the exception that a cluster raises for it.
+
+    Args:
+        rank: Of the worker.
+        text: Its traceback, and how other workers failed after it.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank, self.text = rank, text
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}:\n{self.text}"
+
+
 class TraceFileError(KVStoreError, OSError):
     """The file of a profiler's trace cannot be written."""
 

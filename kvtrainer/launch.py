@@ -20,6 +20,7 @@ from kvstore_server.version import __version__
 from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
+from kvtrainer.launcher.processes import MALLOC
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -61,14 +62,6 @@ example:
 All that follows COMMAND belongs to it; a '--' before it is needed only where its name begins with a dash.
 """
 
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-"""Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
-longer than filling it."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` by default) and return its exit code; blocks until the job is over.
@@ -85,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*server, "--bind", bind, "--index", str(index), *drain, *options.server_arg, *imports]
         for index, bind in enumerate(options.binds)
     ]
-    environ = {**_MALLOC, **os.environ, **options.env}
+    environ = {**MALLOC, **os.environ, **options.env}
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
             f"kvlaunch: {command[0]!r} is {other}, which is not of kvlaunch's environment; for that one say "

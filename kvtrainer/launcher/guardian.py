@@ -122,13 +122,13 @@ def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict
     return {**threads, **inherited, MARK: ":".join(marks)}
 
 
-def end_with_parent() -> Callable[[], None]:
-    """Return a function that runs in the child before exec: SIGTERM it when the launcher dies.
+def end_with_parent(parent: int) -> Callable[[], None]:
+    """Return a function that runs in the child, before exec or after: SIGTERM it when its parent dies.
 
-    The guardian does this better, and for grandchildren too; this one still works when both are killed.
+    The guardian does this better, and for grandchildren too; this one still works when both are killed. It goes by the
+    thread that has started the child.
     """
     prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
 
     def set_death_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
@@ -219,7 +219,7 @@ def _run(command: Sequence[str], grace: float, share: int) -> int:
             env=environment(os.environ, mark, share),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=end_with_parent(),
+            preexec_fn=end_with_parent(os.getpid()),
         )
     except (OSError, ValueError) as error:
         print(f"cannot start the command: {error}", file=sys.stderr)

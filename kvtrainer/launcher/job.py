@@ -6,6 +6,7 @@ decides the exit code, and everything after it is about leaving nothing behind.
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import time
@@ -15,7 +16,7 @@ from functools import partial
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
-from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, environment
+from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, end_with_parent, environment
 from kvtrainer.launcher.hosts import Remote, RemoteChild
 from kvtrainer.launcher.processes import Child, Events, Put
 
@@ -163,7 +164,7 @@ class Launcher:
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
             command = self._remote.command(role, index, command, environ)
         try:
-            child = kind(name, tag, command, environ, put)
+            child = kind(name, tag, command, environ, put, prepare=end_with_parent(os.getpid()))
         except (OSError, ValueError) as error:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")

@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 
-from kvtrainer.launcher.guardian import end_with_parent
-
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""
 PROGRESS_INTERVAL = 1.0
@@ -28,6 +26,14 @@ PROGRESS_INTERVAL = 1.0
 HIGH_WATER = 256 * 1024
 """Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
+longer than filling it."""
 
 _MAX_WAIT = 1.0
 _READ_SIZE = 64 * 1024
@@ -44,6 +50,10 @@ Put = Callable[[int, str, bytes], None]
 class Child:
     """A process in a session of its own, whose output comes back through pipes; it starts on construction.
 
+    Args:
+        pass_fds: Descriptors that it inherits.
+        prepare: Runs in it before its program; only an owner without other threads may ask for that.
+
     Raises:
         OSError: the command cannot be started.
     """
@@ -57,9 +67,10 @@ class Child:
         command: Sequence[str],
         environ: Mapping[str, str],
         put: Put,
+        pass_fds: Sequence[int] = (),
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
-        # The caller starts children from one thread only, which is what preexec_fn needs.
         self.process = subprocess.Popen(
             command,
             env=dict(environ),
@@ -68,7 +79,8 @@ class Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=end_with_parent(),
+            pass_fds=pass_fds,
+            preexec_fn=prepare,
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None

@@ -1,0 +1,200 @@
+"""Servers and workers of this host for a notebook, a REPL or a test: a function runs on every worker.
+
+with kvtrainer.local_cluster(workers=2, servers=2) as cluster:
+    accuracies = cluster.run(train, epochs=3)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, as_int
+from kvtrainer.errors import (
+    ClusterError,
+    ConcurrentCallError,
+    ConfigurationError,
+    WorkerTraceback,
+)
+from kvtrainer.launcher.call import Outcome, Paper, pack, unpack
+from kvtrainer.launcher.group import Group, end_of, exited, start_servers
+from kvtrainer.launcher.job import Limits
+from kvtrainer.launcher.processes import Child
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def local_cluster(
+    workers: int,
+    servers: int = 1,
+    *,
+    server_args: Sequence[str] = (),
+    start_timeout: float = Limits.start,
+    linger: float = Limits.linger,
+    grace: float = Limits.grace,
+) -> LocalCluster:
+    """Start servers on this host and return the cluster, a context that ends them; blocks until they listen.
+
+    Nothing of it outlives this program, even if that is killed.
+
+    Args:
+        workers: How many processes run a function, at least 1.
+        servers: How many servers there are; 0 for stores without servers.
+        server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
+        start_timeout: Seconds for the servers to listen.
+        linger: Seconds that the other workers get to fail in their own words once one has failed.
+        grace: Seconds between SIGTERM and SIGKILL for what is to end.
+
+    Raises:
+        ConfigurationError: a number is none, or too small.
+        ClusterError: a server ended before it listened; its own lines say why.
+        ConnectTimeoutError: a server did not listen in time.
+    """
+    for name, count, least in (("workers", workers, 1), ("servers", servers, 0)):
+        if as_int(count, name) < least:
+            raise ConfigurationError(f"{name} is {count}; a cluster has at least {least}")
+    return LocalCluster(workers, servers, server_args, Limits(start_timeout, linger, linger, grace))
+
+
+class LocalCluster:
+    """Servers that run, and workers that each `run` starts anew; see `local_cluster`, which makes one."""
+
+    def __init__(self, workers: int, servers: int, server_args: Sequence[str], limits: Limits) -> None:
+        self._limits = limits
+        self._server_args = list(server_args)
+        self._num_servers = servers
+        self._running = threading.Lock()
+        self._is_closed = False
+        self._group: Group | None = None
+        self.num_workers = workers
+        self.servers: tuple[str, ...] = ()
+        """Where the servers listen, by their index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take it."""
+        self._start()
+
+    def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
+        """Run a function on every worker, each a fresh process, and return what it returned, by rank.
+
+        Workers find rank, count and servers in their environment, so `kvstore="dist_sync"` is all that a Trainer needs.
+        What they print appears here at once, each line with the rank before it. Function, arguments and results
+        are packed (pickle, between this program and its own children only); what a worker changes stays there.
+        A run that fails, or is interrupted, ends the servers, too; the next one starts others.
+
+        Raises:
+            Exception: what the function raised on the worker that failed first. Its `__cause__` is a WorkerTraceback.
+            ClusterError: a worker was killed or has left by sys.exit(), a server has ended, or what a worker raised
+                or returned cannot be packed.
+            ConfigurationError: the function or an argument cannot be packed, or the cluster is closed.
+            ConcurrentCallError: a run is under way in another thread.
+        """
+        packed = pack(function, args, kwargs)
+        if not self._running.acquire(blocking=False):
+            raise ConcurrentCallError("the cluster is in a run that another thread has started")
+        try:
+            if self._is_closed:
+                raise ConfigurationError("the cluster is closed; make another one")
+            servers = self._group or self._start()
+            try:
+                return self._run(servers, packed)
+            except BaseException:
+                self._end()
+                raise
+        finally:
+            self._running.release()
+
+    def close(self) -> None:
+        """End the servers; idempotent. Blocks until nothing is left."""
+        self._is_closed = True
+        self._end()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> Group:
+        group = self._group = Group(self._limits.grace)
+        count = self._num_servers
+        drain = ["--drain-timeout", f"{max(0.8 * self._limits.grace, 0.1):g}"]
+        flags = [
+            ["--index", str(i), "--num-servers", str(count), *drain, *self._server_args] for i in range(count)
+        ]
+        try:
+            self.servers = start_servers(group, flags, self._limits.start)
+        except BaseException:
+            self._end()
+            raise
+        return group
+
+    def _end(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _run(self, servers: Group, packed: bytes) -> list[Any]:
+        code, papers = Paper(), [Paper() for _ in range(self.num_workers)]
+        group = Group(self._limits.grace)
+        try:
+            code.write(packed)
+            environ = {NUM_WORKERS: str(self.num_workers)}
+            if self.servers:
+                environ[SERVERS] = ",".join(self.servers)
+            program = [sys.executable, "-m", "kvtrainer.launcher.call", str(code.fd)]
+            for rank, paper in enumerate(papers):
+                place = {**environ, RANK: str(rank)}
+                group.start("worker", [*program, str(paper.fd)], place, self.num_workers, (code.fd, paper.fd))
+            failed = self._wait(servers, group, papers)
+            group.close()
+            outcomes = [unpack(paper.read()) for paper in papers]
+        finally:
+            group.close()
+            for paper in (code, *papers):
+                paper.close()
+        if failed:
+            raise _failure(failed, group.children, outcomes)
+        return [outcome.value for outcome in outcomes if outcome is not None]
+
+    def _wait(self, servers: Group, workers: Group, papers: Sequence[Paper]) -> list[Child]:
+        """Wait until all workers are done; return what was seen to fail first, which is often one process."""
+        ranks = dict(zip(workers.children, papers, strict=True))
+        failed: list[Child] = []
+        deadline = float("inf")
+        while workers.alive and (left := deadline - time.monotonic()) > 0:
+            ended = exited([*servers.alive, *workers.alive], min(left, 1.0))
+            if not failed:
+                done = [
+                    child
+                    for child in ended
+                    if not child.returncode and child in ranks and ranks[child].is_written
+                ]
+                failed = [child for child in ended if child not in done]
+                deadline = time.monotonic() + self._limits.linger if failed else deadline
+        return failed
+
+
+def _failure(
+    failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[Outcome | None]
+) -> Exception:
+    """Return the error of a failed run, whose cause is what workers say about it, if any does.
+
+    Args:
+        failed: What was seen to fail first. One that could not say anything is the likeliest cause of all.
+        workers, outcomes: All of them, by rank.
+    """
+    told = {rank: one for rank, one in enumerate(outcomes) if one is not None and one.trace}
+    order = sorted(told, key=lambda rank: told[rank].at)
+    silent = [child for child in failed if child not in [workers[rank] for rank in order]]
+    error: Exception = ClusterError(end_of(silent[0]) if silent else f"worker {order[0]} failed")
+    if not order:
+        return error
+    first = told[order[0]]
+    lines = [first.trace, *(f"then rank {rank}: {told[rank].trace.splitlines()[-1]}" for rank in order[1:])]
+    if not silent:
+        said = ClusterError(f"worker {order[0]}: {first.trace.splitlines()[-1]}")
+        error = first.error if isinstance(first.error, Exception) else said
+    error.__cause__ = WorkerTraceback(order[0], "\n".join(lines))
+    return error

@@ -1,0 +1,248 @@
+"""Clusters for notebooks and tests: functions on workers, their results and failures, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtrainer import local_cluster
+from kvtrainer.cluster import LocalCluster
+from kvtrainer.errors import (
+    ArgumentTypeError,
+    ClusterError,
+    ConcurrentCallError,
+    ConfigurationError,
+    ConnectTimeoutError,
+    WorkerLostError,
+    WorkerTraceback,
+)
+from kvtrainer.launcher import call
+from tests.support.cluster_work import fail, place, say, sum_of_ranks
+from tests.support.launch_jobs import ROOT, Jobs
+from tests.support.limits import LIMIT
+from tests.support.processes import Call, eventually
+
+
+@pytest.fixture
+def pair() -> Iterator[LocalCluster]:
+    """Two workers without servers."""
+    with local_cluster(workers=2, servers=0, linger=LIMIT) as cluster:
+        yield cluster
+
+
+# What comes back.
+
+
+def test_each_worker_is_given_the_arguments_and_finds_its_rank_and_what_it_returns_comes_back_in_order(
+    pair: LocalCluster,
+) -> None:
+    assert pair.run(place, 1, key="word") == [
+        (str(rank), "2", None, (1,), {"key": "word"}) for rank in range(2)
+    ]
+
+
+def test_lines_of_workers_come_out_of_sys_stdout_and_stderr_with_the_rank_before_them(
+    pair: LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stream in ("stdout", "stderr"):
+        assert pair.run(say, stream) == [None, None]
+    seen = capsys.readouterr()
+    assert [sorted(text.splitlines()) for text in seen] == [["[w0] it is 0", "[w1] it is 1"]] * 2
+
+
+def test_a_long_result_comes_back_whole(pair: LocalCluster) -> None:
+    assert pair.run(bytes, 3_000_000) == [bytes(3_000_000)] * 2
+
+
+def test_a_lambda_travels_with_what_it_needs(pair: LocalCluster) -> None:
+    pytest.importorskip("cloudpickle")
+    addend = 3
+    assert pair.run(lambda x: x + addend, 4) == [7, 7]
+
+
+def test_without_cloudpickle_a_lambda_is_refused_with_what_to_install(
+    pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'kvtrainer\[notebook\]'"):
+        pair.run(lambda: 1)
+    assert len(pair.run(place)) == 2
+
+
+def test_runs_of_one_cluster_meet_on_its_servers_and_a_failed_one_leaves_nothing_for_the_next() -> None:
+    with local_cluster(workers=2, servers=2, linger=LIMIT) as cluster:
+        assert len(set(cluster.servers)) == 2
+        before = cluster.servers
+        assert cluster.run(sum_of_ranks) == [[11.0, 11.0]] * 2
+        assert cluster.servers == before
+        with pytest.raises(LookupError, match="on purpose") as caught:
+            cluster.run(sum_of_ranks, is_to_fail=True)
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerTraceback)
+        assert cause.rank == 1
+        assert f"then rank 0: {WorkerLostError.__module__}.{WorkerLostError.__name__}: " in cause.text
+        assert cluster.run(sum_of_ranks) == [[11.0, 11.0]] * 2
+
+
+# Failures.
+
+
+def test_an_exception_is_raised_as_itself_with_the_workers_traceback_as_its_cause() -> None:
+    with local_cluster(workers=2, servers=0, linger=0.0) as cluster, pytest.raises(KeyError) as caught:
+        cluster.run(fail, "raise")
+    assert caught.value.args == ("no such thing",)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerTraceback)
+    assert cause.rank == 1
+    assert 'raise KeyError("no such thing")' in cause.text
+    assert str(cause).startswith("on rank 1:\nTraceback")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("kill", r"worker 1 was killed by signal 9 \(SIGKILL\)"),
+        ("leave", "worker 1 exited with code 0 before its work was done"),
+        ("no more data", "worker 1: SystemExit: no more data"),
+        ("refuse", "worker 1: .*RefusedError: 3"),
+    ],
+)
+def test_a_worker_that_ends_otherwise_gives_an_error_that_names_it(how: str, told: str) -> None:
+    with local_cluster(workers=2, servers=0, linger=0.0) as cluster, pytest.raises(ClusterError, match=told):
+        cluster.run(fail, how)
+
+
+def test_a_result_that_cannot_be_packed_is_said_to_be_so(pair: LocalCluster) -> None:
+    with pytest.raises(ClusterError, match=r"what the worker returned cannot be packed: .*lock"):
+        pair.run(threading.Lock)
+
+
+def test_a_server_that_ends_in_a_run_gives_an_error_that_names_it() -> None:
+    with local_cluster(workers=1, linger=0.0) as cluster:
+        assert cluster._group is not None
+        server = cluster._group.children[0].process
+        run = Call(lambda: cluster.run(signal.pause))
+        assert eventually(cluster._running.locked)
+        server.kill()
+        outcome = run.outcome()
+    assert type(outcome) is ClusterError
+    assert "server 0 was killed by signal 9" in str(outcome)
+
+
+def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "go"
+    os.mkfifo(fifo)
+    with local_cluster(workers=1, servers=0) as cluster:
+        first = Call(lambda: cluster.run(Path.read_text, fifo))
+        assert eventually(cluster._running.locked)
+        with pytest.raises(ConcurrentCallError):
+            cluster.run(place)
+        fifo.write_text("go")
+        assert first.outcome() == ["go"]
+
+
+# Wrong use.
+
+
+@pytest.mark.parametrize("numbers", [{"workers": 0}, {"workers": "two"}, {"workers": 1, "servers": -1}])
+def test_a_number_of_processes_that_cannot_be_is_refused(numbers: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"workers|servers"):
+        local_cluster(**numbers)
+
+
+def test_what_cannot_be_called_or_packed_is_refused_before_a_process_is_started(pair: LocalCluster) -> None:
+    with pytest.raises(ArgumentTypeError, match="'train'"):
+        pair.run("train")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="cannot be packed"):
+        pair.run(print, threading.Lock())
+
+
+def test_a_closed_cluster_runs_nothing(pair: LocalCluster) -> None:
+    pair.close()
+    with pytest.raises(ConfigurationError, match="closed"):
+        pair.run(place)
+
+
+def test_servers_that_cannot_start_or_are_late_leave_nothing_behind(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(*jobs.token.split("="))
+    with pytest.raises(ClusterError, match="server 0 exited with code 2 before it listened"):
+        local_cluster(workers=1, server_args=["--no-such-flag"])
+    assert "[s0] " in capsys.readouterr().err
+    with pytest.raises(ConnectTimeoutError, match=r"server 0 did not listen in time"):
+        local_cluster(workers=1, start_timeout=0.01)
+    assert jobs.alive() == []
+
+
+# Programs without a file, and their end.
+
+MAIN = """
+import subprocess, sys, kvtrainer
+class OwnError(Exception):
+    pass
+def train(x):
+    subprocess.Popen(["sleep", "3600"])
+    if x:
+        raise OwnError(x)
+    print("up", flush=True)
+    import signal
+    signal.pause()
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    with kvtrainer.local_cluster(workers=2, servers=0, grace=300) as cluster:
+        try:
+            cluster.run(train, 5)
+        except OwnError as error:
+            print(repr(error), flush=True)
+        cluster.run(train, 0)
+"""
+"""As typed into a REPL: no worker can import it. The first run raises the class that this program knows."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_functions_of_a_program_without_a_file_run_and_nothing_outlives_it_however_it_ends(
+    jobs: Jobs, number: signal.Signals
+) -> None:
+    pytest.importorskip("cloudpickle")
+    name, _, value = jobs.token.partition("=")
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), name: value},
+    ) as program:
+        assert program.stdout is not None
+        lines = sorted([program.stdout.readline() for _ in range(3)])
+        assert lines == [b"OwnError(5)\n", b"[w0] up\n", b"[w1] up\n"]
+        program.send_signal(number)
+        _, err = program.communicate(timeout=LIMIT)
+    assert program.returncode == -number
+    assert (b"KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert eventually(lambda: jobs.alive() == []), jobs.alive()
+
+
+# What a call is on its way.
+
+
+def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
+    paper = call.Paper()
+    assert call.unpack(paper.read()) is None
+    os.pwrite(paper.fd, b"begun", 8)
+    assert paper.read() == b""
+    paper.write(b"whole")
+    assert paper.read() == b"whole"
+    paper.close()
+
+
+def test_a_result_of_a_class_that_only_workers_know_is_said_to_be_so() -> None:
+    with pytest.raises(ClusterError, match="cannot be unpacked here"):
+        call.unpack(b"cno_such_module\nThing\n.")

@@ -1,0 +1,58 @@
+"""What workers of a cluster do in tests. They import this file alone, and torch only where they use it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+
+def place(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return (
+        os.environ["KVSTORE_RANK"],
+        os.environ["KVSTORE_NUM_WORKERS"],
+        os.environ.get("KVSTORE_SERVERS"),
+        args,
+        kwargs,
+    )
+
+
+def say(to: str) -> None:
+    print(f"it is {os.environ['KVSTORE_RANK']}", file=getattr(sys, to))
+
+
+class RefusedError(Exception):
+    """One that needs two arguments, and gives Exception one, so that it does not come back from pickle as it is."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one + two)
+
+
+def fail(how: str) -> None:
+    """Fail on rank 1; rank 0 waits for it until it is told to end."""
+    if os.environ["KVSTORE_RANK"] == "0":
+        signal.pause()
+    if how == "raise":
+        raise KeyError("no such thing")
+    if how == "refuse":
+        raise RefusedError(1, 2)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave":
+        os._exit(0)
+    sys.exit(how)
+
+
+def sum_of_ranks(is_to_fail: bool = False) -> list[float]:
+    import torch
+
+    import kvtrainer
+
+    kv = kvtrainer.kvstore.create("dist_sync")
+    kv.init("w", torch.zeros(2))
+    if is_to_fail and kv.rank == 1:
+        raise LookupError("on purpose")
+    out = torch.empty(2)
+    kv.pushpull("w", torch.full((2,), 10.0**kv.rank), out=out)
+    return list(out.tolist())
