@@ -7,10 +7,9 @@ thread, so that the forward and backward passes themselves repeat bit for bit.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
+from tests.support.pairwise import pairwise
 from tests.support.stores import Servers
 
 STEPS = 5
@@ -108,13 +108,17 @@ SERVERS = (1, 2, 3)
 SITES = (True, False)
 
 
-def on_servers(jobs: Servers, workers: int, body: Callable[[DistKVStore, int, Pause], str]) -> set[str]:
-    """What all workers found with every number of servers, twice at other times of arrival."""
+def on_servers(
+    jobs: Servers, workers: int, body: Callable[[DistKVStore, int, Pause, bool], str], sites: Sequence[bool]
+) -> set[str]:
+    """What all workers found with every number of servers and every site, at one and at other times of arrival."""
     found: set[str] = set()
-    for count, again in itertools.product(SERVERS, (0, 1)):
+    for count, again, site in pairwise(SERVERS, (0, 1), sites):
         found.update(
             jobs.results(
-                workers, count, lambda kv, rank, again=again: body(kv, rank, _pauses(10 * again + rank))
+                workers,
+                count,
+                lambda kv, rank, again=again, site=site: body(kv, rank, _pauses(10 * again + rank), site),
             )
         )
     return found
@@ -126,13 +130,11 @@ def test_any_workers_get_the_same_bits_whatever_the_store_the_site_and_the_arriv
 ) -> None:
     ends = {}
     for workers in (1, 3):
-        ends[workers] = set[str]()
-        for site in SITES:
 
-            def body(kv: DistKVStore, rank: int, pause: Pause, site: bool = site, w: int = workers) -> str:
-                return train(optimizer, rank, w, kv, site, pause)
+        def body(kv: DistKVStore, rank: int, pause: Pause, site: bool, w: int = workers) -> str:
+            return train(optimizer, rank, w, kv, site, pause)
 
-            ends[workers] |= on_servers(jobs, workers, body)
+        ends[workers] = on_servers(jobs, workers, body, SITES)
     # One process: in place by three names, an engine with and without.
     places: list[tuple[Any, bool | None]] = [(None, None), ("local", None), ("device", None)]
     places += [(kvtrainer.kvstore.create("local"), site) for site in SITES]
@@ -146,7 +148,7 @@ def test_any_workers_get_the_same_bits_whatever_the_store_the_site_and_the_arriv
 def test_the_verbs_of_every_store_give_the_same_bits_to_workers_as_to_replicas_in_one_process(
     jobs: Servers, workers: int, optimizer: str
 ) -> None:
-    ends = on_servers(jobs, workers, lambda kv, rank, pause: verbs(kv, optimizer, [rank], pause))
+    ends = on_servers(jobs, workers, lambda kv, rank, pause, _: verbs(kv, optimizer, [rank], pause), [True])
     local = kvtrainer.kvstore.create("local")
     assert ends == {verbs(local, optimizer, [*range(workers)], _no_pause)}
 

@@ -17,6 +17,7 @@ from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lazy_runs import GOLDEN, ORACLES, START, TOUCHED, gradient
+from tests.support.pairwise import pairwise
 from tests.support.sizes import FAST, sizes
 from tests.support.sparse_model import CASES, Embeddings, batches
 from tests.support.stores import Servers
@@ -203,16 +204,19 @@ def test_a_step_subtracts_the_sum_or_the_site_of_the_update_is_refused(
     assert jobs.results(*size, body) == [expected] * size[0]
 
 
-@KINDS
-@pytest.mark.parametrize("case", GOLDEN)
 @pytest.mark.parametrize(
-    ("type", "workers", "servers"),
-    [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3), ("dist_sync", 3, 2)],
+    ("job", "case", "kind"),
+    pairwise(
+        [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3), ("dist_sync", 3, 2)],
+        GOLDEN,
+        ["gradient", "weight"],
+    ),
 )
 def test_tables_follow_mxnets_trajectories(
-    jobs: Servers, type: str, workers: int, servers: int, case: str, kind: str
+    jobs: Servers, job: tuple[str, int, int], case: str, kind: str
 ) -> None:
     """Every worker gives the same gradient, and the mean is taken."""
+    type, workers, servers = job
     name, options, expected = GOLDEN[case]
 
     def body(kv: DistKVStore, rank: int) -> list[float]:

@@ -18,6 +18,7 @@ from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.exchange import Gradients, Outcome, StoreExchange
 from tests.support.engines import client_of, filled, plan_of
+from tests.support.pairwise import pairwise
 
 SHAPES = {"table": (4000, 20), "bias": (9,), "big": (300, 700), "scale": (3, 3)}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -77,9 +78,9 @@ def same(a: Job, b: Job) -> bool:
     return all(torch.equal(a.weights[dtype], b.weights[dtype]) for dtype in a.weights)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("optimizer", "servers", "dtype"), pairwise(OPTIMIZERS, [1, 2, 3], ["float32", "float64"])
+)
 def test_a_held_update_has_the_bits_of_one_by_a_gradient_that_the_worker_has_clipped(
     optimizer: str, servers: int, dtype: str
 ) -> None:
@@ -94,9 +95,10 @@ def test_a_held_update_has_the_bits_of_one_by_a_gradient_that_the_worker_has_cli
         assert same(held, plain)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("norm_type", "servers", "dtype"),
+    pairwise([1.0, 2.0, 3.5, math.inf], [1, 2, 3], ["float32", "float64", "bfloat16"]),
+)
 def test_servers_measure_the_bits_that_a_worker_measures(norm_type: float, servers: int, dtype: str) -> None:
     job = Job(servers, "sgd", dtype)
     for seed, absent in enumerate([frozenset[int](), frozenset({1}), frozenset({0, 2, 3})], 2):

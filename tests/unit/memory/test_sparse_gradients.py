@@ -12,6 +12,7 @@ from torch.nn import Embedding, Parameter
 import kvtrainer
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import ConfigurationError
+from tests.support.pairwise import pairwise
 
 STORES: list[dict[str, Any]] = [
     {"kvstore": None},
@@ -203,9 +204,9 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
         trainer.step(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("store", places())
-@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(
+    ("lazy", "store", "dtype"), pairwise([True, False], places(), [torch.float16, torch.float32])
+)
 def test_rows_are_divided_by_the_batch_size_and_multiplied_by_rescale_grad(
     lazy: bool, store: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvtrainer import DataParallel, Trainer
 from kvtrainer.errors import ConfigurationError, OptimizerError, StateMismatchError, UnknownNameError
 from kvtrainer.registry import OPTIMIZERS
+from tests.support.pairwise import pairwise
 
 
 class Plain(torch.optim.Optimizer):
@@ -483,9 +484,9 @@ def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path, train_on: C
             other.state[mine] = dict(trainer.state[theirs])
 
 
-@pytest.mark.parametrize("way", ["load_states", "load_state_dict", "state"])
-@pytest.mark.parametrize("in_store", [True, False])
-@pytest.mark.parametrize("cls", FOREIGN)
+@pytest.mark.parametrize(
+    ("cls", "in_store", "way"), pairwise(FOREIGN, [True, False], ["load_states", "load_state_dict", "state"])
+)
 def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
     cls: Any, in_store: bool, way: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from tests.support.gluon_cases import CASES, Case
 from tests.support.gluon_formulas import FORMULAS, Numbers, Zeros
 from tests.support.golden import GOLDEN, RESCALED, START, TOLERANCE, UPDATES, gradient
 from tests.support.optimizer_slices import Key, empty, update_slice
+from tests.support.pairwise import pairwise
 
 SHAPE = (7, 11)
 RATES = [0.05, 0.02, 0.1, 0.005, 0.07, 0.01, 0.03]
@@ -107,12 +108,13 @@ def test_a_changing_learning_rate_follows_the_formula(label: str, dtype: torch.d
     assert off(by_shard(EVERY[label], dtype), EVERY[label]) <= bound
 
 
-@each_case
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-@pytest.mark.parametrize(("master", "roundings"), [(True, 1), (False, len(RATES))])
+@pytest.mark.parametrize(
+    ("label", "dtype", "master"), pairwise(EVERY, [torch.float16, torch.bfloat16], [True, False])
+)
 def test_half_precision_is_rounded_once_with_a_master_and_else_in_every_update(
-    label: str, dtype: torch.dtype, master: bool, roundings: int
+    label: str, dtype: torch.dtype, master: bool
 ) -> None:
+    roundings = 1 if master else len(RATES)
     result = by_shard(EVERY[label], dtype, master)
     assert off(result, EVERY[label]) <= roundings * torch.finfo(dtype).eps
     assert np.any(result != start())

@@ -30,6 +30,7 @@ from tests.support.optimizer_slices import (
     state_of,
     update_slice,
 )
+from tests.support.pairwise import pairwise
 
 WHOLE = ["lamb", "lans", "lars", "groupadagrad", "torch:Muon", "torch:Adafactor"]
 
@@ -167,9 +168,10 @@ def test_a_late_key_gets_the_bias_correction_of_its_first_step() -> None:
 HALVES = [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("master", [True, False], ids=["master", "rounded"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "master"),
+    pairwise(BUILT_IN, [*HALVES, torch.float32, torch.float64], [True, False]),
+)
 def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master: bool) -> None:
     # What float64 computes is compared with torch's loop and with formulas in the tests of the two families.
     numel, optimizer = 77, make(name, multi_precision=master)

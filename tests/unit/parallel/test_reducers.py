@@ -11,10 +11,12 @@ from torch.nn import Linear, Parameter
 from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.parallel.reducers import REDUCERS, flat_sum, make_reducer, tree_sum
+from tests.support.pairwise import pairwise
 from tests.support.replica_training import STORES, backward, embedding, replicas, values
 
 CPU = torch.device("cpu")
-ON_CPU = pytest.mark.parametrize("name", [name for name in REDUCERS if name != "nccl"])
+NAMES = [name for name in REDUCERS if name != "nccl"]
+ON_CPU = pytest.mark.parametrize("name", NAMES)
 BIG4, BIG8 = [1e8, 1.0, -1e8, 1.0], [1e8, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -54,9 +56,10 @@ def test_tree_of_eight_adds_neighbours_then_pairs_then_halves() -> None:
     assert torch.equal(summed("tree", parts), ((a + b) + (c + d)) + ((e + f) + (g + h)))
 
 
-@ON_CPU
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "count", "dtype"),
+    pairwise(NAMES, [2, 3, 4, 7, 8], [torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_every_reducer_agrees_with_the_sum_in_float64(name: str, count: int, dtype: torch.dtype) -> None:
     torch.manual_seed(count)
     parts = [torch.randn(501).to(dtype) for _ in range(count)]

@@ -24,7 +24,8 @@ from kvtrainer.schedules import (
     schedule_from_lr_config,
     schedule_from_momentum_config,
 )
-from tests.support.scalar_training import IN_STORE, scheduled, sgd, step, trainer_of, values, zeros
+from tests.support.pairwise import pairwise
+from tests.support.scalar_training import scheduled, sgd, step, trainer_of, values, zeros
 
 
 def rates(given: Any, count: int, optimizer: Any = None, **run: Any) -> list[float]:
@@ -216,9 +217,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, floa
 }
 
 
-@IN_STORE
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize(("name", "kind", "in_store"), pairwise(TORCHS, OPTIMIZERS, [False, True]))
 def test_schedulers_of_torch_reach_the_update_and_resume_from_plain_numbers(
     name: str, kind: str, in_store: bool
 ) -> None:

@@ -25,6 +25,7 @@ from kvstore_server.norms import (
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.rows import RowSet
 from tests.support.engines import filled, plan_of
+from tests.support.pairwise import pairwise
 
 INF = math.inf
 
@@ -58,9 +59,9 @@ def test_no_elements_have_norm_zero(p: float) -> None:
     assert combine([partial_norm(torch.zeros(0), p)], p) == combine([], p) == 0.0
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
-@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-@pytest.mark.parametrize("at", [0, 40_000])
+@pytest.mark.parametrize(
+    ("p", "bad", "at"), pairwise([1.0, 2.0, 3.0, INF], [math.nan, INF, -INF], [0, 40_000])
+)
 def test_what_is_not_finite_stays_so_in_the_norm(p: float, bad: float, at: int) -> None:
     values = randn(50_000)
     values[at] = bad

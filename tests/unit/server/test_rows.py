@@ -19,6 +19,7 @@ from kvstore_server.rows import (
     split_rows,
 )
 from kvstore_server.storage import VERSIONS_KEPT, RowChanges, stacks
+from tests.support.pairwise import pairwise
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -37,9 +38,7 @@ def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int 
     return RowSet(torch.tensor(ids, dtype=torch.int64), values)
 
 
-@pytest.mark.parametrize("dtype", ITEM_SIZE)
-@pytest.mark.parametrize("num", [0, 1, 2, 30, 99, 100])
-@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize(("dtype", "num", "width"), pairwise(ITEM_SIZE, [0, 1, 2, 30, 99, 100], [1, 3, 8]))
 def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
     plan, piece = one_slice((100, width), dtype=dtype)
     rows = rows_of(num, 100, width, dtype)

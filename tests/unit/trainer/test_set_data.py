@@ -22,6 +22,7 @@ from kvtrainer.errors import (
     StaleGradientError,
     WeightsWrittenError,
 )
+from tests.support.pairwise import pairwise
 from tests.support.ways_to_train import STORES
 
 
@@ -175,10 +176,9 @@ STEPS: dict[str, Callable[[Trainer], object]] = {
 }
 
 
-@pytest.mark.parametrize("uok", STORES)
-@pytest.mark.parametrize("how", STEPS)
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("move", "how", "uok", "is_late"), pairwise(MOVES, STEPS, [None, False, True], [False, True])
+)
 def test_moved_data_are_named_whatever_became_of_the_gradients(
     move: str, how: str, uok: bool | None, is_late: bool
 ) -> None:
