@@ -22,4 +22,4 @@ def save(path: Path | None, **results: Any) -> None:
     """Write results as JSON, if a file is asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps(results) + "\n")

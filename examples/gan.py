@@ -81,7 +81,7 @@ def train(strategy: kvtrainer.Strategy, gan: Gan, saved: dict[str, Any], options
             more = {"meta": {"epoch": epoch}, "seen": seen}
             strategy.save_checkpoint(f"{strategy.work_dir}/epoch_{epoch}.pt", extra_ckpt=more)
     if strategy.rank == 0:
-        common.save(options.out, seen=seen, images=reader.drawn[:40].tolist())
+        common.save(options.out, seen=seen, images=(reader.drawn[:40] * 255).int().tolist())
     if last == options.epochs and (seen[-1][1] < 0.75 or seen[-1][2] > seen[0][2] / 5):
         sys.exit("it has not learned to draw digits")
 

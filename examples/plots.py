@@ -13,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-Results = dict[str, Any]
-pyplot.rcParams.update(
-    {"figure.figsize": (7.5, 3.2), "figure.constrained_layout.use": True, "svg.hashsalt": "kvtrainer",
-     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-)  # fmt: skip
+STYLE = {
+    "figure.figsize": (7.5, 3.2),
+    "figure.constrained_layout.use": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvtrainer",
+}
 
 
-def read(folder: Path, name: str) -> Results:
-    found: Results = json.loads((folder / f"{name}.json").read_text())
-    return found
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def digits(folder: Path) -> None:
@@ -48,7 +51,7 @@ def flights(folder: Path) -> None:
     left.bar_label(left.bar(kinds, sizes, color="C0"), fmt="%.2f")
     left.set(ylabel="MB for a step of two workers", yscale="log", ylim=(0.1, 300))
     right.bar_label(right.bar(kinds, [one["auc"] for one in found], color="C1"), fmt="%.4f")
-    right.set(ylabel="AUC of held-out flights", ylim=(0.5, 0.8))
+    right.set(ylabel="AUC of held-out flights", ylim=(0.5, 0.9))
 
 
 def characters(folder: Path) -> None:
@@ -58,8 +61,8 @@ def characters(folder: Path) -> None:
     means = [sum(bits[at : at + every]) / every for at in range(0, len(bits), every)]
     pyplot.plot([every * (at + 0.5) for at in range(len(means))], means, label="training, means of 20 steps")
     pyplot.plot(len(bits), found["held_out"], "o", label=f"held out: {found['held_out']:.2f}")
-    by_counts = found["by_counts"]
-    pyplot.axhline(by_counts, color="gray", ls="--", label=f"held out, by counts of pairs: {by_counts:.2f}")
+    label = f"held out, by counts of pairs: {found['by_counts']:.2f}"
+    pyplot.axhline(found["by_counts"], color="gray", ls="--", label=label)
     pyplot.gca().set(xlabel="step", ylabel="bits a character")
     pyplot.legend()
 
@@ -68,14 +71,14 @@ def gan(folder: Path) -> None:
     """Digits that were drawn, and how good they were meanwhile."""
     found = read(folder, "gan")
     _, (left, right) = pyplot.subplots(1, 2, width_ratios=(1.6, 1))
-    image = matplotlib.numpy.array(found["images"]).reshape(4, 10, 8, 8).transpose(0, 2, 1, 3).reshape(32, 80)
-    left.imshow(image, cmap="gray_r")
+    tiles = numpy.pad(numpy.array(found["images"]).reshape(4, 10, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    left.imshow(tiles.transpose(0, 2, 1, 3).reshape(40, 100), cmap="gray_r")
     left.set_axis_off()
     epochs, read_right, distances = zip(*found["seen"], strict=True)
     right.plot(epochs, distances, "o-", label="distance from real digits")
-    right.set(xlabel="epoch", yscale="log")
+    right.set(xlabel="epoch", yscale="log", ylim=(0.3, 200))
     right.plot(epochs, [100 * share for share in read_right], "s-", label="% read as asked for")
-    right.legend()
+    right.legend(loc="lower left")
 
 
 def cnn(folder: Path) -> None:
@@ -97,13 +100,14 @@ def uneven(folder: Path) -> None:
         for store in ("dist_sync", "dist_ssp", "dist_async"):
             seen = read(folder, f"uneven_{slow}_{store}.0")["seen"]
             ax.plot(*zip(*seen, strict=True), label=store)
-        ax.set(title=f"slow is {title}", xlabel="seconds", yscale="log")
+        ax.set(title=f"slow is {title}", xlabel="seconds")
     axes[0].set_ylabel("held-out loss")
     axes[1].legend()
 
 
 def main() -> None:
     results, figures = map(Path, sys.argv[1:])
+    pyplot.rcParams.update(STYLE)
     figures.mkdir(parents=True, exist_ok=True)
     for draw in (digits, flights, cnn, gan, characters, uneven):
         pyplot.figure()

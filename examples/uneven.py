@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             passed = time.monotonic() - began
             if trainer.rank == 0 and (not seen or passed > seen[-1][0] + EVERY):
                 with torch.no_grad():
-                    seen.append((passed, cross_entropy(net(held_out_x), held_out_y).item()))
+                    seen.append((round(passed, 3), cross_entropy(net(held_out_x), held_out_y).item()))
             if passed > options.seconds:
                 break
     print(

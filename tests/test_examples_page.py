@@ -1,0 +1,69 @@
+"""The page of the examples names each of them, shows figures that exist, and says what the committed results say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+def found(name: str) -> dict[str, Any]:
+    """What a run of an example has found."""
+    return json.loads((ROOT / "examples" / "results" / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
+def test_a_script_has_at_most_120_lines(script: Path) -> None:
+    assert len(script.read_text().splitlines()) <= 120
+
+
+def test_every_example_is_on_the_page() -> None:
+    programs = [script.name for script in SCRIPTS if "kvtrainer.Trainer" in script.read_text()]
+    assert len(programs) >= 6
+    assert [name for name in programs if f"examples/{name}" not in PAGE] == []
+
+
+def test_the_figures_and_targets_of_the_page_exist() -> None:
+    figures = re.findall(r"\((figures/\w+\.svg)\)", PAGE)
+    assert [name for name in figures if not (ROOT / "docs" / name).exists()] == []
+    assert sorted(figures) == sorted(f"figures/{path.name}" for path in (ROOT / "docs/figures").glob("*.svg"))
+    targets = re.findall(r"^make (\w+)$", PAGE, re.MULTILINE)
+    assert [name for name in targets if f"\n{name}: " not in MAKEFILE] == []
+
+
+def test_the_page_says_what_was_found() -> None:
+    digits, characters, gan = found("digits"), found("characters"), found("gan")["seen"]
+    assert digits["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
+    assert f"Both reach {digits['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
+    assert f"accuracy reaches {found('cnn')['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
+    assert f"costs {characters['held_out']:.2f} bits" in PAGE
+    assert f"costs {characters['by_counts']:.2f}." in PAGE.replace("\n", " ")
+    assert f"{gan[-1][1]:.0%}".replace("%", " %") in PAGE
+    assert f"falls from {gan[0][2]:.0f} to {gan[-1][2]:.0f}." in PAGE
+
+
+def test_the_page_says_how_many_bytes_rows_save() -> None:
+    dense, sparse = found("flights_dense"), found("flights_sparse")
+    times = (dense["received"] + dense["sent"]) // (sparse["received"] + sparse["sent"])
+    assert f"sends {times} times fewer bytes" in PAGE
+    assert f"AUC of {sparse['auc']:.3f} beside {dense['auc']:.3f}" in PAGE
+
+
+def test_the_page_says_how_many_steps_uneven_workers_made() -> None:
+    steps = [
+        found(f"uneven_{slow}_dist_{kvstore}.0")["steps"]
+        for slow in ("one", "turns")
+        for kvstore in ("sync", "ssp", "async")
+    ]
+    said = re.search(r"## Uneven workers(.*?)So bounded", PAGE, re.DOTALL)
+    assert said is not None
+    numbers = re.findall(r"(?:in every step: |too: |nobody: |at the time: |other: |makes )(\d+)", said[1])
+    assert [int(number) for number in numbers] == steps
