@@ -44,7 +44,11 @@ class Deal(NamedTuple):
         return places if self.is_plain else Deal(self.length, self.slices).places(places)
 
     def in_order(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return the places of rows in ascending order, and which of the rows is at each."""
+        """Return the places of ascending rows in ascending order, and which of the rows is at each."""
         places = self.places(rows)
-        order = np.argsort(places)
+        if self.is_plain:
+            return places, np.arange(len(rows))
+        # A slice has its rows in ascending order. So to sort by slices is enough, and numpy has that done for small
+        # numbers in a sixth of the time.
+        order = (places // self.length).astype(np.min_scalar_type(self.slices)).argsort(kind="stable")
         return places[order], order
