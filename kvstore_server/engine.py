@@ -271,7 +271,7 @@ class Engine:
                 out += slicewise.announce(space, sender.rank, body, sender.waiter)
             return out
         if space.rounds.begun and len(body.pushes):
-            out += slicewise.advance(space, body.pushes[:, 0].tolist())
+            out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if len(commits) else ():
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])

@@ -90,8 +90,8 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     """Return the bytes that a table needs on one server: weights, their sum, and state of the named optimizer.
 
     Of row-sparse keys and their sums, what is pushed counts as nothing. Contributions that wait for those of other
-    ranks come on top, up to one copy of the weights each; so do weights that are sent as bfloat16, and the copy of
-    weights and state that is kept while a round is applied slice by slice.
+    ranks come on top, up to one copy of the weights each; so do weights that are sent as bfloat16. What is kept while
+    rounds are applied slice by slice is claimed with the first of them.
     """
     total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
     for piece in plan.slices_of(server):
@@ -103,6 +103,18 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
             state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
         total += weights + int(state) + weights * plan.is_resident(piece)
     return total
+
+
+def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
+    """Return the bytes of a copy of the weights of a table on one server, and of its state of that optimizer."""
+    total = 0.0
+    spec = None if optimizer is None else pack_control(optimizer.spec())
+    for piece in plan.slices_of(server):
+        has_state = spec is not None and piece.dtype in ITEM_SIZE
+        total += (
+            piece.length * SIZES[piece.dtype] * (1 + (_state_bytes(spec, piece.dtype) if has_state else 0.0))
+        )
+    return int(total)
 
 
 @functools.lru_cache(maxsize=64)

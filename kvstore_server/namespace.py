@@ -362,6 +362,9 @@ class Namespace:
             ProtocolError: there is no such slice, or its round is not open yet; nothing was kept.
             ShapeMismatchError: one has another size or dtype.
         """
+        if len(body.pushes) == 1 and body.pushes[0, 0] >> m.PART > 0:
+            self._push_part(rank, body)
+            return
         dtypes = [None if one.dtype is torch.uint8 else one.dtype for one in body.payloads]
         sources: list[Any] = list(body.payloads)
         if any(dtypes):
@@ -401,6 +404,29 @@ class Namespace:
                 of = self.rounds.slots.table[pushes[:, 0]]
                 for number in set(of[pushes[:, 1] == book.numbers[of]].tolist()):
                     self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
+
+    def _push_part(self, rank: int, body: m.Contribute) -> None:
+        """Keep a part of a slice, which is all that the message brings. Raises as `push`."""
+        word, round_, generation, nbytes = body.pushes[0].tolist()
+        slot, end = m.place_of(word)
+        if slot >= len(self.rounds.slots):
+            raise ProtocolError(f"slice {slot} of namespace {self.name!r} is not on this server")
+        size = int(self.rounds.slots.nbytes[slot])
+        data = (
+            body.payloads[0].view(torch.uint8)
+            if len(body.payloads) == 1
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        if not self.mode.is_sync or body.form or not 0 < nbytes <= end <= size or len(data) != nbytes:
+            raise ProtocolError(
+                f"bytes {end - nbytes} to {end} of slice {slot} of namespace {self.name!r}, which has {size}, came as "
+                "a part of it; only plain numbers of synchronous rounds come in parts"
+            )
+        table = self.tables[int(self.rounds.slots.table[slot])]
+        table.bytes_in += nbytes
+        self.rounds.shared.push_part(rank, (slot, round_, generation), end, data)
+        if self.shard.undos and round_ == self.rounds.shared.number(table.number):
+            table.begin_round(ALL)
 
     def _locate(self, slots: Ints, sizes: Ints, numels: Sequence[int]) -> Located:
         """Find slices in buffers of so many bytes.
@@ -502,6 +528,24 @@ class Namespace:
         ]
         return self.shard.contribution_of(runs, scale)
 
+    def contribution_in(self, given: Given, slot: int, begin: int, end: int, scale: float) -> Contribution:
+        """What a rank gave to some elements of a slot, of which the rest may be still to come.
+
+        Raises:
+            ProtocolError: they are not plain numbers.
+        """
+        growing, is_here = given.growing.get(slot), bool(given.marks[slot])
+        if not (is_here or growing):
+            return self.shard.contribution_of([], scale)
+        source, start = given.payload(slot) if growing is None else (growing.bytes, 0)
+        if not isinstance(source, Tensor):
+            raise ProtocolError(
+                f"slice {slot} of namespace {self.name!r} came in parts, and then in another form"
+            )
+        dtype = self._dtypes[slot]
+        numbers = source[start + begin * dtype.itemsize : start + end * dtype.itemsize].view(dtype)
+        return self.shard.contribution_of([Run(slot, slot + 1, numbers)], scale)
+
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
@@ -534,6 +578,16 @@ class Namespace:
             for slot, nbytes in zip(slots, sizes, strict=True)
         ]
         return m.Weights(m.matrix(parts, 4), tuple(payloads), self.mode.is_sync)
+
+    def weights_in(self, slot: int, begin: int, end: int, version: int, half: bool) -> m.Weights:
+        """A copy of some weights of a slot, which are going to be of that version; else as `weights`."""
+        part = self.shard.storage.padded[slot][begin:end]
+        is_half = half and part.is_floating_point() and part.dtype.itemsize > torch.bfloat16.itemsize
+        part = part.to(torch.bfloat16) if is_half else part.clone()
+        end *= part.dtype.itemsize
+        self.tables[int(self.rounds.slots.table[slot])].bytes_out += part.nbytes
+        kind = m.HALF if is_half else m.WHOLE
+        return m.Weights(m.matrix([(slot | end << m.PART, version, kind, part.nbytes)], 4), (part,))
 
     def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
         """The present weights of some tables for a worker that maps them: where they are, and those without a place.

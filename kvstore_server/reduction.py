@@ -7,7 +7,7 @@ float32. Compressed payloads are decoded as they are added.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -217,6 +217,18 @@ class Sums:
         ]
         key = tuple(by_rows), whole_keys, are_whole, *outlines
         return self._chunks.get(key, self._divide, *key)
+
+    def part(self, slot: int, begin: int, end: int, contributions: Sequence[Contribution]) -> Chunk:
+        """Some elements of a slot, whole lines, to which contributions of dense numbers are given."""
+        one = self._storage.slots[slot]
+        given = [Source(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
+        used = min(end, one.piece.used) - begin
+        place = slice(one.start + begin, one.start + end)
+        ends = one.block.ends
+        first = bisect_right(ends, place.start, one.first, one.last)
+        last = bisect_left(ends, place.stop, first, one.last - 1) + 1
+        span = Span(slot, slot + 1, given, (), 0, used, end - begin)
+        return Chunk([span], one.block, place, range(first, last), None)
 
     def _divide(
         self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *outlines: Outline

@@ -45,6 +45,7 @@ import numpy.typing as npt
 
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import Memo
+from kvstore_server.parts import Growing
 from kvstore_server.protocol import messages as m
 
 Ints = npt.NDArray[np.int64]
@@ -242,6 +243,8 @@ class Given:
         """Of each table, the sum of the marks of its slots."""
         self.marks = np.zeros(0, np.int64)
         """Of each slot, `mark` of the generation of the slice that is here; 0 for none."""
+        self.growing: dict[int, Growing] = {}
+        """By slot, slices that come in parts, of which more is to come."""
         self._places = np.zeros(0, np.int64)
         """Of each slot, where its bytes begin, counted over all buffers that came, each of `_BUFFER` bytes."""
         self._buffers: list[Any] = []
@@ -316,6 +319,8 @@ class Given:
         for slot in (first + np.flatnonzero(self.marks[first:end] == _HERE)).tolist():
             self.sums[table] -= _HERE
             self.marks[slot], self._buffers[slot] = 0, None
+        for slot in [slot for slot, own in self.growing.items() if first <= slot < end and own.mark == _HERE]:
+            del self.growing[slot]
 
     def clear(self, tables: Ints, slots: Ints) -> None:
         """Forget what was given to rounds that are over, or by a process that is."""
@@ -323,6 +328,8 @@ class Given:
         self.sums[tables] = self.marks[slots] = 0
         for slot in slots.tolist():
             self._buffers[slot] = None
+        for slot in self.growing.keys() & set(slots.tolist()) if self.growing else ():
+            del self.growing[slot]
         for table in tables.tolist():
             self.said[table] = self.waiters[table] = None
         for table in self.announced.keys() & set(tables.tolist()) if self.announced else ():
@@ -394,6 +401,8 @@ class Book:
             ProtocolError: a slice belongs to a round that is not open yet; nothing was taken.
         """
         given = self.of(rank)
+        if given.growing:
+            self._drop_parts(given, pushes, sources, which, starts)
         if (
             len(pushes) == 1
         ):  # as a rule the first of its slot; plain numbers take a tenth of the time of arrays
@@ -423,6 +432,53 @@ class Book:
             slots, marks, which, starts = (a[is_news] for a in (slots, marks, which, starts))
         if len(slots):
             given.keep(slots, marks, sources, which, starts)
+
+    def push_part(self, rank: int, push: Sequence[int], end: int, data: Any) -> None:
+        """Take a provisional part of a slice, up to that byte of it; as `push`.
+
+        Args:
+            push: (slot, round, generation).
+        """
+        given, (slot, round_, generation) = self.of(rank), push
+        table, mark = int(self._slots.table[slot]), generation + _HERE
+        if round_ > self.number(table):
+            raise ProtocolError(
+                f"rank {rank} pushed to round {round_} while round {self.number(table)} is open"
+            )
+        growing, is_open = given.growing.get(slot), round_ == self.number(table)
+        if (
+            not is_open
+            or given.committed[table]
+            or max(given.marks[slot], growing.mark if growing else 0) > mark
+        ):
+            return
+        begin, is_same = end - len(data), True
+        if given.marks[slot] == mark:
+            known, start = given.payload(slot)
+            is_same = self._same_payload(len(data), known, start + begin, data, 0)
+        else:
+            if growing is None or growing.mark < mark:
+                growing = given.growing[slot] = Growing(mark, int(self._slots.nbytes[slot]))
+            is_same = growing.take(begin, data)
+            if growing.is_whole:
+                del given.growing[slot]
+                given.keep(slot, mark, [growing.bytes], 0, 0)
+        self.mismatches[table] = self.mismatches.get(table, 0) + (not is_same)
+
+    def _drop_parts(
+        self, given: Given, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints
+    ) -> None:
+        """Forget parts of slices that come as a whole now, as of `push`; other bytes than theirs are counted."""
+        for at, (slot, round_, generation, _) in enumerate(pushes.tolist()):
+            growing, table = given.growing.get(slot), int(self._slots.table[slot])
+            if growing is None or round_ != self.number(table) or generation + _HERE < growing.mark:
+                continue
+            del given.growing[slot]
+            if generation + _HERE == growing.mark:
+                same = self._same_payload(
+                    growing.level, growing.bytes, 0, sources[which[at]], int(starts[at])
+                )
+                self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
 
     def commit(
         self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float

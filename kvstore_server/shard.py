@@ -215,14 +215,8 @@ class Shard:
         Raises:
             ConfigurationError: integers would be multiplied by a factor; nothing has changed.
         """
-        for one in contributions:
-            if one.scale == 1.0:
-                continue
-            dtypes = {self.storage.slots[run.first].block.dtype for run in one.runs}
-            if not all(torch_dtype(dtype).is_floating_point for dtype in dtypes):
-                raise ConfigurationError(
-                    f"integers cannot be multiplied by rescale_grad={one.scale:g}; leave it at 1"
-                )
+        if any([one.scale != 1.0 for one in contributions]):
+            self._check_factors(contributions)
         by_rows = self._sums.given_as_rows(contributions)
         for key in by_rows:
             home = self.storage.homes[key]
@@ -244,6 +238,17 @@ class Shard:
                         weight[own].copy_(total[own])
             if self._notes_changes:
                 self._note_dense(chunk)
+
+    def _check_factors(self, contributions: Sequence[Contribution]) -> None:
+        """Raise ConfigurationError where integers would be multiplied by a factor."""
+        for one in contributions:
+            if one.scale == 1.0:
+                continue
+            dtypes = {self.storage.slots[run.first].block.dtype for run in one.runs}
+            if not all(torch_dtype(dtype).is_floating_point for dtype in dtypes):
+                raise ConfigurationError(
+                    f"integers cannot be multiplied by rescale_grad={one.scale:g}; leave it at 1"
+                )
 
     def update(
         self,
@@ -303,6 +308,40 @@ class Shard:
         else:
             self._update(contributions, optimizer, [(unit, hypers)], UNCHANGED)
 
+    @torch.no_grad()
+    def update_part(
+        self,
+        contributions: Sequence[Contribution],
+        optimizer: Optimizer | None,
+        hypers: Hypers,
+        unit: Unit,
+        slot: int,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Update some elements of a slot, whole lines, one part of it after the other; else as `update_some`.
+
+        Args:
+            contributions: What each rank gives to these elements, or nothing.
+        """
+        chunk = self._sums.part(slot, begin, end, contributions)
+        if optimizer is None:
+            self._check_factors(contributions)
+        elif unit.hypers is not hypers:
+            self._set_hypers(unit, hypers)
+        total, states, last = self._sums.total(chunk, contributions), chunk.block.states, chunk.segments[-1]
+        former = int(states.steps[last]), states.entries[last]
+        with self.storage.lent(slot, slot + 1) as weight:
+            if optimizer is None:
+                weight[begin:end].copy_(total)
+            else:
+                self._update_runs(optimizer, chunk, weight[begin:end], total, 1.0, {})
+        if chunk.place.stop < chunk.block.ends[last]:
+            # It counts as updated with its last element.
+            states.steps[last], states.entries[last] = former
+        if self._notes_changes:
+            self._note_dense(chunk)
+
     def _update(
         self,
         contributions: Sequence[Contribution],
@@ -355,14 +394,17 @@ class Shard:
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
             hyper = block.hypers[i]
+            # Of the first and the last segment a part may be left out.
+            start, stop = max(states.segments[i][0], place.start), min(block.ends[j - 1], place.stop)
             if optimizer.positioned:
-                name = self.storage.homes[block.keys[i]].spec.key
-                hyper = {**hyper, "key": name, "first": block.key_starts[i]}
-            start, stop = states.segments[i][0], block.ends[j - 1]
+                name, skipped = self.storage.homes[block.keys[i]].spec.key, start - states.segments[i][0]
+                hyper = {**hyper, "key": name, "first": block.key_starts[i] + skipped}
 
-            def padding(i: int = i, j: int = j, start: int = start) -> list[slice]:
+            def padding(i: int = i, j: int = j, start: int = start, stop: int = stop) -> list[slice]:
                 rows = zip(states.segments[i:j], block.ends[i:j], strict=True)
-                return [slice(at + numel - start, after - start) for (at, numel), after in rows]
+                return [
+                    slice(at + numel - start, after - start) for (at, numel), after in rows if after <= stop
+                ]
 
             part, where = slice(start, stop), (start - place.start, stop - place.start)
             given = self._pieces(chunk, i, j, grad, lent) if lent else part_of(grad, *where)

@@ -2,8 +2,8 @@
 
 A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, neighbouring
 slices that all of them have given, but for ranks that give none, are summed, applied and answered at once. So on a
-network new weights travel while gradients do, in the other direction. The last slices wait for the commits, with which
-the round ends as any other.
+network new weights travel while gradients do, in the other direction. A slice that comes in parts is applied as far as
+all ranks have given it. What is last waits for the commits, with which the round ends as any other.
 
 Until then it may still fail, or the process of a rank may be replaced by one that gives something else: a copy of the
 table is kept, and what was changed is taken back. Weights that were sent by then are superseded by others of a higher
@@ -18,17 +18,21 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from kvstore_server.errors import KVStoreError
+from kvstore_server.errors import ConfigurationError, KVStoreError
+from kvstore_server.memory import size_of_copy
 from kvstore_server.namespace import Namespace
+from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Announced, Waiter
-from kvstore_server.table import Begun, Table
+from kvstore_server.rounds import Announced, Given, Waiter
+from kvstore_server.table import Begun, Portion, Table
 
 _log = logging.getLogger(__name__)
 
 TOGETHER = SENT_ALONE
 """Bytes of neighbouring slices that are applied together, where they are smaller than that by themselves."""
+_STEP = 4096
+"""Bytes of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
 _PLAIN = m.ANNOUNCES | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
 """Flags of commits to rounds that can be applied slice by slice."""
 
@@ -66,19 +70,38 @@ def _begin(space: Namespace, table: Table) -> None:
         hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
     except KVStoreError:
         return  # the commits hear of it
-    left = _portions(table.unit.first, space.rounds.slots.nbytes[table.unit.first : table.unit.end].tolist())
-    if len(left) > 1 and (optimizer is None or (optimizer.elementwise and not optimizer.may_raise)):
+    nbytes = space.rounds.slots.nbytes
+    left = _portions(table.unit.first, nbytes[table.unit.first : table.unit.end].tolist())
+    is_long = len(left) > 1 or nbytes[table.unit.first] > TOGETHER
+    is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
+    if is_long and is_simple and _has_room(space, table, optimizer):
         table.begun = Begun(optimizer, hyper, hypers, said, left)
         space.rounds.begun.add(number)
 
 
-def _portions(first: int, sizes: Sequence[int]) -> list[range]:
+def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
+    """Claim memory for the copy that is kept until the round is over; the table has it from then on."""
+    needed = size_of_copy(table.plan, table.unit.server, optimizer)
+    try:
+        space.claim(
+            max(needed - table.undo_nbytes, 0), f"a copy of table {table.name!r}, to take a round back,"
+        )
+    except ConfigurationError as error:
+        if not table.is_tight:
+            _log.warning("rounds of table %r are not applied slice by slice: %s", table.name, error)
+            table.is_tight = True
+        return False
+    table.undo_nbytes = max(needed, table.undo_nbytes)
+    return True
+
+
+def _portions(first: int, sizes: Sequence[int]) -> list[Portion]:
     """Divide slots from one on, of so many bytes, into neighbours that are applied together."""
-    found, begin, nbytes = list[range](), first, 0
+    found, begin, nbytes = list[Portion](), first, 0
     for slot, size in enumerate(sizes, first):
         nbytes += size
         if nbytes >= TOGETHER or slot == first + len(sizes) - 1:
-            found.append(range(begin, slot + 1))
+            found.append(Portion(range(begin, slot + 1)))
             begin, nbytes = slot + 1, 0
     return found
 
@@ -89,56 +112,103 @@ def advance(space: Namespace, slots: Collection[int]) -> list[m.Outgoing]:
     for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
         table = space.tables[number]
         assert table.begun is not None
-        touched = [part for part in table.begun.left if any(slot in part for slot in slots)]
+        touched = [one for one in table.begun.left if any(slot in one.slots for slot in slots)]
         out += _advance(space, table, touched)
     return out
 
 
-def _advance(space: Namespace, table: Table, touched: Sequence[range]) -> list[m.Outgoing]:
-    """Apply those portions that all ranks have given, but for the last one of all."""
-    begun, given = table.begun, space.rounds.shared.given
+def _advance(space: Namespace, table: Table, touched: Sequence[Portion]) -> list[m.Outgoing]:
+    """Apply of those portions what all ranks have given, but for what is last of all."""
+    begun = table.begun
     assert begun is not None
-    pairs = [(given[rank].marks, one.mark) for rank, one in begun.said.items()]
-    ready = [p for p in touched if all((marks[p.start : p.stop] == mark).all() for marks, mark in pairs)]
-    if len(ready) == len(begun.left):
+    found = [_given_of(space, begun, one) for one in touched]
+    ready = [one for one in found if one is not None]
+    if ready == begun.left:
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
     return _weights(space, table, ready, begun.said.values())
 
 
-def _apply(space: Namespace, table: Table, portions: Sequence[range]) -> bool:
+def _given_of(space: Namespace, begun: Begun, portion: Portion) -> Portion | None:
+    """Return what of a portion all ranks have given; None where that is nothing."""
+    slots, given = portion.slots, space.rounds.shared.given
+    levels, size = list[int](), int(space.rounds.slots.nbytes[slots.start])
+    for rank, one in begun.said.items():
+        own = given[rank]
+        growing = own.growing.get(slots.start)
+        if (own.marks[slots.start : slots.stop] == one.mark).all():
+            levels.append(size)
+        else:
+            levels.append(growing.level if growing is not None and growing.mark == one.mark else 0)
+    if min(levels) == size:
+        return portion
+    end = min(levels) // _STEP * _STEP
+    return portion._replace(end=end) if len(slots) == 1 and end > portion.begin else None
+
+
+def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
     """Apply some portions; returns False where all of them are taken back, because that is not possible."""
     begun = table.begun
     assert begun is not None
-    slots = np.concatenate([np.arange(part.start, part.stop) for part in portions])
-    common = 1.0 if begun.optimizer is None else begun.optimizer.rescale_grad
+    whole = [one.slots for one in portions if not one.is_part]
     try:
         if begun.undo is None:
             begun.undo = table.shard.snapshot(table.unit)
-        given = [
-            space.contribution(
-                space.rounds.shared.given[rank], slots, common if one.rescale is None else one.rescale
-            )
-            for rank, one in begun.said.items()
-        ]
-        table.shard.update_some(given, begun.optimizer, begun.hypers, table.unit)
+        if whole:
+            slots = np.concatenate([np.arange(own.start, own.stop) for own in whole])
+            given = [space.contribution(own, slots, scale) for own, scale in _given(space, begun)]
+            table.shard.update_some(given, begun.optimizer, begun.hypers, table.unit)
+        for one in portions:
+            if one.is_part:
+                slot, begin, end = _place(space, one)
+                parts = [
+                    space.contribution_in(own, slot, begin, end, scale) for own, scale in _given(space, begun)
+                ]
+                table.shard.update_part(parts, begun.optimizer, begun.hypers, table.unit, slot, begin, end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         take_back(space, table)
         return False
-    begun.left = [part for part in begun.left if part not in portions]
+    ends = {one.slots: one.end for one in portions}
+    begun.left = [
+        one._replace(begin=ends.get(one.slots, one.begin)) for one in begun.left if ends.get(one.slots, 1)
+    ]
     return True
 
 
+def _given(space: Namespace, begun: Begun) -> list[tuple[Given, float]]:
+    """What each rank has given so far, and its factor."""
+    common = 1.0 if begun.optimizer is None else begun.optimizer.rescale_grad
+    ranks = begun.said.items()
+    return [
+        (space.rounds.shared.given[r], common if one.rescale is None else one.rescale) for r, one in ranks
+    ]
+
+
+def _place(space: Namespace, part: Portion) -> tuple[int, int, int]:
+    """The slot of a part of a slice, and where it begins and ends there, in elements."""
+    [slot] = part.slots
+    size = space.shard.storage.padded[slot].dtype.itemsize
+    end = part.end or int(space.rounds.slots.nbytes[slot])
+    return slot, part.begin // size, end // size
+
+
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[range], ranks: Iterable[Announced]
+    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
 ) -> list[m.Outgoing]:
     """Send the weights of some portions to those of some ranks that want them as bytes."""
-    slots, out = [slot for part in portions for slot in part], list[m.Outgoing]()
-    for _, flags, _, _, waiter in filter(_wants_bytes, ranks):
-        body = space.weights_of(table, slots, table.version + 1, bool(flags & m.WANTS_HALF))
-        out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, body)))
+    out = list[m.Outgoing]()
+    slots = [slot for one in portions if not one.is_part for slot in one.slots]
+    parts = [_place(space, one) for one in portions if one.is_part]
+    told = list(filter(_wants_bytes, ranks))
+    for half in {bool(one.flags & m.WANTS_HALF) for one in told}:
+        bodies = [space.weights_in(*part, table.version + 1, half) for part in parts]
+        if slots:
+            bodies.append(space.weights_of(table, slots, table.version + 1, half))
+        for one in told:
+            if bool(one.flags & m.WANTS_HALF) == half:
+                out += [m.Outgoing(one.waiter.peer, m.Reply(one.waiter.number, body)) for body in bodies]
     return out
 
 

@@ -93,6 +93,21 @@ class HeldRound:
     sum: HeldSum
 
 
+class Portion(NamedTuple):
+    """Neighbouring slots that are applied together; or one, of which a part is."""
+
+    slots: range
+    begin: int = 0
+    """Its first byte in the only slot."""
+    end: int = 0
+    """The byte of the only slot before which it ends; 0: it goes up to the end."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is not all of its slots."""
+        return bool(self.begin or self.end)
+
+
 @dataclass
 class Begun:
     """The open round while it is applied slice by slice: all ranks have said what they will commit."""
@@ -101,8 +116,8 @@ class Begun:
     hyper: bytes
     hypers: Sequence[Mapping[str, Any]]
     said: Mapping[int, Announced]
-    left: list[range]
-    """Neighbouring slots that are applied together, as far as they have not been."""
+    left: list[Portion]
+    """What has not been applied."""
     undo: Undo | None = None
     """How the table was before the first of them."""
 
@@ -134,6 +149,10 @@ class Table:
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
         self.held: HeldRound | None = None
         self.begun: Begun | None = None
+        self.undo_nbytes = 0
+        """Bytes that are claimed for the copy that a round which is begun needs."""
+        self.is_tight = False
+        """There was no room for that, which was said."""
         self.is_initialised = False
         """Whether round 0 was applied."""
         self.version = -1

@@ -113,9 +113,16 @@ synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a plac
 commits nothing; it says what the commit will say, and that slices of that generation will not be replaced. It is not
 answered by itself."""
 
+PART = 32
+"""A part of a slice is named by the slot and, from this bit on, by the byte of the slice before which the part ends."""
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 STILL = -1
 """The place of slices that are where they were."""
+
+
+def place_of(word: int) -> tuple[int, int]:
+    """Return the slot that a record names, and where the part of it that it means ends, in bytes; 0: it means all."""
+    return word & (1 << PART) - 1, word >> PART
 
 
 def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
@@ -131,7 +138,7 @@ class Contribute:
     """
 
     pushes: Matrix
-    """(slot, round, generation, bytes) of each slice."""
+    """(slot, round, generation, bytes) of each slice. A part of one, see `PART`, comes by itself, in order."""
     payloads: tuple[Tensor, ...]
     """Flat: the bytes of the slices in this order, each in one of them: whole slots with their padding, unless there is
     a `form`."""
@@ -364,9 +371,10 @@ class Weights:
     """Answers commits that wanted weights, a Pull or PullRows."""
 
     parts: Matrix
-    """(slot, version, kind, bytes) of each slice; the version is the number of updates that went into its table."""
+    """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`; the version is the number of updates
+    that went into its table."""
     payloads: tuple[Tensor, ...]
-    """Flat: the bytes of the parts in this order, each in one of them: whole slots where the kind is WHOLE."""
+    """Flat: the bytes of the parts in this order, each in one of them: plain numbers where the kind is WHOLE."""
     may_stay: bool = False
     """Nothing of this changes before the worker contributes again, so that it may be read where it lies. Not sent."""
 

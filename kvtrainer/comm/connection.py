@@ -35,6 +35,7 @@ from kvstore_server.protocol.frames import (
     encode_request,
 )
 from kvstore_server.tcp import ipc_address, prepare, routing_id
+from kvtrainer.comm.window import Window
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Connection:
         """Of the servers on this host."""
         self._queues: list[list[tuple[int, tuple[int, ...], m.Request]]] = [[] for _ in addresses]
         """For each server a heap of (-priority, number, request) of what waits for its turn."""
+        self._windows = [Window() for _ in addresses]
+        """Of what goes over ZeroMQ."""
         self._num_sent = 0
         self._index: dict[Any, int] = {socket: server for server, socket in enumerate(self._sockets)}
         """Socket, or a channel's descriptor → server."""
@@ -127,6 +130,9 @@ class Connection:
             with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
                 return channel.send(*encode_parts(request), may_stay=True)
             return False
+        window = self._windows[server]
+        if window.holds(request.body, time.monotonic()) and not self._is_closed:
+            return False
         frames = encode_request(request)
         # A payload that stands alone is sent from where it is.
         is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
@@ -135,6 +141,7 @@ class Connection:
             self._sockets[server].send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
+        window.sent(request.body)
         return True
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
@@ -153,11 +160,16 @@ class Connection:
             pause = deadline - time.monotonic()
             if self._is_watching or any(self._queues):
                 self._watch_queues()
-            for ready, event in self._poller.poll(max(0, int(1000 * pause))):
+            stall = min([one.until for one in self._windows if one.until is not None], default=deadline)
+            for ready, event in self._poller.poll(max(0, int(1000 * min(pause, stall - time.monotonic())))):
                 if event & zmq.POLLOUT and ready in self._index:
                     self._flush(self._index[ready])
                 if event & ~zmq.POLLOUT:
                     self._ready.append(ready)
+            if not self._ready and stall <= time.monotonic() < deadline:
+                for server, window in enumerate(self._windows):
+                    if window.until is not None:
+                        self._flush(server)
             if not self._ready and pause <= 0:
                 for channel in self._channels.values():
                     channel.tell()
@@ -172,6 +184,10 @@ class Connection:
         reply = decode_reply(frames)
         if not reply.number:
             self._leaving.add(server)
+        if not isinstance(ready, int):
+            self._windows[server].answered(reply.body)
+            if self._queues[server]:
+                self._flush(server)
         return reply
 
     def _frames_of(self, server: int, ready: Any) -> list[Any] | None:
@@ -201,7 +217,7 @@ class Connection:
         self._is_watching = any(self._queues)
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
-            waits_for_socket = bool(queue)
+            waits_for_socket = bool(queue) and self._windows[server].until is None
             if channel is not None:
                 if queue and self._channel_for(server, queue[0][2]) is channel:
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))

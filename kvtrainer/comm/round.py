@@ -74,8 +74,10 @@ class Leg:
         """The version of the weights that came."""
         self.gathered: list[int] = []
         """Slices whose new weights are in memory."""
-        self.staged: list[tuple[int, int, Tensor]] = []
-        """(slice, kind, bytes) of other new weights, which wait for those of the other servers."""
+        self.staged: list[tuple[int, int, Tensor, int]] = []
+        """(slice, kind, bytes, where they begin in it) of other new weights, which wait for those of other servers."""
+        self.levels: dict[int, int] = {}
+        """Slice → how many bytes of it are here, of those that come in parts."""
         self.shown: list[tuple[int, int]] = []
         """(slice, place) of those that can be read in their place."""
         self.applied: dict[int, int] = {}
@@ -109,6 +111,7 @@ class Leg:
         self.gathered = [at for at in self.gathered if layout.table[at] != table]
         self.staged = [one for one in self.staged if layout.table[one[0]] != table]
         self.shown = [one for one in self.shown if layout.table[one[0]] != table]
+        self.levels = {at: level for at, level in self.levels.items() if layout.table[at] != table}
 
     def take_weights(self, weights: m.Weights) -> list[int]:
         """Keep new weights until all have come: until then the round may still fail, or be taken back.
@@ -122,6 +125,7 @@ class Leg:
         for slot, version, kind, source, start, nbytes in parts_of(weights):
             at = layout.slots.get(slot)
             if at is None:
+                finished += self._take_part(slot, version, kind, source[start : start + nbytes])
                 continue
             if -1 < self.came[layout.table[at]] < version and layout.table[at] in self.open:
                 self.drop_former(layout.table[at])
@@ -137,7 +141,7 @@ class Leg:
                 )
             begin = layout.begin[at]
             if kind != m.WHOLE or begin < 0 or layout.takes_half or self.is_announced:
-                self.staged += [(at, kind, source[start : start + nbytes])] if nbytes else []
+                self.staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
             else:
                 self.gathered.append(at)
                 same, first, last, to = runs[-1] if runs else (None, 0, 0, 0)
@@ -154,6 +158,33 @@ class Leg:
         for source, first, end, to in runs:
             self.memory.raw[to : to + end - first].copy_(source[first:end])
         return finished
+
+    def _take_part(self, word: int, version: int, kind: int, raw: Tensor) -> list[int]:
+        """Keep a part of the new weights of a slice; returns its table where all of it has come now.
+
+        One that leaves a gap is not kept: if what was to fill that is lost, the weights come again as a whole.
+        """
+        (slot, end), layout = m.place_of(word), self.layout
+        at = layout.slots.get(slot, -1)
+        table = layout.table[at]
+        if at < 0 or not end:
+            return []
+        if -1 < self.came[table] < version and table in self.open:
+            self.drop_former(table)
+        if not self.is_coming[at] or end - len(raw) != self.levels.get(at, 0):
+            return []
+        size = layout.nbytes[at]
+        if kind == m.HALF:
+            size = layout.pieces[at].length * torch.bfloat16.itemsize
+        if end > size or kind not in (m.WHOLE, m.HALF):
+            raise ProtocolError(f"{len(raw)} bytes up to {end} of a slice of {size} came back as kind {kind}")
+        self.staged.append((at, kind, raw, self.levels.get(at, 0)))
+        self.levels[at], self.came[table] = end, version
+        if end < size:
+            return []
+        self.is_coming[at] = 0
+        self.coming[table] -= 1
+        return [] if self.coming[table] else [table]
 
     def take_places(self, shown: m.Shown) -> list[int]:
         """Note where new weights are; returns the tables of which all are known now."""
@@ -284,10 +315,10 @@ class Round:
         notes = self.contribution.is_kept
         for at in ready if notes else ():
             self.rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
-        for at, kind, raw in leg.staged:
+        for at, kind, raw, begin in leg.staged:
             if kept is None or kept[at]:
                 of, piece = layout.table[at], layout.pieces[at]
-                written = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw)
+                written = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin)
                 for key, ids in written.items() if notes else ():
                     self.rows.setdefault((layout.at[of], key), []).append(ids)
         if self.contribution.mapped is not None:
@@ -308,18 +339,18 @@ class Round:
         assert outs is not None
         for at in leg.gathered:
             part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
-        for at, kind, raw in leg.staged:
+        for at, kind, raw, begin in leg.staged:
             of = layout.table[at]
-            _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw)
+            _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw, begin)
         self.early.update([layout.pieces[at].index for at in leg.gathered])
-        self.early.update([layout.pieces[at].index for at, _, _ in leg.staged])
+        self.early.update([layout.pieces[at].index for at, *_ in leg.staged])
         leg.gathered.clear()
         leg.staged.clear()
 
     def _map(self, mapped: MappedWeights, leg: Leg, gone: Collection[int], session: Session) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
         pieces = leg.layout.pieces
-        copied = [*leg.gathered, *[at for at, _, _ in leg.staged]]
+        copied = [*leg.gathered, *[at for at, *_ in leg.staged]]
         for at in copied:
             mapped.leave(pieces[at])
         if leg.shown or any([pieces[at].nbytes >= LONG for at in copied]):
@@ -367,16 +398,18 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
 
 
 def _write_staged(
-    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor
+    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int
 ) -> Mapping[int, Tensor | None]:
-    """Write one part of new weights: a slice, or rows of it and of its neighbours. Raises as `Round.write`.
+    """Write new weights: a slice from some byte on, or rows of it and of its neighbours. Raises as `Round.write`.
 
     Returns which rows were written of each key, or of the first one; None where it was something else.
     """
     plan, out, key = table.plan, part(arenas, piece), piece.segments[0].key
     if kind in (m.WHOLE, m.HALF):
-        given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)[: piece.used]
-        out.copy_(_rounded(given) if table.takes_half else given)
+        given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
+        place = out[begin // given.dtype.itemsize :][: len(given)]
+        given = given[: len(place)]
+        place.copy_(_rounded(given) if table.takes_half else given)
         return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")

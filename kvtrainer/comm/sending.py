@@ -13,6 +13,7 @@ from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.layout import Layout
+from kvtrainer.comm.parts import cut, size_of_parts
 from kvtrainer.comm.round import Leg, Round
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
@@ -57,7 +58,8 @@ def messages(
             for at, begin, end in runs
         ]
         batches.append((b"", np.array(own, np.int64), tuple(payloads)))
-    if len(given) > 1 and sum([data.nbytes for _, _, payloads in batches for data in payloads]) > SENT_ALONE:
+    nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
+    if nbytes > SENT_ALONE and (len(given) > 1 or leg.is_announced):
         batches.append((b"", _NONE, ()))  # commits go when the slices are on their way to all servers
     last = len(batches) - 1
     for number, (form, where, data) in enumerate(batches or [(b"", _NONE, ())]):
@@ -68,7 +70,10 @@ def messages(
         if form:
             pushes[:, 3] = [one.nbytes for one in data]
         if number < last:
-            yield m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
+            body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
+            yield from (
+                cut(body, size_of_parts(sum(layout.nbytes))) if leg.is_announced and not form else (body,)
+            )
             continue
         numbers = commits[:, 0].tolist() if contribution.absent else ()
         absent = tuple([(number, key) for number in numbers for key in sorted(contribution.absent)])
@@ -83,9 +88,10 @@ def announcement(round_: Round, leg: Leg, timeout: float) -> m.Contribute | None
 
     None where it is to hear of them only with the slices.
     """
-    contribution, size = round_.contribution, len(leg.layout.resident)
-    num_kept = len(leg.kept) if leg.generation else 0
-    if len(leg.given) not in (0, size) or size <= 1 or num_kept:
+    contribution, layout = round_.contribution, leg.layout
+    size, num_kept = len(layout.resident), len(leg.kept) if leg.generation else 0
+    is_long = size > 1 or sum(layout.nbytes) > SENT_ALONE
+    if len(leg.given) not in (0, size) or not is_long or num_kept:
         return None
     leg.is_announced = True
     commits = leg.commits.copy()

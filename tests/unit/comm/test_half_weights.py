@@ -55,8 +55,12 @@ class Job:
         take = rounds._take
 
         def note(round_: Any, leg: Any, server: int, reply: m.ReplyBody) -> None:
-            for slot, _, kind, nbytes in reply.parts.tolist() if isinstance(reply, m.Weights) else ():
-                self.parts.setdefault(pieces[slot].dtype, set()).add((kind, nbytes // pieces[slot].length))
+            rows = (
+                zip(reply.parts.tolist(), reply.payloads, strict=True) if isinstance(reply, m.Weights) else ()
+            )
+            for (word, _, kind, nbytes), payload in rows:
+                dtype = pieces[m.place_of(word)[0]].dtype
+                self.parts.setdefault(dtype, set()).add((kind, nbytes // len(payload)))
             take(round_, leg, server, reply)
 
         rounds._take = note  # type: ignore[method-assign]

@@ -230,3 +230,205 @@ def test_an_optimizer_that_is_set_meanwhile_is_used_for_the_whole_round(job: Job
     for rank in range(2):
         job.ask(rank, m.SetOptimizer(packed(CautiousAdding.name)))
     assert job.weights() == [{0.0}] * 8
+
+
+class Parts(Job):
+    """The same, where ranks give slice 0 in parts of 16 KiB; its last one is shorter."""
+
+    def part(
+        self, rank: int, number: int, value: float = 1.0, generation: int = 0, round_: int = 1
+    ) -> list[m.ReplyBody]:
+        """Give one part of slice 0, by its number."""
+        begin, size = number * PART, 4 * self.slices[0].length
+        values = torch.full((min(PART, size - begin) // 4,), value)
+        end = begin + values.nbytes
+        pushes = m.matrix([(end << m.PART, round_, generation, values.nbytes)], m.PUSH_WORDS)
+        return self.ask(rank, m.Contribute(pushes, (values,), m.matrix((), m.COMMIT_WORDS)))
+
+    def begin(self) -> None:
+        """Have both ranks announce the round, and give half of slice 0."""
+        for rank in range(2):
+            self.say(rank)
+            self.part(rank, 0)
+            self.part(rank, 1)
+
+    def end(self, *last: int) -> None:
+        """Have both ranks give the rest, those of `last` all of slice 0 at once, and commit."""
+        for rank in range(2):
+            for number in () if rank in last else range(2, NUM_PARTS):
+                self.part(rank, number)
+            self.give(rank, SLICES[1:] if rank not in last else SLICES)
+        self.commit_all(0, 1)
+
+    def ends(self, rank: int) -> list[int]:
+        """Where the parts end in slice 0 of which a rank has been told new weights."""
+        bodies = [body for body in self.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
+        places = [m.place_of(word) for body in bodies for word in body.parts[:, 0].tolist()]
+        return [end for slot, end in places if end and not slot]
+
+    def check(self, value: float) -> None:
+        """Compare all weights with one number."""
+        [body] = self.pull(0)
+        assert isinstance(body, m.Weights)
+        assert {number for one in body.payloads for number in set(one[:-16].tolist())} == {value}
+
+
+PART, NUM_PARTS = 16 << 10, 5
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return Parts()
+
+
+def test_a_part_that_all_ranks_have_given_is_answered_while_the_others_are_on_their_way(parts: Parts) -> None:
+    parts.say(0)
+    parts.say(1)
+    for number in range(3):
+        parts.part(0, number)
+    assert not parts.ends(0)
+    parts.part(1, 0)
+    parts.part(1, 1)
+    assert parts.ends(0) == parts.ends(1) == [PART, 2 * PART]
+    assert {float(body.payloads[0][-1]) for body in parts.told[0, SAYS] if isinstance(body, m.Weights)} == {
+        2.0
+    }
+    parts.end()
+    parts.check(2.0)
+
+
+def test_parts_that_come_before_the_last_announcement_are_answered_with_it(parts: Parts) -> None:
+    parts.say(0)
+    for rank in range(2):
+        parts.part(rank, 0)
+    parts.say(1)
+    assert parts.ends(0) == [PART]
+
+
+def test_a_part_that_comes_twice_counts_once(parts: Parts) -> None:
+    parts.begin()
+    for rank in range(2):
+        parts.part(rank, 1)
+    assert parts.ends(0) == [PART, 2 * PART]
+    parts.end()
+    parts.check(2.0)
+    assert not parts.engine.namespaces["j"].rounds.mismatches(0)
+
+
+def test_other_bytes_under_the_name_of_a_part_are_counted_and_have_no_effect(parts: Parts) -> None:
+    parts.begin()
+    parts.part(0, 1, 7.0)
+    parts.end()
+    parts.check(2.0)
+    assert parts.engine.namespaces["j"].rounds.mismatches(0) == 1
+
+
+def test_a_rank_of_which_a_part_was_lost_is_asked_for_the_slice_which_then_counts(parts: Parts) -> None:
+    parts.begin()
+    for number in (3, 4):
+        parts.part(1, number)
+    parts.give(1, SLICES[1:])
+    [missing] = parts.ask(1, contribution([], 1, 0, 8, flags=m.WANTS_WEIGHTS), SAYS)
+    assert isinstance(missing, m.Missing)
+    assert missing.slots == (0,)
+    parts.end(1)
+    parts.check(2.0)
+
+
+def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:
+    parts.begin()
+    for rank in range(2):
+        parts.give(rank, SLICES[1:])
+        for number in range(2, NUM_PARTS):
+            parts.part(rank, number)
+    size = 4 * parts.slices[0].length
+    assert parts.ends(0)[-1] == 4 * PART
+    parts.commit_all(0, 1)
+    assert parts.ends(0)[-1] == size
+    parts.check(2.0)
+
+
+def test_a_round_that_fails_in_the_middle_of_a_slice_leaves_no_trace(parts: Parts) -> None:
+    parts.begin()
+    parts.ask(1, m.Abort(0, 1, "it raised", undo=False))
+    parts.check(0.0)
+    for rank in range(2):
+        parts.commit(rank, 2, 3.0)
+    parts.check(6.0)
+
+
+def test_parts_of_a_process_that_was_replaced_do_not_count(parts: Parts) -> None:
+    parts.begin()
+    parts.hello(1)
+    parts.check(0.0)
+    parts.give(1, SLICES, 10.0)
+    parts.end(1)
+    parts.check(11.0)
+
+
+def test_parts_of_a_higher_generation_take_the_place_of_others(parts: Parts) -> None:
+    parts.say(0)
+    parts.ask(1, contribution([], 1, 0, 8, 1, m.WANTS_WEIGHTS | m.ANNOUNCES), SAYS)
+    parts.part(0, 0)
+    parts.part(1, 0, 5.0)
+    assert not parts.ends(0)
+    parts.part(1, 0, 7.0, generation=1)
+    assert parts.ends(0) == [PART]
+    [body] = [one for one in parts.told[0, SAYS] if isinstance(one, m.Weights)]
+    assert set(body.payloads[0].tolist()) == {8.0}
+
+
+def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> None:
+    parts.say(0)
+    parts.say(1, flags=m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANNOUNCES)
+    for rank in range(2):
+        parts.part(rank, 0)
+        parts.part(rank, 1)
+    [first, second] = [body for body in parts.told[1, SAYS] if isinstance(body, m.Weights)]
+    assert parts.ends(1) == [PART // 2, PART]
+    assert first.parts[0, 2] == second.parts[0, 2] == m.HALF
+    assert first.payloads[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("word", [(99, PART), (0, 1 << 30), (0, PART // 2)])
+def test_a_part_that_no_slice_has_is_refused(parts: Parts, word: tuple[int, int]) -> None:
+    slot, end = word
+    pushes = m.matrix([(slot | end << m.PART, 1, 0, PART)], m.PUSH_WORDS)
+    body = m.Contribute(pushes, (torch.zeros(PART, dtype=torch.uint8),), m.matrix((), m.COMMIT_WORDS))
+    [failed] = parts.ask(0, body)
+    assert isinstance(failed, m.Failed)
+    assert failed.code == "ProtocolError"
+
+
+def test_ranks_that_count_one_by_one_give_no_parts() -> None:
+    [failed] = Parts(Mode("async")).part(0, 0)
+    assert isinstance(failed, m.Failed)
+    assert failed.code == "ProtocolError"
+
+
+def test_a_table_without_room_for_its_copy_is_applied_when_all_have_committed(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget, size = job.engine.budget, 4 * sum(piece.length for piece in job.slices)
+    budget._limit = budget.used + size - 1
+    job.half(0, 1)
+    assert not job.came(0)
+    assert sum("--max-memory" in record.getMessage() for record in caplog.records) == 1
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0, 1)
+    assert job.weights() == [{2.0}] * 8
+
+
+def test_the_copy_of_a_table_is_claimed_once_and_given_back_with_its_namespace(job: Job) -> None:
+    before, size = job.engine.budget.used, 4 * sum(piece.length for piece in job.slices)
+    job.half(0, 1)
+    assert job.engine.budget.used == before + size
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0, 1)
+    assert job.engine.budget.used == before + size
+    for rank in range(2):
+        job.leave(rank, is_clean=True)
+    job.tick(1.0)
+    assert job.engine.budget.used == 0

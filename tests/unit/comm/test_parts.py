@@ -1,0 +1,210 @@
+"""Where a network lies between, workers send slices in parts, few at a time, and take weights that come so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import decode_request, encode_reply
+from kvtrainer.comm.connection import Connection
+from kvtrainer.comm.parts import LONGEST, size_of_parts
+from kvtrainer.comm.window import STALL, Window
+from tests.support.messages import contribution
+from tests.support.scripted import SLOT, Bench, is_announcement
+
+NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
+ANNOUNCEMENT = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS)
+
+
+def part(number: int, size: int = 16384) -> m.Contribute:
+    """A part of slice 0, by its number."""
+    pushes = m.matrix([((number + 1) * size << m.PART, 3, 0, size)], m.PUSH_WORDS)
+    return m.Contribute(pushes, (torch.full((size,), number, dtype=torch.uint8),), NO_COMMITS)
+
+
+def answer(begin: int, end: int, value: float) -> m.Weights:
+    """New weights of some elements of the first slice."""
+    values = torch.full((end - begin,), value)
+    return m.Weights(m.matrix([(SLOT | 4 * end << m.PART, 4, m.WHOLE, values.nbytes)], 4), (values,))
+
+
+def rest(bench: Bench, value: float) -> m.Weights:
+    """New weights of all slices but the first."""
+    whole = bench.weights(0, value, 4)
+    return m.Weights(whole.parts[1:], whole.payloads[1:])
+
+
+def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> None:
+    bench = Bench(1, lambda *_: [])
+    given = bench.contribution()
+    assert given.values is not None
+    given.values[0]["float32"].copy_(torch.arange(1 << 18))
+    bench.rounds.start(given)
+    bodies = [body for body in bench.servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
+    sent, most = dict[int, list[torch.Tensor]](), size_of_parts(1 << 20)
+    for body in bodies:
+        for word, _, _, nbytes in body.pushes.tolist():
+            slot, end = m.place_of(word)
+            assert nbytes <= most
+            assert sum(one.nbytes for one in sent.setdefault(slot, [])) + nbytes == end
+            sent[slot] += [one.view(torch.float32) for one in body.payloads]
+    numbers = torch.cat([one for slot in sorted(sent) for one in sent[slot]])
+    assert torch.equal(numbers, torch.arange(1 << 18, dtype=torch.float32))
+    assert is_announcement(bodies[0])
+    assert len(bodies[-1].commits)
+
+
+@pytest.mark.parametrize(
+    ("share", "size"), [(1, 16384), (1 << 20, 65536), (1 << 20 | 1, 69632), (1 << 30, LONGEST)]
+)
+def test_a_part_is_a_sixteenth_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
+    assert size_of_parts(share) == size
+
+
+def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket, length = bench.start(), bench.plan.slices[0].length
+    number = ticket.legs[0].number
+    for body in (answer(0, 4096, 4.0), answer(4096, length, 5.0)):
+        bench.servers.reply(0, number, body)
+    bench.servers.reply(0, number, rest(bench, 6.0), after=1.0)
+    bench.session.wait(ticket.open, lambda _: None, 0.0, 100.5)
+    assert not bench.out.any()
+    bench.rounds.wait(ticket)
+    assert set(bench.out[:4096].tolist()) == {4.0}
+    assert set(bench.out[4096:length].tolist()) == {5.0}
+    assert set(bench.out[length:].tolist()) == {6.0}
+
+
+def test_parts_of_a_version_that_was_taken_back_do_not_count() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket = bench.start()
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, answer(0, 4096, 4.0))
+    bench.servers.reply(0, number, bench.weights(0, 6.0, 6))
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [6.0]
+
+
+def test_behind_a_part_that_was_lost_the_others_wait_for_the_whole_slice() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket, length = bench.start(), bench.plan.slices[0].length
+    number = ticket.legs[0].number
+    bench.servers.reply(0, number, rest(bench, 6.0))
+    bench.servers.reply(0, number, answer(4096, length, 5.0))
+    bench.servers.reply(0, number, bench.weights(0, 7.0, 4), after=1.0)
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [6.0, 7.0]
+
+
+def test_a_part_that_comes_twice_is_written_once() -> None:
+    bench = Bench(1, lambda *_: [])
+    ticket, length = bench.start(), bench.plan.slices[0].length
+    number = ticket.legs[0].number
+    for body in (answer(0, 4096, 4.0), answer(0, 4096, 9.0), answer(4096, length, 4.0)):
+        bench.servers.reply(0, number, body)
+    bench.servers.reply(0, number, rest(bench, 4.0))
+    bench.rounds.wait(ticket)
+    assert bench.out.unique().tolist() == [4.0]
+
+
+# ---------------------------------------------------------------- the window
+
+
+def sent(window: Window, *numbers: int, now: float = 0.0) -> list[int]:
+    """The parts of these that may go; they do."""
+    gone = []
+    for number in numbers:
+        if not window.holds(part(number), now):
+            window.sent(part(number))
+            gone.append(number)
+    return gone
+
+
+def weights(size: int = 16384) -> m.Weights:
+    return m.Weights(m.matrix([(size << m.PART, 4, m.WHOLE, size)], 4), (torch.zeros(size // 4),))
+
+
+@pytest.fixture
+def window() -> Window:
+    """A window of a round that was announced."""
+    made = Window()
+    made.sent(ANNOUNCEMENT)
+    return made
+
+
+def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    window.answered(weights())
+    assert sent(window, 2, 3) == [2]
+
+
+def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
+    assert sent(window, 0, 1) == [0, 1]
+    window.answered(weights())
+    assert not window.holds(part(0, 4096), 0.0)
+
+
+def test_other_messages_never_wait(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    for body in (contribution([(0, b"1234")], 3), contribution([], 3, 0, 8), m.Heartbeat()):
+        assert not window.holds(body, 0.0)
+
+
+def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
+    assert sent(Window(), *range(9)) == [*range(9)]
+
+
+def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    assert window.until == STALL
+    assert sent(window, *range(2, 9), now=STALL) == [*range(2, 9)]
+    window.sent(ANNOUNCEMENT)
+    assert sent(window, *range(9)) == [*range(9)]
+    window.sent(ANNOUNCEMENT)
+    assert sent(window, *range(3)) == [0, 1]
+
+
+def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:
+    held = []
+    while len(held) < 20:
+        held.append(sent(window, *range(9)) == [0, 1])
+        sent(window, *range(2, 9), now=STALL)
+        window.sent(ANNOUNCEMENT)
+    assert [at for at, was_held in enumerate(held) if was_held] == [0, 2, 5, 10, 19]
+
+
+def test_rounded_weights_keep_no_part_waiting(window: Window) -> None:
+    window.sent(contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.WANTS_HALF))
+    assert sent(window, *range(9)) == [*range(9)]
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
+    is_answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtrainer.comm.window.STALL", 3600.0 if is_answered else 0.05)
+    bodies: list[Any] = [ANNOUNCEMENT, *[part(number) for number in range(6)], contribution([], 3, 0, 8)]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.LINGER, 0)
+        server.bind("tcp://127.0.0.1:0")
+        connection = Connection([server.getsockopt_string(zmq.LAST_ENDPOINT)])
+        try:
+            for number, body in enumerate(bodies):
+                connection.send(0, m.Request(1, 1, number + 1, body))
+            came: list[int] = []
+            while len(came) < len(bodies):
+                if server.poll(0 if came else 60_000):
+                    peer, *frames = server.recv_multipart(copy=False)
+                    came.append(decode_request(frames).number)
+                    if is_answered and len(came) > 1:
+                        server.send_multipart([peer.bytes, *encode_reply(m.Reply(1, weights()))])
+                else:
+                    connection.receive(0.01)
+        finally:
+            connection.close()
+    assert came == [*range(1, len(bodies) + 1)]
