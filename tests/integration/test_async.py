@@ -274,9 +274,9 @@ def _random_total(rank: int, workers: int, pushes: int) -> float:
 @pytest.mark.parametrize(
     ("type", "workers", "pushes", "options"),
     [
-        ("dist_async", 8, 200, {}),
-        ("dist_ssp", 4, 200, {"staleness": 0}),
-        ("dist_ssp", 4, 200, {"staleness": 3}),
+        ("dist_async", 8, 100, {}),
+        ("dist_ssp", 4, 100, {"staleness": 0}),
+        ("dist_ssp", 4, 100, {"staleness": 3}),
         pytest.param("dist_async", 8, 2000, {}, marks=pytest.mark.full),
         pytest.param("dist_ssp", 8, 2000, {"staleness": 4}, marks=pytest.mark.full),
     ],

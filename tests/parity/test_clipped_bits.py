@@ -19,6 +19,7 @@ from kvtrainer import Trainer
 from kvtrainer.comm import session
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lossy import LossyProxy
+from tests.support.pairwise import pairwise
 from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
 
@@ -47,6 +48,8 @@ CASES = [
     ("sum", "sgd"),
     ("value", "adam"),
 ]
+PLACES = pairwise(CASES, (1, 2, 3), (True, False))
+"""Which case runs with how many servers and with the update in the store or in the workers."""
 
 
 class Net(nn.Module):
@@ -107,13 +110,12 @@ def test_workers_of_any_number_of_servers_and_replicas_get_the_same_bits(
     expected = trained(case, range(WORKERS), "local", True)
     assert [step[1]["skipped"] for step in expected] == [step == OVERFLOW for step in range(STEPS)]
     assert trained(case, range(WORKERS), "local", False) == expected
-    for count in (1, 2, 3):
-        for in_store in (True, False):
+    for count, in_store in (place for own, *place in PLACES if own == case):
 
-            def body(kv: DistKVStore, rank: int, in_store: bool = in_store) -> Any:
-                return trained(case, [rank], kv, in_store)
+        def body(kv: DistKVStore, rank: int, in_store: bool = in_store) -> Any:
+            return trained(case, [rank], kv, in_store)
 
-            assert jobs.results(WORKERS, count, body) == [expected] * WORKERS, (count, in_store)
+        assert jobs.results(WORKERS, count, body) == [expected] * WORKERS, (count, in_store)
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)

@@ -13,6 +13,7 @@ import torch
 from kvtrainer import Trainer, one_thread
 from kvtrainer.errors import ConcurrentCallError, KVStoreError
 from kvtrainer.kvstore import LocalKVStore, create
+from tests.support.limits import LIMIT
 from tests.support.processes import Call
 
 
@@ -24,13 +25,13 @@ class Pause:
 
     def __call__(self, *_: Any) -> None:
         self.reached.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(LIMIT)
 
 
 def while_another_is_in(call: Callable[[], Any], pause: Pause, second: Callable[[], Any]) -> tuple[Any, Any]:
     """What the first call, in a thread of its own, and the second one in its middle end with."""
     first = Call(call)
-    assert pause.reached.wait(30)
+    assert pause.reached.wait(LIMIT)
     try:
         outcome = Call(second).outcome()
     finally:
