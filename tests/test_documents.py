@@ -6,17 +6,20 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore_server import cli
 from kvstore_server import errors as server_errors
 from kvstore_server.memory import footprint
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.rounds import SYNCHRONOUS
-from kvtrainer import errors
+from kvtrainer import errors, launch
 from kvtrainer.optimizer import create
+from kvtrainer.watch import top
 from kvtrainer.watch.job import Job, Server, View, Worker
 from kvtrainer.watch.page import metrics
 from tests.support.limits import LIMIT
@@ -28,6 +31,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+PARSERS = {
+    "kvlaunch": launch._make_parser,
+    "kvstore-server": partial(cli.build_parser, {}),
+    "kvtop": top._make_parser,
+}
 ELSEWHERE = {"frameworks.md": "tests/frameworks/test_documents.py"}
 """Pages whose code needs packages of its own, and the test that runs it."""
 
@@ -54,6 +62,17 @@ def test_all_pages_are_in_the_navigation() -> None:
 
 def test_the_tests_of_pages_that_run_elsewhere_exist() -> None:
     assert [name for name, place in ELSEWHERE.items() if not (ROOT / place).exists()] == []
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_flags_of_commands_that_pages_show_exist(command: str) -> None:
+    known = {option for action in PARSERS[command]()._actions for option in action.option_strings}
+    text = "\n".join((DOCS / name).read_text() for name in [*PAGES, "../README.md"])
+    shown = re.findall(rf"(?<![\w-]){command}((?: +[\w./:@=,'\[\]-]+)+)", text)
+    own = [re.split(r" python| -- ", one)[0] for one in shown]  # what comes after that is the script's
+    flags = {flag.partition("=")[0] for one in own for flag in re.findall(r"(?<= )--?[a-zA-Z][\w=-]*", one)}
+    assert flags
+    assert flags - known == set()
 
 
 def test_the_page_of_variables_and_flags_is_current() -> None:
