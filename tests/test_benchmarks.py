@@ -24,6 +24,7 @@ QUESTIONS = (
     "straggler",
     "trainer_step",
     "transport",
+    "watching",
 )
 HELP = """
 import contextlib, io, runpy, sys
