@@ -1,6 +1,7 @@
 """Gradients that are born where servers read them, so that a step copies none of them.
 
-A server makes a tray for each worker. The worker maps parts of the trays of all servers side by side, so that each long
+A server makes a tray for each worker, once a backward pass has made a gradient anew; a loop that assigns `.grad` has no
+use for one. The worker maps parts of the trays of all servers side by side, so that each long
 gradient is one piece of memory, and the backward pass puts it there. A page that two servers share belongs to the first
 one; what the other one has of it is copied before it is sent.
 """
@@ -75,16 +76,18 @@ class BornGradients:
 
     def __init__(self, plan: Plan, keys: Collection[int], channel: Callable[[int], Channel | None]) -> None:
         self._plan = plan
-        self._channels: dict[int, Channel] = {}
-        """Of the servers that have slices of these gradients."""
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
         long = [key for key in keys if plan.specs[key].nbytes >= LEAST]
         here = {key for key in long if all([piece.server in near for piece in plan.slices_with(key)])}
         sizes: dict[int, int] = {}
         self._runs = list(_runs_of(plan, here, sizes))
-        for server, nbytes in sizes.items():
-            self._channels[server] = near[server]
-            near[server].ask_for_tray(nbytes)
+        self._sizes = sizes
+        self._channels = {server: near[server] for server in sizes}
+        """Of the servers that have slices of these gradients."""
+        self._is_wanted = False
+        """Whether a gradient came that could have been born here."""
+        self.is_coming = False
+        """Whether servers were asked for trays that are not mapped yet."""
         self._trays: dict[int, Tray] = {}
         self._memory: Any = np.zeros(0, np.uint8)
         self._homes: dict[int, _Home] = {}
@@ -95,7 +98,8 @@ class BornGradients:
         self._has_trimmed = False
 
     def open(self) -> None:
-        """Map the trays, once servers have had time to make them; without them gradients are copied by the step."""
+        """Map the trays, once a round of servers that were asked for them is over; without them steps copy gradients."""
+        self.is_coming = False
         trays = {server: channel.tray for server, channel in self._channels.items()}
         found = {server: tray for server, tray in trays.items() if tray is not None}
         if len(found) < len(trays):
@@ -110,8 +114,8 @@ class BornGradients:
                 os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
     def births(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        """Return for each key that has a place here its `take`."""
-        return {key: partial(self.take, key) for key in self._homes}
+        """Return for each key that can have a place here its `take`."""
+        return {run.key: partial(self.take, run.key) for run in self._runs}
 
     def take(self, key: int, grad: Tensor) -> Tensor | None:
         """Return a new gradient, of a parameter that has none, in its place; None if it has to stay where it is.
@@ -120,6 +124,7 @@ class BornGradients:
         """
         last = self._last.pop(key, None)
         if last is None:
+            self._is_wanted = True
             return None
         try:
             home = self._homes[key]
@@ -138,6 +143,8 @@ class BornGradients:
 
     def in_place(self, lent: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """List slices (by index), in memory of servers, of gradients (flat, by key) that are where they were born."""
+        if self._is_wanted and self._sizes:
+            self._ask()
         base = self._memory.ctypes.data
         here = [key for key, flat in lent.items() if self._is_home(key, flat.data_ptr() - base)]
         edges = [pair for key in here for pair in self._edges.get(key, ())]
@@ -151,6 +158,12 @@ class BornGradients:
             for channel in self._channels.values():
                 channel.trim()
         return {index: own for key in here for index, own in self._homes[key].slices.items()}
+
+    def _ask(self) -> None:
+        """Have servers make trays; they do before they answer to the round that comes."""
+        for server, nbytes in self._sizes.items():
+            self._channels[server].ask_for_tray(nbytes)
+        self._sizes, self.is_coming = {}, True
 
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._homes[key].begin == begin

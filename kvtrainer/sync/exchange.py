@@ -224,8 +224,6 @@ class StoreExchange(Exchange):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         if self.mapped is not None:
             self._check_mapped(weights)
-        if self.born is not None:
-            self.born.open()
         self._up(weights, mine)
 
     def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
@@ -298,6 +296,8 @@ class StoreExchange(Exchange):
             raise
         if self.mapped is not None:
             self._check_mapped(weights)
+        if self.born is not None and self.born.is_coming:
+            self.born.open()
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)

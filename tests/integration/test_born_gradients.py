@@ -79,9 +79,9 @@ NOT_BORN = [False] * len(SHAPES)
 
 
 def alone(processes: Processes, members: Members, servers: int = 2, **options: Any) -> Worker:
-    """A worker of its own job that has made a step."""
+    """A worker of its own job after two steps: the second one has found gradients that can be born, and asked."""
     worker = Worker(members.join(processes.servers(servers), 0, 1, new_name()), 0, **options)
-    worker.steps()
+    worker.steps(2)
     return worker
 
 
@@ -174,6 +174,24 @@ def test_gradients_that_are_zeroed_in_place_and_added_to_stay_where_they_are(
     assert [grad.data_ptr() for grad in worker.grads] == places
     for grad, one, other in zip(worker.grads, drawn, more, strict=True):
         torch.testing.assert_close(grad, one + other)
+
+
+def test_servers_make_no_memory_for_gradients_that_a_loop_assigns(
+    processes: Processes, members: Members
+) -> None:
+    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    maps = Path("/proc/self/maps")
+    for _ in range(3):
+        for parameter in worker.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        worker.trainer.step(1)
+    before = maps.read_text().count("memfd:kvstore ")
+    worker.trainer.zero_grad()
+    worker.steps()
+    assert maps.read_text().count("memfd:kvstore ") > before
+    worker.trainer.zero_grad()
+    worker.backward()
+    assert are_born(worker) == BORN
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_left_alone(processes: Processes, members: Members) -> None:
