@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := .venv-docs
 PLOTS := .venv-plots
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: demo flights cnn gan characters uneven examples figures test test-transports test-full test-mxnet test-mmengine test-frameworks lint types imports wheel docs bench clean
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -55,6 +55,11 @@ test-full: $(READY)
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
 	KVTRAINER_MXNET_ENV=.venv-mxnet2 $(BIN)/python -m pytest -m compat
+
+# The wheel alone, with each of these Pythons; an environment takes some GB where torch comes with CUDA.
+.PHONY: test-pythons
+test-pythons: wheel
+	for python in $(PYTHONS); do tests/one_python.sh $$python || exit 1; done
 
 test-mmengine: $(READY)
 	tests/compat/mmengine_env.sh .venv-mmengine
