@@ -98,7 +98,7 @@ class BornGradients:
         self._has_trimmed = False
 
     def open(self) -> None:
-        """Map the trays, once a round of servers that were asked for them is over; without them steps copy gradients."""
+        """Map the trays, once a round of servers that were asked is over; without them steps copy gradients."""
         self.is_coming = False
         trays = {server: channel.tray for server, channel in self._channels.items()}
         found = {server: tray for server, tray in trays.items() if tray is not None}
