@@ -118,5 +118,5 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 
 .venv-frameworks/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning]'
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch]'
 	touch $@

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from kvtrainer.amp import GradScaler
-from kvtrainer.integrations.workers import Workers, check_version
+from kvtrainer.integrations.workers import Workers, check_version, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer import Trainer
 
@@ -154,7 +153,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         """Leave limits of gradients, and overflows, to all workers together."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
-            plugin.scaler = _scaler_like(plugin.scaler)
+            plugin.scaler = scaler_like(plugin.scaler)
         plugin.clip_gradients = self._clip_gradients
         super().setup_precision_plugin()
 
@@ -187,8 +186,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _share_buffers(self) -> None:
         assert self.lightning_module is not None
-        if next(self.lightning_module.buffers(), None) is not None:
-            self.workers.share(_Buffers(self.lightning_module))
+        self.workers.share(_Buffers(self.lightning_module))
 
     def teardown(self) -> None:
         """End a run. Trainers stay, so that their state can be saved; they are closed before the next fit."""
@@ -208,15 +206,3 @@ class _Buffers(nn.Module):
         super().__init__()
         for at, buffer in enumerate(module.buffers()):
             self.register_buffer(str(at), buffer)
-
-
-def _scaler_like(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler of equal numbers that asks all workers."""
-    return GradScaler(
-        scaler._device,
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
-    )

@@ -15,9 +15,11 @@ from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from kvtrainer.amp import GradScaler
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.env import host_towards, read_servers
 from kvtrainer.errors import ConfigurationError
@@ -63,7 +65,8 @@ class Workers:
 
     def share(self, module: nn.Module) -> None:
         """Give every worker rank 0's weights and buffers, where they differ; collective."""
-        share_weights(module, self._agreement)
+        if module.state_dict():
+            share_weights(module, self._agreement)
 
     def trainer_of(self, optimizer: optim.Optimizer, model: nn.Module, **options: Any) -> Trainer:
         """Return a Trainer over the store for a torch optimizer; one that is a Trainer already stays as it is.
@@ -130,6 +133,18 @@ def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
     )
     environment.init_process_group(
         os.environ, **{**options, "store": store, "rank": agreement.rank, "world_size": agreement.size}
+    )
+
+
+def scaler_like(scaler: torch.amp.GradScaler) -> GradScaler:
+    """Return a scaler of equal numbers for Trainers, which asks all workers."""
+    return GradScaler(
+        scaler._device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
     )
 
 

@@ -123,7 +123,7 @@ def two_runs(folder: Path) -> list[float]:
     first.fit(Module(), loader(Examples()))
     first.save_checkpoint(folder / "first.ckpt")
     second = Module()
-    trainer_in(folder).fit(second, loader(Examples()), ckpt_path=folder / "first.ckpt", weights_only=False)
+    trainer_in(folder).fit(second, loader(Examples()), ckpt_path=folder / "first.ckpt")
     return numbers(second.net)
 
 

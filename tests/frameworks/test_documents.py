@@ -12,14 +12,18 @@ import pytest
 from tests.frameworks.jobs import ROOT, launch
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL)
-FRAMEWORKS = ("lightning", "accelerate", "transformers", "skorch")
+FRAMEWORKS = ("lightning", "skorch", "transformers", "accelerate")
 
 
 PLAIN, INSIDE = BLOCKS[:2], BLOCKS[2:]
 
 
 def name_of(code: str) -> str:
-    return next(one for one in reversed(FRAMEWORKS) if f"integrations.{one}" in code)
+    return next(
+        one
+        for one in FRAMEWORKS
+        if f"from {one}" in code or f"import {one}" in code or f".{one} import" in code
+    )
 
 
 @pytest.mark.parametrize("code", INSIDE, ids=map(name_of, INSIDE))

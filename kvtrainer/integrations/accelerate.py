@@ -1,0 +1,187 @@
+"""accelerate over a kvstore.
+
+    from kvtrainer.integrations.accelerate import KVStoreAccelerator
+    accelerator = KVStoreAccelerator("dist_sync")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Needs the extra `kvtrainer[accelerate]`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn, optim
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.integrations.workers import Workers, check_version, scaler_like
+from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.trainer import Trainer
+
+AT_LEAST, BELOW = (1, 15), (1, 16)
+"""Versions of accelerate that this works with: from the one, before the other."""
+
+try:
+    check_version("accelerate", AT_LEAST, BELOW)
+    from accelerate import Accelerator, PartialState
+    from accelerate.optimizer import AcceleratedOptimizer
+except ImportError as error:
+    raise ImportError(
+        f"kvtrainer.integrations.accelerate needs it ({error}); install it with pip install 'kvtrainer[accelerate]'"
+    ) from error
+
+__all__ = ["KVStoreAccelerator", "join"]
+
+
+def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
+    """Have accelerate know the workers of a store; collective, before anything of accelerate asks who is there.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and, without CUDA, ACCELERATE_USE_CPU, which accelerate reads.
+
+    Raises:
+        ConfigurationError: accelerate was asked before; or as `Workers`.
+    """
+    workers = Workers(kvstore)
+    if workers.size > 1:
+        rank, size = str(workers.rank), str(workers.size)
+        found = {"RANK": rank, "WORLD_SIZE": size}
+        for name, value in {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}.items():
+            found[name] = os.environ.get(name, value)
+        if not torch.cuda.is_available():
+            found["ACCELERATE_USE_CPU"] = "true"
+        os.environ.update(found)
+    state = PartialState(cpu=not torch.cuda.is_available())
+    if state.num_processes != workers.size:
+        raise ConfigurationError(
+            f"accelerate knows of {state.num_processes} processes, the kvstore of {workers.size} workers; call "
+            "kvtrainer.integrations.accelerate.join() before anything of accelerate or Transformers is made"
+        )
+    return workers
+
+
+class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
+    """Lets accelerate train over a kvstore: to all that is not gradients the workers are the processes of a DDP job.
+
+    Torch optimizers that are prepared become Trainers over the store; Trainers stay as they are. Models get rank 0's
+    weights, and no wrapper. Limits of gradients and overflows are decided for all workers together.
+
+    Args:
+        kvstore: The store, the name of one, or what `join` returned; blocks until all workers are there.
+        trainer_options: more options of the Trainers, such as compression_params.
+        **options: as of accelerate's Accelerator.
+
+    Raises:
+        ConfigurationError: as `join`.
+    """
+
+    scaler: Any
+
+    def __init__(
+        self,
+        kvstore: str | KVStoreBase | Workers = "dist_sync",
+        *,
+        trainer_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        workers = kvstore if isinstance(kvstore, Workers) else join(kvstore)
+        super().__init__(**options)
+        self.follow(workers, trainer_options or {})
+
+    def follow(self, workers: Workers, trainer_options: Mapping[str, Any]) -> None:
+        """Go on over these workers; for an Accelerator that another library made."""
+        self.workers = workers
+        self._trainer_options = dict(trainer_options)
+        self._norms: WeakKeyDictionary[Trainer, Tensor] = WeakKeyDictionary()
+        if self.scaler is not None:
+            self.scaler = scaler_like(self.scaler)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model as accelerate does, with rank 0's weights in the place of a wrapper."""
+        # A model that is only evaluated gets no wrapper.
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not evaluation_mode:
+            self.workers.share(model)
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer as accelerate does, after making a Trainer of it."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer)
+        trainer = self.workers.trainer_of(optimizer, self._model_of(optimizer), **self._trainer_options)
+        # The Trainer keeps its state where its parameters are.
+        return super().prepare_optimizer(trainer, device_placement=False)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Have the coming step limit the norm of the gradient of all workers; an infinite limit only measures.
+
+        Returns:
+            A tensor that gets the norm when the optimizer has made its step, and is not a number before.
+
+        Raises:
+            ConfigurationError: these are not the parameters of one optimizer; or the limit is another one than that of
+                the first step.
+        """
+        trainer = self._trainer_of(parameters)
+        limit = {"max_norm": min(float(max_norm), sys.float_info.max), "norm_type": float(norm_type)}
+        self.workers.limit(trainer, limit)
+        if trainer not in self._norms:
+            trainer.register_step_post_hook(self._tell_norm)
+        self._norms[trainer] = torch.tensor(float("nan"))
+        return self._norms[trainer]
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Have the coming step limit every element of the gradient of all workers; errors as of `clip_grad_norm_`."""
+        self.workers.limit(self._trainer_of(parameters), {"type": "value", "clip_value": clip_value})
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the workers have skipped the last step together."""
+        return any(one.last is not None and one.last.skipped for one in self._trainers())
+
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse it: see `Trainer.join`."""
+        raise ConfigurationError(
+            "join_uneven_inputs() is for DistributedDataParallel; give all workers equally many batches "
+            "(even_batches=True), or use kvtrainer.Trainer and its join() in a loop of your own"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` saved, on every worker; the weights become those of the store, too."""
+        super().load_state(*args, **kwargs)
+        for one in self._trainers():
+            if one.has_begun:
+                one.set_data()
+
+    def _trainers(self) -> list[Trainer]:
+        return [one.optimizer for one in self._optimizers]
+
+    def _model_of(self, optimizer: optim.Optimizer) -> nn.Module:
+        """Return the prepared model that an optimizer trains; an empty one if there is none yet."""
+        first = next(p for group in optimizer.param_groups for p in group["params"])
+        own = (one for one in self._models if any(p is first for p in one.parameters()))
+        return next(own, nn.Module())
+
+    def _trainer_of(self, parameters: Iterable[Tensor] | Tensor) -> Trainer:
+        """Return the Trainer of all parameters with a gradient among these."""
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for one in self._trainers():
+            own = {id(p) for group in one.param_groups for p in group["params"]}
+            if own <= given:
+                return one
+        raise ConfigurationError(
+            "the gradient of all workers is limited for all parameters of an optimizer together; give it "
+            "model.parameters()"
+        )
+
+    def _tell_norm(self, trainer: Any, args: Any, kwargs: Any) -> None:
+        if trainer.last is not None and trainer.last.grad_norm is not None:
+            self._norms[trainer].fill_(trainer.last.grad_norm)

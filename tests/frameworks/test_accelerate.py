@@ -1,0 +1,126 @@
+"""accelerate, and skorch's nets that use it, over a kvstore, two workers and two servers, beside plain torch loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.frameworks.jobs import BATCH, EPOCHS, EXAMPLES, Examples, Job, make_net, need, train_plainly
+
+need("accelerate")
+need("skorch")
+SCRIPT = Path(__file__).with_name("accelerate_job.py")
+CLOSE = {"rel": 1e-5, "abs": 1e-6}
+Batches = Callable[[int], list[list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(SCRIPT, tmp_path_factory.mktemp("accelerate"))
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches_of(found: list[dict[str, Any]]) -> Batches:
+    """The batches of an epoch by step and worker, as the workers have noted them."""
+    half = EXAMPLES // 2
+
+    def of_epoch(epoch: int) -> list[list[list[int]]]:
+        own = [one["seen"][epoch * half : (epoch + 1) * half] for one in found]
+        return [[one[at : at + BATCH] for one in own] for at in range(0, half, BATCH)]
+
+    return of_epoch
+
+
+@pytest.mark.parametrize("case", ["whole_run", "by_skorch"])
+def test_each_example_is_seen_once_in_every_epoch_by_one_of_the_workers(job: Job, case: str) -> None:
+    batches = batches_of(job.of(case))
+    for epoch in range(EPOCHS):
+        seen = [at for step in batches(epoch) for part in step for at in part]
+        assert sorted(seen) == list(range(EXAMPLES))
+    assert batches(0) != batches(1)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("whole_run", {}),
+        ("by_skorch", {}),
+        ("measured", {}),
+        ("accumulated", {"accumulate": 2}),
+        ("clipped_by_norm", {"before_step": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 0.3)}),
+        ("clipped_by_value", {"before_step": lambda net: nn.utils.clip_grad_value_(net.parameters(), 0.05)}),
+    ],
+)
+def test_two_workers_end_with_the_weights_of_one_process_over_all_batches(
+    job: Job, case: str, options: dict[str, Any]
+) -> None:
+    found = job.of(case)
+    expected = train_plainly(sgd, epoch_batches=batches_of(found), **options)
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["weights"] == pytest.approx(expected, **CLOSE)
+
+
+def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job) -> None:
+    found = job.of("in_bfloat16")
+    expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=True)
+    assert found[0]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("case", "limit"), [("clipped_by_norm", 0.3), ("measured", float("inf"))])
+def test_the_norm_is_that_of_the_gradient_of_all_workers_before_it_is_limited(
+    job: Job, case: str, limit: float
+) -> None:
+    found, norms = job.of(case), []
+    train_plainly(
+        sgd,
+        epoch_batches=batches_of(found),
+        before_step=lambda net: norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), limit))),
+    )
+    for one in found:
+        assert one["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_state_that_was_saved_once_is_loaded_by_all(job: Job) -> None:
+    whole, found = job.of("whole_run"), job.of("two_runs")
+    [model] = (job.folder / "two_runs" / "saved").glob("model*")
+    assert model.name == "model.safetensors"
+    assert found[0] == found[1]
+    second, loaded, again = found[0]
+    after_one = train_plainly(sgd, 1, epoch_batches=batches_of(whole))
+    assert loaded == pytest.approx(after_one, **CLOSE)
+    assert second != loaded
+    assert len(again) == len(second)
+
+
+def test_what_is_gathered_of_an_uneven_number_of_examples_is_each_once(job: Job) -> None:
+    for found in job.of("uneven"):
+        assert sorted(found["gathered"]) == pytest.approx(sorted(found["expected"]))
+
+
+def test_limits_of_a_part_and_uneven_inputs_are_refused(job: Job) -> None:
+    for part, uneven in job.of("refused"):
+        assert "model.parameters()" in part
+        assert "even_batches" in uneven
+
+
+def test_skorch_predicts_all_examples_on_each_worker_and_prints_and_saves_once(job: Job) -> None:
+    first, second = job.of("by_skorch")
+    net, data = make_net(), Examples()
+    parts = torch.tensor(first["weights"]).split([p.numel() for p in net.parameters()])
+    with torch.no_grad():
+        for own, part in zip(net.parameters(), parts, strict=True):
+            own.copy_(part.reshape(own.shape))
+        expected = net(data.x[:13]).reshape(-1).tolist()
+    for found in (first, second):
+        assert found["predicted"] == pytest.approx(expected, **CLOSE)
+    assert (first["lines"] > 0, second["lines"]) == (True, 0)
+    names = sorted(one.name for one in (job.folder / "by_skorch" / "saved").iterdir())
+    assert names == ["criterion.pt", "optimizer.pt", "params.pt"]

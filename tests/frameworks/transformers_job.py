@@ -1,0 +1,115 @@
+"""The Trainer of Transformers over a kvstore, in one worker of a job, or without one in a process alone; see `jobs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.integrations.transformers import KVStoreTrainer, join
+from tests.frameworks.jobs import BATCH, EPOCHS, EXAMPLES, numbers, rank_of_process, run_cases
+
+ALONE = sys.argv[2:] == ["alone"]
+WORDS, LENGTH = 20, 5
+EVALUATED = ("eval_loss", "eval_accuracy", "eval_examples")
+
+
+class Sentences(Dataset):  # type: ignore[type-arg]
+    """Sentences of which different numbers of words count, so that a mean over words is none over workers."""
+
+    def __init__(self, count: int = EXAMPLES) -> None:
+        drawn = torch.Generator().manual_seed(3)
+        self.words = torch.randint(1, WORDS, (count, LENGTH), generator=drawn)
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        self.seen.append(int(at))
+        words = self.words[at]
+        return {"input_ids": words, "labels": torch.where(torch.arange(LENGTH) < 2 + at % 4, words, -100)}
+
+
+def make_model() -> GPT2LMHeadModel:
+    torch.manual_seed(rank_of_process())
+    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    found = np.argmax(prediction.predictions, -1) == prediction.label_ids
+    return {"accuracy": float(found.mean()), "examples": len(found)}
+
+
+def trainer_in(folder: Path, data: Sentences, **options: Any) -> transformers.Trainer:
+    given = {"num_train_epochs": EPOCHS, "learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    given |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **options}
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=BATCH * (2 if ALONE else 1), use_cpu=True, **given
+    )
+    parts = {"train_dataset": data, "eval_dataset": Sentences(16), "compute_metrics": accuracy}
+    if ALONE:
+        return transformers.Trainer(make_model(), args, **parts)
+    return KVStoreTrainer(make_model(), args, workers=WORKERS, **parts)
+
+
+def trained(folder: Path, **options: Any) -> dict[str, Any]:
+    data = Sentences()
+    trainer = trainer_in(folder, data, **options)
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "grad_norm" in row]
+    return {
+        "weights": numbers(trainer.model),
+        "seen": data.seen,
+        "losses": [row["loss"] for row in logs],
+        "norms": [row["grad_norm"] for row in logs],
+        "rates": [row["learning_rate"] for row in logs],
+        "evaluated": {n: v for n, v in trainer.evaluate().items() if n in EVALUATED},
+        "predicted": trainer.predict(Sentences(13)).predictions.tolist(),
+        "optimizer": type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
+    }
+
+
+def whole_run(folder: Path) -> dict[str, Any]:
+    return trained(folder, save_strategy="epoch")
+
+
+def resumed(folder: Path) -> list[float]:
+    """The second epoch again, from what `whole_run` has saved of the first."""
+    trainer = trainer_in(folder, Sentences())
+    trainer.train(resume_from_checkpoint=str(folder.parent / "whole_run" / "checkpoint-4"))
+    return numbers(trainer.model)
+
+
+def accumulated(folder: Path) -> dict[str, Any]:
+    return trained(folder, gradient_accumulation_steps=2)
+
+
+def without_a_limit(folder: Path) -> dict[str, Any]:
+    return trained(folder, max_grad_norm=0.0)
+
+
+def in_bfloat16(folder: Path) -> dict[str, Any]:
+    return trained(folder, bf16=True)
+
+
+CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16)
+
+if __name__ == "__main__":
+    if sys.argv[2:] == ["late"]:
+        early = TrainingArguments(sys.argv[1], use_cpu=True)
+        try:
+            KVStoreTrainer(make_model(), early, workers=join("dist_sync"))
+        except ConfigurationError as error:
+            print(f"refused: {error}")
+    else:
+        WORKERS = None if ALONE else join("dist_sync")
+        run_cases(CASES)
