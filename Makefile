@@ -8,6 +8,8 @@ PLOTS := .venv-plots
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
+.PHONY: demo flights cnn gan characters uneven examples figures lint types imports wheel docs bench clean
+.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -69,6 +71,10 @@ test-mmengine: $(READY)
 test-frameworks: .venv-frameworks/.ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
+# The templates for clusters, with what checks manifests for Kubernetes in an environment of its own.
+test-deploy: .venv-deploy/.ready
+	.venv-deploy/bin/python -m pytest tests/test_deploy.py
+
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -119,4 +125,9 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 .venv-frameworks/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch]'
+	touch $@
+
+.venv-deploy/.ready: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' kubernetes-validate
 	touch $@

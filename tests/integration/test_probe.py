@@ -1,0 +1,75 @@
+"""The probe of a server: its two messages are those of the protocol, and what it says is true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import zmq
+
+from kvstore_server import probe
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import encode_reply, encode_request
+from kvstore_server.version import PROTOCOL_VERSION
+from tests.support.limits import LIMIT, SOON
+from tests.support.stores import Servers
+
+
+def test_its_question_and_the_kind_of_answer_that_it_expects_are_the_protocols() -> None:
+    assert probe.question() == [bytes(one) for one in encode_request(m.Request(0, 0, 1, m.Look()))]
+    head = bytes(encode_reply(m.Reply(1, m.Info({})))[0])
+    assert probe.HEADER.unpack(head)[:3] == (b"KV", PROTOCOL_VERSION, probe.INFO)
+    refused = bytes(encode_reply(m.Reply(1, m.Failed("protocol", "no")))[0])
+    assert probe.HEADER.unpack(refused)[2] != probe.INFO
+
+
+def test_servers_that_run_answer(jobs: Servers) -> None:
+    addresses = [server.address for server in jobs.of(2)]
+    assert [probe.main([address, "--timeout", str(LIMIT)]) for address in addresses] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "no answer within 0.5 s"),
+        ([b"HTTP/1.1 400"], "is no kvstore-server"),
+        ([probe.HEADER.pack(b"KV", 99, probe.INFO, 0, 1, 0), b"\x80"], "speaks protocol version 99"),
+        (encode_reply(m.Reply(1, m.Failed("protocol", "no"))), "refuses to tell"),
+    ],
+)
+def test_anything_else_is_one_line_and_exit_code_1(
+    answer: list[bytes] | None, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def reply() -> None:
+            peer, *_ = router.recv_multipart()
+            if answer is not None:
+                router.send_multipart([peer, *answer])
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        seconds = SOON if answer is None else LIMIT
+        assert probe.main([f"tcp://127.0.0.1:{port}", "--timeout", str(seconds)]) == 1
+        thread.join()
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["127.0.0.1:5555"], ["tcp://127.0.0.1:0"], ["tcp://h:1", "--timeout", "nan"]]
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        probe.main(arguments)
+    assert ended.value.code == 2
+    assert "kvstore_server.probe: error: " in capsys.readouterr().err
+
+
+def test_it_imports_neither_torch_nor_numpy() -> None:
+    script = "import sys, kvstore_server.probe; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=LIMIT).returncode == 0
