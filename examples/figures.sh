@@ -6,6 +6,7 @@ job() { # WORKERS SERVERS NAME RESULT OPTION...
     kvlaunch -n "$1" -s "$2" -- python "examples/$3.py" --out "examples/results/$4.json" "${@:5}"
 }
 job 2 2 digits digits
+job 2 2 lightning_digits lightning
 job 2 2 cnn cnn --config examples/cnn.json
 job 2 2 gan gan --config examples/gan.json
 job 2 2 characters characters --steps 600

@@ -34,10 +34,10 @@ def read(folder: Path, name: str) -> Any:
 
 def digits(folder: Path) -> None:
     """Accuracy after each epoch beside that of a plain PyTorch loop."""
-    found = read(folder, "digits")
-    epochs = range(1, len(found["accuracy"]) + 1)
+    found, epochs = read(folder, "digits"), range(1, 26)
     pyplot.plot(epochs, found["plain_pytorch"], "o", mfc="none", ms=8, label="plain PyTorch, one process")
     pyplot.plot(epochs, found["accuracy"], ".-", label="2 workers, 2 servers")
+    pyplot.plot(epochs, read(folder, "lightning")["accuracy"], "x--", alpha=0.6, label="Lightning")
     pyplot.gca().set(xlabel="epoch", ylabel="held-out accuracy")
     pyplot.legend()
 
