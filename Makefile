@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
 .PHONY: demo flights cnn gan characters uneven examples figures lint types imports wheel docs bench clean
-.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy
+.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-ray
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -75,6 +75,10 @@ test-mmengine: $(READY)
 test-frameworks: .venv-frameworks/.ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
+# Ray, which takes much disk, in an environment of its own.
+test-ray: .venv-ray/.ready
+	.venv-ray/bin/python -m pytest tests/frameworks/test_ray.py
+
 # The templates for clusters, with what checks manifests for Kubernetes in an environment of its own.
 test-deploy: .venv-deploy/.ready
 	.venv-deploy/bin/python -m pytest tests/test_deploy.py
@@ -134,4 +138,9 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' kubernetes-validate
+	touch $@
+
+.venv-ray/.ready: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray]'
 	touch $@

@@ -49,3 +49,16 @@ def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatc
     assert not hasattr(derived, "priority")
     hook.priority = 40
     assert hook.priority == 40
+
+
+def test_without_ray_or_with_an_old_one_its_integration_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = ModuleType("ray")
+    old.__version__ = "2.9.3"  # type: ignore[attr-defined]
+    for found, told in ((None, "None in sys.modules"), (old, "this is Ray 2.9.3")):
+        monkeypatch.setitem(sys.modules, "ray", found)
+        with pytest.raises(
+            ImportError, match=rf"needs Ray Train 2\.60 .*{told}.* pip install 'kvtrainer\[ray\]'"
+        ):
+            importlib.import_module("kvtrainer.integrations.ray")
