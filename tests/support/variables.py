@@ -78,6 +78,7 @@ SET = {
     "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again",
     "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
     "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
+    "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: as many as there are workers, for accelerate to read",
     "CUBLAS_WORKSPACE_CONFIG": "`Strategy` with `deterministic`: `:4096:8`",
 }
 """What is set for processes, unless you have set it."""
