@@ -62,6 +62,7 @@ _BURST = 64
 """Messages that are taken from one worker before it is another one's turn."""
 _STRANGERS = 128
 _CONNECT_TIMEOUT = 5.0
+_ONE_FD = socket.CMSG_SPACE(4)
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -274,8 +275,8 @@ class Channel:
         """The frames that somebody still reads."""
         self._lent_bytes = 0
         """In the memory that is read now."""
-        self._returned: list[tuple[int, int]] = []
-        """Places that nobody reads any more, and their bytes, of which the peer has yet to be told."""
+        self._returned: list[int] = []
+        """Places that nobody reads any more, of which the peer has yet to be told."""
         self._returned_bytes = 0
         self._enough = LEAST_MEMORY // 8
         """From so many bytes on the peer is told even if there is nothing else to say."""
@@ -400,8 +401,9 @@ class Channel:
                 if self._make is not None:  # no descriptors are taken from a worker
                     size = self._end.recv_into(self._buffer)
                 else:
-                    size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
-                    fds = [fd for _, _, data in ancillary for fd in struct.unpack(f"{len(data) // 4}i", data)]
+                    size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], _ONE_FD)
+                    for _, _, data in ancillary:
+                        fds += struct.unpack(f"{len(data) // 4}i", data)
             except BlockingIOError:
                 if self._returned_bytes >= self._enough:
                     self.tell()
@@ -489,8 +491,7 @@ class Channel:
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
         """Send a datagram, with what the peer may use again; return whether the socket took it."""
-        told = self._returned[:_MOST_GIVEN_BACK]
-        returned = [place for place, _ in told]
+        returned = self._returned[:_MOST_GIVEN_BACK]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
         numbers = struct.pack(f"<{len(returned) + len(table)}q", *returned, *table)
         try:
@@ -505,8 +506,9 @@ class Channel:
             self.is_usable = False
             raise
         self.is_full = False
-        del self._returned[: len(told)]
-        self._returned_bytes -= sum([nbytes for _, nbytes in told])
+        del self._returned[: len(returned)]
+        if not self._returned:
+            self._returned_bytes = 0
         return True
 
     def _change_memory(self, kind: int, value: int, fds: list[int]) -> None:
@@ -577,13 +579,13 @@ class Channel:
             )
             self._lent_bytes += 0 if weights is not None else nbytes
             return found
-        self._returned.append((place, nbytes))
+        self._returned.append(place)
         self._returned_bytes += nbytes
         return bytearray(found)
 
     def _give_back(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
         self._lent.pop(number, None)
-        self._returned.append((place, nbytes))
+        self._returned.append(place)
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
             self._lent_bytes -= nbytes

@@ -39,7 +39,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, Ints, Mode, Verdict, Wait, Waiter
+from kvstore_server.rounds import Book, Given, Ints, Mode, Verdict, Wait, Waiter
 from kvstore_server.rows import payload_nbytes
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, Part, Table
@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
 """A namespace with more tables, waits and ranks than this is looked at every so many seconds for each of them."""
+_WHOLE = tuple([m.WANTS_WEIGHTS | more for more in (0, m.MAPS_WEIGHTS, m.MAPS_WEIGHTS | m.KNOWS_PLACES)])
+"""Flags of commits of which all tables are answered alike, by their weights or by where these are."""
 _TOLD = 64
 """How many of the ranks that are missing a worker is told."""
 
@@ -76,6 +78,17 @@ class Committed(NamedTuple):
     round: int
     version: int
     flags: int
+
+
+class Answer(NamedTuple):
+    """What a request of a rank hears of rounds that have ended."""
+
+    rank: int
+    waiter: Waiter
+    wanted: int
+    """The weights of all, and nothing else: the flags of a worker that wants or maps them. 0: what `commits` want."""
+    commits: Sequence[Committed] = ()
+    timeout: float = 0.0
 
 
 class Pending(NamedTuple):
@@ -303,17 +316,14 @@ class Engine:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
-        counts = book.num_committed[some.tables].tolist()
-        num_complete, complete, waiting = counts.count(book.num_members), some, list[int]()
-        if num_complete < len(counts):
-            rows = list(zip(some.numbers, counts, strict=True))
-            waiting = [number for number, count in rows if count < book.num_members]
-            complete = space.together(
-                np.array([n for n, count in rows if count == book.num_members], np.int64)
-            )
+        is_complete = book.num_committed[some.tables] == book.num_members
+        num_complete = int(np.count_nonzero(is_complete))
+        complete, waiting = some, some.numbers
+        if 0 < num_complete < len(waiting):
+            complete, waiting = space.together(some.tables[is_complete]), some.tables[~is_complete].tolist()
         if num_complete:
             out += self._finish(space, book, complete, now)
-        if book is space.rounds.shared and waiting:
+        if book is space.rounds.shared and num_complete < len(some.numbers):
             out += self._fail_late(space, waiting, now)
         return out
 
@@ -375,70 +385,63 @@ class Engine:
         """
         out: list[m.Outgoing] = []
         is_shared = book is space.rounds.shared
-        changed, others = None, some.numbers
+        ended, others = None, some.numbers
         if is_shared and decision is None:
-            changed, others = self._change(space, book, some, out)
-        applied: list[int] = []
-        for number in others:
-            table = space.tables[number]
-            try:
-                rest = slicewise.finish(space, table) if table.begun is not None else None
-                if rest is not None or self._apply(space, book, table, decision):
-                    out += rest or ()
-                    applied.append(number)
-                else:
-                    for given in book.given.values():  # those that wait for a decision, and have data
-                        waiter, said = given.waiters[number], given.said[number]
-                        if waiter is not None and said is not None and said.hold and table.held:
-                            out += _held(table, book.number(number), waiter, table.held.sum.partials)
-            except KVStoreError as error:
-                out += self._fail(space, book, table, error)
-            except Exception as error:
-                _log.exception("round %d of table %r failed", book.number(number), table.name)
-                out += self._fail(space, book, table, self._fault(error))
-        ended, is_plain = changed, not applied
-        if ended is None or applied:
-            applied = applied if ended is None else ended.numbers + applied
-            ended = space.together(np.array(applied, np.int64))
-        answers: list[tuple[int, Waiter, list[Committed] | int, float]] = []
-        """Without commits: the weights of all, and nothing else, by the flags of a worker that wants or maps them."""
-        rounds: list[int] = []
-        for rank, given in book.given.items():
-            flags, waiting = given.flags[ended.tables].tolist(), given.waiting(ended.numbers)
-            is_mapped = space.mode.is_sync and bool(flags and flags[0] & m.MAPS_WEIGHTS)
-            wanted = m.WANTS_WEIGHTS | (flags[0] & (m.MAPS_WEIGHTS | m.KNOWS_PLACES) if is_mapped else 0)
-            if is_plain and len(waiting) == 1 and flags.count(wanted) == len(flags):
-                [(waiter, at)] = waiting.items()
-                if len(at) == len(flags):
-                    answers.append((rank, waiter, wanted, 0.0))
-                    continue
-            rounds = rounds or book.numbers[ended.tables].tolist()
-            versions = given.version[ended.tables].tolist()
-            for waiter, at in waiting.items():
-                said = given.said[ended.numbers[at[0]]]
-                assert said is not None
-                rows = [Committed(ended.numbers[i], rounds[i], versions[i], flags[i]) for i in at]
-                answers.append((rank, waiter, rows, said.timeout))
+            ended, others = self._change(space, book, some, out)
+        applied = [n for n in others if self._finish_alone(space, book, space.tables[n], decision, out)]
+        if applied or ended is None:
+            before = [] if ended is None else ended.numbers
+            ended = space.together(np.array(before + applied, np.int64))
+        answers = [
+            one
+            for rank, given in book.given.items()
+            for one in _answers(book, rank, given, ended, is_plain=not applied)
+        ]
         if space.absent:
             space.forget_absent(ended.numbers)
         book.finish(ended.tables)
-        for number, flag in zip(ended.numbers, flags, strict=True) if not is_shared else ():
-            [rank] = book.given
-            space.rounds.advance(rank, number)
-            space.waits.contributed(number, rank, now)
-            if flag & m.HAS_JOINED:
-                space.rounds.joined(number).add(rank)
-        whole = [rank for rank, _, commits, _ in answers if commits == m.WANTS_WEIGHTS]
+        for rank, given in book.given.items() if not is_shared else ():
+            for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
+                space.rounds.advance(rank, number)
+                space.waits.contributed(number, rank, now)
+                if flag & m.HAS_JOINED:
+                    space.rounds.joined(number).add(rank)
+        whole = [one.rank for one in answers if one.wanted == m.WANTS_WEIGHTS]
         weights = space.weights(ended, *whole) if whole else None
-        for rank, waiter, commits, timeout in answers:
-            if commits == m.WANTS_WEIGHTS and weights is not None:
-                out += _reply(waiter, weights)
-            elif isinstance(commits, int):
-                shown = space.shown(ended, bool(commits & m.KNOWS_PLACES))
+        for rank, waiter, wanted, commits, timeout in answers:
+            if wanted == m.WANTS_WEIGHTS and weights is not None:
+                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights)))
+            elif wanted:
+                shown = space.shown(ended, bool(wanted & m.KNOWS_PLACES))
                 out += [one for body in shown for one in _reply(waiter, body)]
             else:
                 out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
         return out + self._release(space) if space.waits.all else out
+
+    def _finish_alone(
+        self, space: Namespace, book: Book, table: Table, decision: Decision | None, out: list[m.Outgoing]
+    ) -> bool:
+        """Apply the open round of one table; return whether it was.
+
+        Args:
+            out: Takes what is told where it was not: it failed, or is held.
+        """
+        number = table.number
+        try:
+            rest = slicewise.finish(space, table) if table.begun is not None else None
+            if rest is not None or self._apply(space, book, table, decision):
+                out += rest or ()
+                return True
+            for given in book.given.values():  # those that wait for a decision, and have data
+                waiter, said = given.waiters[number], given.said[number]
+                if waiter is not None and said is not None and said.hold and table.held:
+                    out += _held(table, book.number(number), waiter, table.held.sum.partials)
+        except KVStoreError as error:
+            out += self._fail(space, book, table, error)
+        except Exception as error:
+            _log.exception("round %d of table %r failed", book.number(number), table.name)
+            out += self._fail(space, book, table, self._fault(error))
+        return False
 
     def _change(
         self, space: Namespace, book: Book, some: Together, out: list[m.Outgoing]
@@ -848,6 +851,26 @@ class Engine:
             self._end(space)
             return []
         return self._fail_hopeless(space, sender.now)
+
+
+def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: bool) -> list[Answer]:
+    """List what the requests of a rank hear of rounds that end.
+
+    Args:
+        is_plain: All of them have been applied together, so there is nothing special about any.
+    """
+    flags, waiters = given.flags[ended.tables].tolist(), [given.waiters[number] for number in ended.numbers]
+    first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
+    if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
+        return [Answer(rank, first, flags[0])]
+    rounds, versions = book.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
+    found: list[Answer] = []
+    for waiter, at in given.waiting(ended.numbers).items():
+        said = given.said[ended.numbers[at[0]]]
+        assert said is not None
+        rows = [Committed(ended.numbers[i], rounds[i], versions[i], flags[i]) for i in at]
+        found.append(Answer(rank, waiter, 0, rows, said.timeout))
+    return found
 
 
 def _outcomes(

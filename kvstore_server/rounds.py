@@ -286,23 +286,24 @@ class Given:
         for slot in np.flatnonzero(self.marks[first:end]).tolist():
             yield first + slot, *self.payload(first + slot)
 
-    def runs(self, slots: Ints, is_next: Bools) -> Iterator[tuple[int, int, Any, int, int]]:
+    def runs(self, slots: Ints, is_next: Bools) -> list[tuple[int, int, Any, int, int]]:
         """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
 
         Args:
             is_next: Of every slot, whether it may go on with the one before it; the same for all ranks and rounds.
 
-        Yields:
-            The first slot and the end, the buffer, and where in it their bytes begin and end.
+        Returns:
+            Of each run the first slot and the end, the buffer, and where in it their bytes begin and end.
         """
         here = slots[self.marks[slots].nonzero()]
         places = self._places[here]
         places = places - places[:1]  # so that it is the same in all rounds
 
-        key = here.tobytes(), places.tobytes()
+        key, found = (here.tobytes(), places.tobytes()), []
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places, is_next):
             begin = int(self._places[first] % _BUFFER)
-            yield first, end, self._buffers[first], begin, begin + nbytes
+            found.append((first, end, self._buffers[first], begin, begin + nbytes))
+        return found
 
     def waiting(self, tables: Sequence[int]) -> dict[Waiter, list[int]]:
         """The requests that wait for any of some tables, and for which of them, by position."""
@@ -575,12 +576,15 @@ class Book:
 
     def finish(self, tables: Ints) -> None:
         """End the open rounds of some tables as applied; of the first one it is noted who was late."""
-        given = [(rank, one.said[tables[0]]) for rank, one in self.given.items()] if len(tables) else []
-        since = {rank: said.since for rank, said in given if said is not None}
+        since: dict[int, float] = {}
+        for rank, given in self.given.items() if len(tables) else ():
+            said = given.said[tables[0]]
+            if said is not None:
+                since[rank] = said.since
         first = min(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] = self.lateness.get(rank, 0.0) + at - first
-        self.num_ended += bool(given)
+        self.num_ended += bool(self.given) and len(tables) > 0
         self.waited += max(since.values(), default=0.0) - first
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]

@@ -149,9 +149,9 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         if listener is not None:
             self._poller.register(listener.fileno(), zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
         if local:
             with suppress(zmq.ZMQError):  # a system without such names
                 self._socket.bind(local)
@@ -192,8 +192,11 @@ class Server:
                     break
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
-            if self._poller.poll(int(timeout * 1000)):
-                self._receive()
+            for ready, _ in self._poller.poll(int(timeout * 1000)):
+                if ready is self._socket:
+                    self._receive()
+                else:
+                    self._receive_shared()
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -238,13 +241,16 @@ class Server:
         prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
+    def _receive_shared(self) -> None:
+        """Take messages that have come through shared memory, of each worker a few."""
+        for sender, frames in self._listener.receive() if self._listener is not None else ():
+            self._answer(sender, frames, None, self._clock(), is_shared=True)
+
     def _receive(self) -> None:
-        """Take what has come through shared memory, of each worker a few; then from the socket, until the turn is over.
+        """Take messages from the socket until the turn is over.
 
         Of a long message so many frames are taken at once that the others get their turn.
         """
-        for sender, shared in self._listener.receive() if self._listener is not None else ():
-            self._answer(sender, shared, None, self._clock(), is_shared=True)
         end = self._clock() + TURN
         while (now := self._clock()) < end:
             for _ in range(_BURST):
@@ -285,7 +291,9 @@ class Server:
                 # Not just numbers: what is checked now must still hold when it is used.
                 own = tuple(payload.clone() for payload in body.payloads)
                 request = request._replace(body=replace(body, payloads=own))
-            self._send_all(self.service.handle(peer, request, now))
+            replies = self.service.handle(peer, request, now)
+            if replies:
+                self._send_all(replies)
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         for out in packed(self._news(replies) if self._backlog else replies, self._portion):

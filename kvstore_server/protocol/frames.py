@@ -74,7 +74,7 @@ def encode_request(request: m.Request) -> list[Frame]:
     Raises:
         ProtocolError: one of the frames would be too large.
     """
-    frames, payloads = encode_parts(request)
+    frames, payloads = encode_parts(request.body, request.number, request.run, request.session)
     return frames if payloads is None else [*frames, _joined(payloads)]
 
 
@@ -86,21 +86,21 @@ def encode_reply(reply: m.Reply) -> list[Frame]:
 
 def encode_reply_parts(reply: m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
     """Return the frames of a reply as `encode_reply`, in the form of `encode_parts`."""
-    body: Any = reply.body
     try:
-        return encode_parts(m.Request(0, 0, reply.number, body))
+        return encode_parts(reply.body, reply.number)
     except ProtocolError as error:
-        body = m.Failed(*to_wire(error))
-        return encode_parts(m.Request(0, 0, reply.number, body))
+        return encode_parts(m.Failed(*to_wire(error)), reply.number)
 
 
-def encode_parts(request: m.Request) -> tuple[list[Frame], Sequence[Tensor] | None]:
-    """Return the frames of a request, and apart from them what makes up the last one, if that is one of data.
+def encode_parts(
+    body: Any, number: int, run: int = 0, session: int = 0
+) -> tuple[list[Frame], Sequence[Tensor] | None]:
+    """Return the frames of a message, and apart from them what makes up the last one, if that is one of data.
 
     Raises:
         ProtocolError: one of the frames would be too large.
     """
-    body, kind = request.body, _KINDS.get(type(request.body))
+    kind = _KINDS.get(type(body))
     if kind is None:
         code = _KIND_OF[type(body)]
         frames: list[Frame] = [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
@@ -112,7 +112,7 @@ def encode_parts(request: m.Request) -> tuple[list[Frame], Sequence[Tensor] | No
                 f"a {type(body).__name__} message would have a frame of {len(frame)} bytes, more than the {MAX_FRAME} "
                 "that one may have; use fewer keys, or shorter names, in one namespace"
             )
-    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, request.session, request.number, request.run)
+    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, number, run)
     return [head, *frames], body.payloads if isinstance(body, m.Contribute | m.Weights) else None
 
 
@@ -388,7 +388,8 @@ _NO_EXTRA = pack_control([b"", b"", ()])
 def _encode_contribute(body: m.Contribute) -> list[Frame]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
-    extra = pack_control([body.form, body.hyper, body.absent])
+    is_plain = not (body.form or body.hyper or body.absent)
+    extra = _NO_EXTRA if is_plain else pack_control([body.form, body.hyper, body.absent])
     return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes())), extra]
 
 

@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL = 1.0
 """Seconds between two signs of life to every server."""
 _LINGER_MS = 2000
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+"""Events as plain numbers, as polls return them."""
 _SOCKETS_HERE = Path("/proc/net/unix")
 
 
@@ -80,7 +82,7 @@ class Connection:
         """Socket, or a channel's descriptor → server."""
         self._poller = zmq.Poller()
         for socket in self._sockets:
-            self._poller.register(socket, zmq.POLLIN)
+            self._poller.register(socket, _IN)
         self._is_watching = False
         """The poller looks whether something that queues can go out."""
         self._ready: deque[Any] = deque()
@@ -127,9 +129,11 @@ class Connection:
     def _pass_on(self, server: int, request: m.Request, channel: Channel | None) -> bool:
         """Send a request to a server; return whether there was room for it."""
         if channel is not None:
-            with suppress(OSError):  # what the server has said before it ended the channel has yet to be read
-                return channel.send(*encode_parts(request), may_stay=True)
-            return False
+            frames, payloads = encode_parts(request.body, request.number, request.run, request.session)
+            try:
+                return channel.send(frames, payloads, may_stay=True)
+            except OSError:  # what the server has said before it ended the channel has yet to be read
+                return False
         window = self._windows[server]
         if window.holds(request.body, time.monotonic()) and not self._is_closed:
             return False
@@ -162,9 +166,9 @@ class Connection:
                 self._watch_queues()
             stall = min([one.until for one in self._windows if one.until is not None], default=deadline)
             for ready, event in self._poller.poll(max(0, int(1000 * min(pause, stall - time.monotonic())))):
-                if event & zmq.POLLOUT and ready in self._index:
+                if event & _OUT and ready in self._index:
                     self._flush(self._index[ready])
-                if event & ~zmq.POLLOUT:
+                if event & ~_OUT:
                     self._ready.append(ready)
             if not self._ready and stall <= time.monotonic() < deadline:
                 for server, window in enumerate(self._windows):
@@ -223,8 +227,8 @@ class Connection:
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))
                     waits_for_socket = False
                 is_full = bool(queue) and channel.is_usable and channel.is_full
-                self._poller.modify(channel.fileno(), zmq.POLLIN | (zmq.POLLOUT if is_full else 0))
-            self._poller.modify(self._sockets[server], zmq.POLLIN | (zmq.POLLOUT if waits_for_socket else 0))
+                self._poller.modify(channel.fileno(), _IN | (_OUT if is_full else 0))
+            self._poller.modify(self._sockets[server], _IN | (_OUT if waits_for_socket else 0))
 
     def is_queueing(self, server: int) -> bool:
         return bool(self._queues[server])
@@ -267,7 +271,7 @@ class Connection:
             else:
                 self._channels[server] = channel
                 self._index[channel.fileno()] = server
-                self._poller.register(channel.fileno(), zmq.POLLIN)
+                self._poller.register(channel.fileno(), _IN)
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
         self._heartbeats = _Heartbeats(self._context, places, sessions, report)
 
@@ -325,7 +329,7 @@ class Connection:
         while self._queues[server] and server not in self._leaving and time.monotonic() < deadline:
             self._watch_queues()
             for ready, event in self._poller.poll(50):
-                if event & ~zmq.POLLOUT and ready in self._index:
+                if event & ~_OUT and ready in self._index:
                     with suppress(ProtocolError):
                         self._reply_of(self._index[ready], ready)
             self._flush(server)
@@ -333,7 +337,7 @@ class Connection:
 
 def _room_for(request: m.Request) -> int:
     """Bytes that a request takes in shared memory."""
-    frames, payloads = encode_parts(request)
+    frames, payloads = encode_parts(request.body, request.number)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 

@@ -275,7 +275,7 @@ class Job:
     def serve(self) -> None:
         """Make one turn of the server's loop."""
         self.server._budget = 1 << 20
-        self.server._receive()
+        self.server._receive_shared()
         if self.server._backlog:
             self.seen["backlog"] += 1
             self.server._retry_backlog()
@@ -391,7 +391,7 @@ def free_before_it_was_read(real: Any, self: Any, *args: Any, **options: Any) ->
 def read_after_it_was_given_back(real: Any, self: Any, nbytes: int, place: int, may_lend: bool) -> Any:
     """The peer is told at once that nobody reads a place any more."""
     found = real(self, nbytes, place, may_lend)
-    self._returned.append((place, nbytes))
+    self._returned.append(place)
     return found
 
 
