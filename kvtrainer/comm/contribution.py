@@ -113,7 +113,8 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
         if not others.isdisjoint([segment.key for segment in piece.segments]):
             continue
         lent = contribution.lent.get(key)
-        now = part(contribution.values[0], piece) if lent is None else lent[start : start + numel]
+        own = contribution.values[0][piece.dtype][piece.offset : piece.offset + piece.used]
+        now = own if lent is None else lent[start : start + numel]
         is_valid = table.compressor is None or table.compressor.has_encoded(piece.index)
         if is_valid and same_bits(now, sent[piece.index]):
             found.add(piece.index)
@@ -147,9 +148,3 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
         if found:
             encoded[table.index] = found
     return encoded
-
-
-def part(arenas: Arenas, piece: Slice) -> Tensor:
-    """The numbers of a slice in arenas that the Plan has laid out."""
-    flat = arenas[piece.dtype]
-    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]

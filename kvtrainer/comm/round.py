@@ -14,7 +14,7 @@ from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
-from kvtrainer.comm.contribution import Arenas, Contribution, Encoded, part
+from kvtrainer.comm.contribution import Arenas, Contribution, Encoded
 from kvtrainer.comm.layout import Layout, Memory
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.session import Session
@@ -49,8 +49,10 @@ class Leg:
         """Whether the weights of each slice are still to come."""
         self.coming: list[int] = layout.num_resident.tolist() if wants else [0] * len(layout.tables)
         """How many slices of each table are still to come; with none, a plain acknowledgement is."""
-        self.open = {at for at, coming in enumerate(self.coming) if coming or not round_.is_read}
+        self.open = set(range(len(self.coming)))
         """Tables of which the server has not said yet how the round ended."""
+        if round_.is_read:
+            self.open = {at for at, coming in enumerate(self.coming) if coming}
         self.rounds = book.round[layout.index]
         self.commits = layout.commits.copy()
         """A row for each table, as of Contribute."""
@@ -310,7 +312,7 @@ class Round:
             kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
         ready = leg.gathered if kept is None else [at for at in leg.gathered if kept[at]]
         if ready:
-            targets = [part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
+            targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
             torch._foreach_copy_(targets, [leg.memory.views[at] for at in ready])
         notes = self.contribution.is_kept
         for at in ready if notes else ():
@@ -338,7 +340,7 @@ class Round:
         layout, outs = leg.layout, self.contribution.outs
         assert outs is not None
         for at in leg.gathered:
-            part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
+            _part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
         for at, kind, raw, begin in leg.staged:
             of = layout.table[at]
             _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw, begin)
@@ -404,7 +406,7 @@ def _write_staged(
 
     Returns which rows were written of each key, or of the first one; None where it was something else.
     """
-    plan, out, key = table.plan, part(arenas, piece), piece.segments[0].key
+    plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
         place = out[begin // given.dtype.itemsize :][: len(given)]
@@ -432,6 +434,12 @@ def _write_staged(
             own = cut_rows(RowSet(ids, rows), places.bounds)
             written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
     return written
+
+
+def _part(arenas: Arenas, piece: Slice) -> Tensor:
+    """The numbers of a slice in arenas that the Plan has laid out."""
+    flat = arenas[piece.dtype]
+    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
 
 def _rounded(weights: Tensor) -> Tensor:

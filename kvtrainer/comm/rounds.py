@@ -55,28 +55,31 @@ class Rounds:
         is waited for first, so an error of it is raised here. With a store that queues, a round of higher priority
         overtakes earlier ones.
         """
-        for table in contribution.tables:
+        session, tables = self._session, contribution.tables
+        is_encoded = bool(contribution.rows)
+        for table in tables:
             if table.index in self.open or self.tables.broken:
                 self.settle(table)
-        session, tables = self._session, contribution.tables
+            is_encoded |= table.compressor is not None
         round_ = Round(contribution, session.clock(), is_read, session.shares_memory)
-        self.open.update(dict.fromkeys([table.index for table in tables], round_))
+        key = tuple([table.index for table in tables])
+        self.open.update(dict.fromkeys(key, round_))
         try:
             ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
             if ahead is not None and (sent := ahead.sent(tables[0].round)):
                 round_.kept = kept(contribution, sent)
                 if contribution.values is not None:
                     ahead.end(round_.kept)
-            if contribution.rows or any([table.compressor for table in tables]):
+            if is_encoded:
                 round_.encoded = encode(contribution, round_.kept or ())
-            key = tuple([table.index for table in tables])
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 leg = Leg(layout, round_, self.tables)
                 leg.number = session.next_number(partial(self._take, round_, leg))
                 if round_.kept is not None:
                     leg.follow(round_.kept, len(round_.kept) == len(sent))
                 round_.legs.append(leg)
-            round_.open = [leg for leg in round_.legs if leg.open]
+                if leg.open:
+                    round_.open.append(leg)
             if session.is_far and len(tables) == 1 and _is_plain(contribution):
                 for leg in round_.open:
                     announced = announcement(round_, leg, session.options.timeout)
@@ -374,10 +377,13 @@ class Rounds:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
         tables, book = round_.contribution.tables, self.tables
         round_.is_over = True
+        lost: set[int] = set()
         for leg in round_.legs:
             self._session.forget(leg.number)
             if round_.error is None and not leg.open:  # else a message may still be on its way out of it
                 leg.layout.spare = leg.memory
+            if leg.open or leg.failed:
+                lost.update(leg.layout.index[[*leg.open, *leg.failed]].tolist())
         for table in tables:
             if self.open.get(table.index) is round_:
                 del self.open[table.index]
@@ -385,7 +391,6 @@ class Rounds:
             for leg in round_.legs if error is None else ():
                 round_.write(leg, frozenset(), book, self._session)
             return
-        lost = {int(leg.layout.index[at]) for leg in round_.legs for at in (*leg.open, *leg.failed)}
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
         for table in tables if round_.decided else ():
