@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.codec import Codec, make_codec
-from kvtrainer.comm.rank_group import current_group
+from kvtrainer.comm.rank_group import RankGroup, current_group
 from kvtrainer.env import serve_role, workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
 from kvtrainer.kvstore.base import (
@@ -158,45 +158,33 @@ def select_store(
     """
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
     store = None if kvstore is None else traits_of(kvstore)
-    if check.boolean("overlap", overlap):
-        _check_overlap(store, devices)
-    if check.boolean("overlap_pull", overlap_pull):
-        _check_overlap_pull(store, devices)
-    if check.boolean("hierarchy", hierarchy):
-        _check_hierarchy(store, overlap, overlap_pull)
+    _check_ways(store, devices, overlap, overlap_pull, hierarchy)
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
     compression_params, takes_half = _split(compression_params)
     codec = _codec_for(store, compression_params)
+    ignored = None if codec is None else compression_params
     if takes_half:
         _check_takes_half(store, update_on_kvstore)
     reducer = _reducer_for(kvstore, replicas, devices)
-    if store is None and update_on_kvstore:
-        raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-    if store is not None and is_nccl(store.name):
+    if store is None:
+        if update_on_kvstore:
+            raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
+        return _no_store(ignored, reducer)
+    if is_nccl(store.name):
         check_on_cuda(devices, "the Trainer's parameters")
-    if store is not None and store.over_ranks:
+    if store.over_ranks:
         # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
         halves = not update_on_kvstore
         return Selection(kvstore, False, halves, reducer=reducer, over_ranks=True, overlaps=overlap)
-    if store is not None and store.is_in_process:
-        if (found := workers_of_job(os.environ)) is not None and found[
-            0
-        ] > 1:  # which is seldom what was meant
-            _log.warning(_ALONE, store.name, *found)
+    if store.is_in_process:
         if is_joint and update_on_kvstore is None:
             update_on_kvstore = False
-    is_needless = store is not None and store.is_in_process and isinstance(kvstore, str) and len(devices) == 1
-    if store is None or (is_needless and not update_on_kvstore):
-        if codec is not None:
-            _log.warning(
-                "compression_params %r have no effect: one process needs no store, so no gradient travels",
-                compression_params,
-            )
-        is_alone_by_name = store is not None and store.takes_ranks
-        return Selection(None, False, True, reducer=reducer, is_alone_by_name=is_alone_by_name)
-    if isinstance(kvstore, str) and store.is_on_servers:
+        _warn_of_workers(store)
+        if isinstance(kvstore, str) and len(devices) == 1 and not update_on_kvstore:
+            return _no_store(ignored, reducer, is_alone_by_name=store.takes_ranks)
+    elif isinstance(kvstore, str) and store.is_on_servers:
         serve_role(os.environ)
     updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
     if takes_half:
@@ -206,25 +194,47 @@ def select_store(
             "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
             "update_on_kvstore=False step() needs the sums to update"
         )
-    if not (store.is_in_process and len(devices) > 1):
-        return Selection(
-            kvstore,
-            updates,
-            not updates,
-            codec=codec,
-            reducer=reducer,
-            takes_half=takes_half,
-            overlaps=overlap,
-            overlaps_pull=overlap_pull,
-            sums_hosts=hierarchy,
+    chosen = Selection(
+        kvstore,
+        updates,
+        not updates,
+        codec=codec,
+        reducer=reducer,
+        takes_half=takes_half,
+        overlaps=overlap,
+        overlaps_pull=overlap_pull,
+        sums_hosts=hierarchy,
+    )
+    return _for_replicas(chosen, update_on_kvstore) if store.is_in_process and len(devices) > 1 else chosen
+
+
+def _no_store(
+    compression_params: Mapping[str, Any] | None, reducer: str, is_alone_by_name: bool = False
+) -> Selection:
+    """Select no store at all, for a process that trains alone."""
+    if compression_params is not None:
+        _log.warning(
+            "compression_params %r have no effect: one process needs no store, so no gradient travels",
+            compression_params,
         )
-    if codec is not None and not is_left_fold(reducer):
+    return Selection(None, False, True, reducer=reducer, is_alone_by_name=is_alone_by_name)
+
+
+def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
+    """Use a store in this process for replicas on several devices, which are compressed one by one."""
+    if chosen.codec is not None and not is_left_fold(chosen.reducer):
         raise ConfigurationError(
-            f"reducer={reducer!r} would have no effect: replicas that are compressed are decoded and added from left "
-            "to right; leave the reducer or the compression out"
+            f"reducer={chosen.reducer!r} would have no effect: replicas that are compressed are decoded and added from "
+            "left to right; leave the reducer or the compression out"
         )
-    is_open = update_on_kvstore is None
-    return Selection(kvstore, updates, not updates, is_open, replica_codec=codec, reducer=reducer)
+    return replace(chosen, is_open=asked is None, codec=None, replica_codec=chosen.codec)
+
+
+def _warn_of_workers(store: Traits) -> None:
+    """Log that a job has several workers although the store serves one process, which is seldom what was meant."""
+    found = workers_of_job(os.environ)
+    if found is not None and found[0] > 1:
+        _log.warning(_ALONE, store.name, *found)
 
 
 def group_too_late(when: str) -> ConfigurationError:
@@ -248,50 +258,34 @@ def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float)
         )
 
 
-def _check_overlap(store: Traits | None, devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless gradients can go to the store during the backward pass."""
+def _check_ways(
+    store: Traits | None,
+    devices: Sequence[torch.device],
+    overlap: bool,
+    overlap_pull: bool,
+    hierarchy: bool,
+) -> None:
+    """Raise ConfigurationError unless gradients and weights can go the ways that are asked for, and those go together.
+
+    Each takes servers and synchronous rounds; overlap goes over ranks of torch.distributed as well.
+    """
     group = current_group() if store is not None and store.over_ranks else None
-    if group is not None:
-        if len(devices) > 1 or not group.can_overlap(devices[0]):
-            names = ", ".join(map(str, devices))
-            raise ConfigurationError(
-                "overlap=True needs all parameters on one device, and a process group with gloo for the CPU and, if "
-                "they are on CUDA, NCCL for that, as of init_process_group('cpu:gloo,cuda:nccl'); they are on "
-                f"{names}, and the group has {dist.get_backend_config()}"
-            )
+    if check.boolean("overlap", overlap) and group is not None:
+        _check_group_overlap(group, devices)
+    elif overlap:
+        lack = "nothing that could be sent during the backward pass and still be changed before step()"
+        _check_rounds(store, "overlap", ", or several ranks of torch.distributed", lack)
+        _check_one_cpu("overlap", devices)
+    if check.boolean("overlap_pull", overlap_pull):
+        _check_rounds(
+            store, "overlap_pull", "", "no new weights that could come while the next forward pass computes"
+        )
+        _check_one_cpu("overlap_pull", devices)
+    if not check.boolean("hierarchy", hierarchy):
         return
-    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
-        raise ConfigurationError(
-            "overlap=True needs servers and synchronous rounds, as of 'dist_sync', or several ranks of "
-            f"torch.distributed; kvstore {store and store.name!r} has nothing that could be sent during the backward "
-            "pass and still be changed before step()"
-        )
-    if [device.type for device in devices] != ["cpu"]:
-        names = ", ".join(map(str, devices))
-        raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
-
-
-def _check_overlap_pull(store: Traits | None, devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless new weights can come from the store during the forward pass."""
-    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
-        raise ConfigurationError(
-            f"overlap_pull=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore "
-            f"{store and store.name!r} has no new weights that could come while the next forward pass computes"
-        )
-    if [device.type for device in devices] != ["cpu"]:
-        names = ", ".join(map(str, devices))
-        raise ConfigurationError(
-            f"overlap_pull=True needs all parameters on one CPU device, they are on {names}"
-        )
-
-
-def _check_hierarchy(store: Traits | None, overlap: bool, overlap_pull: bool) -> None:
-    """Raise ConfigurationError unless workers of one host can give one gradient together."""
-    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
-        raise ConfigurationError(
-            f"hierarchy=True needs servers and synchronous rounds, as of 'dist_sync'; kvstore {store and store.name!r} "
-            "has no round to which the workers of a host could give one gradient together"
-        )
+    _check_rounds(
+        store, "hierarchy", "", "no round to which the workers of a host could give one gradient together"
+    )
     if overlap:
         raise ConfigurationError(
             "overlap=True sends every worker's gradient before a step could sum it with those of its host; give "
@@ -301,6 +295,33 @@ def _check_hierarchy(store: Traits | None, overlap: bool, overlap_pull: bool) ->
         raise ConfigurationError(
             "overlap_pull=True lets a step return before there are weights that it could hand on to the workers of its "
             "host; give hierarchy=True or overlap_pull=True"
+        )
+
+
+def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> None:
+    """Raise ConfigurationError, which says what such a store has not, unless it has servers and synchronous rounds."""
+    if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
+        raise ConfigurationError(
+            f"{option}=True needs servers and synchronous rounds, as of 'dist_sync'{others}; kvstore "
+            f"{store and store.name!r} has {lack}"
+        )
+
+
+def _check_one_cpu(option: str, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigurationError unless all parameters are on one CPU device."""
+    if [device.type for device in devices] != ["cpu"]:
+        names = ", ".join(map(str, devices))
+        raise ConfigurationError(f"{option}=True needs all parameters on one CPU device, they are on {names}")
+
+
+def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:
+    """Raise ConfigurationError unless ranks can sum gradients during the backward pass."""
+    if len(devices) > 1 or not group.can_overlap(devices[0]):
+        names = ", ".join(map(str, devices))
+        raise ConfigurationError(
+            "overlap=True needs all parameters on one device, and a process group with gloo for the CPU and, if "
+            "they are on CUDA, NCCL for that, as of init_process_group('cpu:gloo,cuda:nccl'); they are on "
+            f"{names}, and the group has {dist.get_backend_config()}"
         )
 
 
