@@ -402,8 +402,8 @@ class Channel:
                     size = self._end.recv_into(self._buffer)
                 else:
                     size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], _ONE_FD)
-                    for _, _, data in ancillary:
-                        fds += struct.unpack(f"{len(data) // 4}i", data)
+                    for _, _, packed in ancillary:
+                        fds += struct.unpack(f"{len(packed) // 4}i", packed)
             except BlockingIOError:
                 if self._returned_bytes >= self._enough:
                     self.tell()
