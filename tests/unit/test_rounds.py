@@ -39,7 +39,13 @@ def commits(bench: Bench, server: int | None = None) -> list[m.Contribute]:
     return [body for body in found if isinstance(body, m.Contribute) and is_commit(body)]
 
 
-def test_every_server_gets_its_slices_and_the_commit_with_the_last_of_them() -> None:
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers be on this host: slices go to others in parts."""
+    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
+
+
+def test_every_server_gets_its_slices_and_the_commit_with_the_last_of_them(near: None) -> None:
     bench = Bench(2, lambda server, commit: [bench.weights(server, 9.0)])
     bench.run()
     for server in range(2):
@@ -172,7 +178,7 @@ def test_the_reason_of_an_abort_is_kept_short() -> None:
     assert len(abort.reason) <= 500  # type: ignore[attr-defined]
 
 
-def test_slices_that_a_server_misses_are_sent_again_with_the_commit() -> None:
+def test_slices_that_a_server_misses_are_sent_again_with_the_commit(near: None) -> None:
     last = SLOT + len(Bench(1, lambda server, commit: []).plan.slices) - 1
 
     def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
