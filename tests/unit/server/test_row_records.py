@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -49,8 +51,11 @@ class Job:
     def pull(self, ids: bytes, key: int = 0) -> None:
         self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
 
-    def rows(self, *ids: int) -> list[float]:
-        [found] = self.client.rows.pull([(self.tables[0], 0, torch.tensor(ids))])
+    def rows(self, *places: int) -> list[float]:
+        """Read rows by where they lie on the server, to whose slices they are dealt."""
+        [deal] = self.tables[0].plan.rows(0).deals
+        ids = torch.from_numpy(deal.rows(np.array(places)))
+        [found] = self.client.rows.pull([(self.tables[0], 0, ids)])
         return found[:, 0].tolist()
 
 
@@ -232,10 +237,13 @@ def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
         flat[at : at + spec.numel].view(spec.shape)
         for at, spec in zip(table.plan.key_offsets, table.plan.specs, strict=True)
     ]
-    sources = {
-        key: lambda first, numel, one=one: one.reshape(-1)[first : first + numel]
-        for key, one in enumerate(tables)
-    }
+
+    def source(key: int, first: int, numel: int) -> Tensor:
+        """Return what lies there, row for row."""
+        width, [deal] = tables[key].shape[1], table.plan.rows(key).deals
+        return tables[key][deal.rows(np.arange(first // width, (first + numel) // width))].reshape(-1)
+
+    sources = {key: partial(source, key) for key in range(len(tables))}
     given = Contribution([table], [{"float32": flat}], None, sources=sources if row_sparse else {})
     client.rounds.wait(client.rounds.start(given))
     asked: list[int] = []
