@@ -16,8 +16,8 @@ from kvstore_server.protocol.frames import divided
 
 _STEP = 4096
 """Bytes of whose multiples parts are: whole lines, in whole units of every kernel."""
-_LEAST, LONGEST = 4 * _STEP, 64 * _STEP
-"""Bytes of the smallest parts, for each costs some time; and of the longest ones, which are enough for any link."""
+_LEAST, LONGEST = 4 * _STEP, 256 * _STEP
+"""Bytes of the smallest parts, for each costs some time; and of the longest ones, which keep a fast link busy."""
 _PARTS = 16
 """Parts of what a server has of a table: the first one on its way up and the last one down are a sixteenth each."""
 

@@ -10,12 +10,11 @@ after a while, and some of the next rounds go as a whole: twice as many each tim
 from __future__ import annotations
 
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.parts import LONGEST
 
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
-_PARTS, _LONG = 2, 8
-"""Parts that are on their way at once; and of the longest parts, as a fast link of some length holds more of them."""
+_PARTS = 2
+"""Parts that are on their way at once."""
 _MOST_SKIPPED = 64
 
 
@@ -35,9 +34,7 @@ class Window:
         """Tell whether a message has to wait: a part, while enough of them are on their way."""
         nbytes = _size_of_part(body) if self._is_on else 0
         self._longest = max(self._longest, nbytes)
-        if not nbytes or self._ahead + nbytes <= self._longest * (
-            _PARTS if self._longest < LONGEST else _LONG
-        ):
+        if not nbytes or self._ahead + nbytes <= self._longest * _PARTS:
             return False
         if self.until is None:
             self.until = now + STALL
