@@ -1,7 +1,8 @@
-"""Every optimizer of Gluon follows its float64 formula while rates, batch sizes and multipliers change, on any store.
+"""Every optimizer follows its oracle while rates, batch sizes and multipliers change, on any store.
 
-The bits do not depend on the number of servers nor on where the update runs, SGLD's noise included. Every worker has
-gradients, and divides them by batch sizes, of its own; the problem is the same for all.
+That is Gluon's formula in float64, or one of torch's optimizers for each parameter, in the dtype of the run. The bits
+do not depend on the number of servers nor on where the update runs, SGLD's noise included. Every worker has gradients,
+and divides them by batch sizes, of its own; there are two groups; the problem is the same for all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import kvtrainer
 from kvstore_server.optimizer import gluon, layerwise
+from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Slice, TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore, KVStoreBase
 from tests.support.gluon_cases import CASES, Case
@@ -34,8 +36,11 @@ SHAPES = {
     "single": (1, 1),
 }
 """Matrices all, for GroupAdaGrad; LARS treats the gamma differently, for its name."""
+SLOW, SLOWER = ("norm_gamma", "single"), 0.5
+"""The keys of the second group, and its learning rate as a part of the first one's."""
 WD = 0.05
-COMMON: dict[str, Any] = {"rescale_grad": 0.5, "clip_gradient": 0.4}
+RESCALE, BOUND = 0.5, 0.4
+"""Of gradients; the bound is Gluon's."""
 
 RATES = (0.05, 0.02, 0.1, 0.3, 0.08, 0.01, 0.2, 0.04, 0.07, 0.15, 0.03, 0.06)
 BATCHES = (4.0, 3.0, 8.0, 1.0, 5.0)
@@ -48,7 +53,25 @@ MULTIPLIERS: dict[int, dict[str, dict[str, float]]] = {
 
 CHANGES = frozenset(["learning rate", "batch sizes", "multipliers"])
 """What changes from step to step."""
-OPTIMIZERS = {**CASES, "sgld": Case("sgld", {"seed": 3})}
+TORCHS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": WD},
+    "SGD nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": WD},
+    "Adam": {"betas": (0.8, 0.95), "amsgrad": True, "weight_decay": WD},
+    "AdamW": {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": WD},
+    "Adagrad": {"lr_decay": 0.01, "initial_accumulator_value": 0.1, "weight_decay": WD},
+    "Adadelta": {"rho": 0.8, "eps": 1e-5, "weight_decay": WD},
+    "Adamax": {"betas": (0.8, 0.95), "weight_decay": WD},
+    "NAdam": {"momentum_decay": 0.01, "decoupled_weight_decay": True, "weight_decay": WD},
+    "RAdam": {"betas": (0.8, 0.9), "decoupled_weight_decay": True, "weight_decay": WD},
+    "RMSprop": {"alpha": 0.9, "momentum": 0.5, "centered": True, "weight_decay": WD},
+    "Rprop": {"etas": (0.6, 1.3), "step_sizes": (1e-5, 0.05)},
+    "ASGD": {"lambd": 0.01, "alpha": 0.7, "t0": 5.0, "weight_decay": WD},
+}
+FORESEEN = {
+    **CASES,
+    **{f"torch:{name}": Case(f"torch:{name.split()[0]}", own) for name, own in TORCHS.items()},
+}
+OPTIMIZERS = {**FORESEEN, "sgld": Case("sgld", {"seed": 3})}
 
 
 def rate(step: int, changes: frozenset[str] = CHANGES) -> float:
@@ -67,14 +90,19 @@ def multipliers(step: int, changes: frozenset[str] = CHANGES) -> dict[str, dict[
 
 
 def options_of(label: str) -> dict[str, Any]:
-    """A case's options for a Trainer, but for the learning rate."""
+    """A case's options for a Trainer."""
     case = OPTIMIZERS[label]
-    return {**COMMON, "wd": decay_of(case.name), **case.options}
+    common = {"learning_rate": rate(0), "rescale_grad": RESCALE, **case.options}
+    return common if is_torchs(label) else {"wd": decay_of(case.name), "clip_gradient": BOUND, **common}
 
 
 def decay_of(name: str) -> float:
     """The weight decay of an optimizer: GroupAdaGrad has none."""
     return 0.0 if name == "groupadagrad" else WD
+
+
+def is_torchs(label: str) -> bool:
+    return label.startswith("torch:")
 
 
 @functools.cache
@@ -93,8 +121,9 @@ def gradients(step: int, rank: int) -> dict[str, Numbers]:
 @functools.cache
 def reference(label: str, workers: int, changes: frozenset[str] = CHANGES) -> dict[str, Numbers]:
     """The weights after STEPS steps."""
-    case, weights = CASES[label], dict(start_weights())
-    oracle = Reference(case.name, {**COMMON, **case.options})
+    case, weights = FORESEEN[label], dict(start_weights())
+    options = {"clip_gradient": BOUND, **case.options}
+    oracle = TorchReference(case) if is_torchs(label) else Reference(case.name, options)
     for step in range(STEPS):
         for key, (lr, wd) in numbers(step, decay_of(case.name), changes).items():
             gradient = summed_gradient(step, workers, key, changes)
@@ -109,11 +138,10 @@ def sgld_moments(workers: int) -> dict[str, tuple[Numbers, float]]:
     One step is `w = (1 - lr wd / 2) w - lr / 2 g + N(0, lr)`, linear in w.
     """
     moments = {key: (weight, 0.0) for key, weight in start_weights().items()}
-    bound = COMMON["clip_gradient"]
     for step in range(STEPS):
         for key, (lr, wd) in numbers(step, WD).items():
             (mean, variance), decay = moments[key], 1 - lr * wd / 2
-            gradient = np.clip(summed_gradient(step, workers, key), -bound, bound)
+            gradient = np.clip(summed_gradient(step, workers, key), -BOUND, BOUND)
             moments[key] = (decay * mean - lr / 2 * gradient, decay**2 * variance + lr)
     return moments
 
@@ -126,7 +154,7 @@ def numbers(step: int, wd: float, changes: frozenset[str] = CHANGES) -> dict[str
             factors[kind] |= changed
     return {
         key: (
-            rate(step, changes) * factors["lr_mult"].get(key, 1.0),
+            rate(step, changes) * (SLOWER if key in SLOW else 1.0) * factors["lr_mult"].get(key, 1.0),
             wd * factors["wd_mult"].get(key, 1.0),
         )
         for key in SHAPES
@@ -137,8 +165,7 @@ def numbers(step: int, wd: float, changes: frozenset[str] = CHANGES) -> dict[str
 def summed_gradient(step: int, workers: int, key: str, changes: frozenset[str] = CHANGES) -> Numbers:
     """The rescaled sum over workers of one key."""
     return sum(
-        gradients(step, rank)[key] * COMMON["rescale_grad"] / batch_size(step, rank, changes)
-        for rank in range(workers)
+        gradients(step, rank)[key] * RESCALE / batch_size(step, rank, changes) for rank in range(workers)
     )
 
 
@@ -155,47 +182,78 @@ def _drawn(shape: tuple[int, int], *seed: int) -> Numbers:
     return values.astype(np.float32).astype(np.float64)
 
 
-SITES = (True, False)
-"""Of update_on_kvstore."""
+class TorchReference:
+    """One of torch's optimizers, with an instance, hence a learning rate and weight decay, for each key."""
+
+    def __init__(self, case: Case) -> None:
+        self._make = functools.partial(getattr(torch.optim, case.name.removeprefix("torch:")), **case.options)
+        self._kernels: dict[str, tuple[Tensor, torch.optim.Optimizer]] = {}
+
+    def update(self, key: str, w: Numbers, g: Numbers, lr: float, wd: float) -> Numbers:
+        """The new weights of one key."""
+        if key not in self._kernels:
+            weight = torch.from_numpy(w).clone().requires_grad_()
+            self._kernels[key] = weight, self._make([weight])
+        weight, kernel = self._kernels[key]
+        weight.grad, [group] = torch.from_numpy(g), kernel.param_groups
+        group["lr"] = lr
+        if "weight_decay" in group:
+            group["weight_decay"] = wd
+        kernel.step()
+        return weight.detach().numpy().copy()
 
 
 def play(
     label: str, rank: int, kvstore: str | KVStoreBase | None, in_store: bool | None
 ) -> dict[str, Tensor]:
-    """The weights at the end of one run, in float32."""
+    """The weights at the end of one run: of torch's in float64, and else in float32."""
+    dtype = torch.float64 if is_torchs(label) else torch.float32
     parameters = {
-        key: torch.from_numpy(weight).float().requires_grad_() for key, weight in start_weights().items()
+        key: torch.from_numpy(weight).to(dtype, copy=True).requires_grad_()
+        for key, weight in start_weights().items()
     }
-    options = {"learning_rate": rate(0), **options_of(label)}
-    with kvtrainer.Trainer(
-        parameters, OPTIMIZERS[label].name, options, kvstore=kvstore, update_on_kvstore=in_store
-    ) as trainer:
+    groups = [
+        {"params": {key: p for key, p in parameters.items() if key not in SLOW}},
+        {"params": {key: parameters[key] for key in SLOW}, "lr": SLOWER * rate(0)},
+    ]
+    name, options = OPTIMIZERS[label].name, options_of(label)
+    with kvtrainer.Trainer(groups, name, options, kvstore=kvstore, update_on_kvstore=in_store) as trainer:
+        schedule = torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: rate(step % STEPS) / rate(0))
         for step in range(STEPS):
-            trainer.set_learning_rate(rate(step))
             for kind, changed in multipliers(step).items():
                 for key, value in changed.items():
                     setattr(parameters[key], kind, value)
             set_gradients(parameters, gradients(step, rank))
             trainer.step(batch_size(step, rank))
+            schedule.step()
     return {key: parameter.detach().clone() for key, parameter in parameters.items()}
 
 
-TOLERANCE = 2e-6
+TOLERANCE, TORCHS_TOLERANCE = 2e-6, 1e-11
 SERVERS = (1, 2, 3)
+SITES = (True, False)
+"""Of update_on_kvstore."""
+Sites = Sequence[tuple[int, bool]]
+"""Numbers of servers, and where the update runs."""
 SIZES = [
-    pytest.param(1, (1, 3), id="1x1,3"),
-    pytest.param(2, (3,), id="2x3"),
-    pytest.param(1, SERVERS, id="1x1,2,3", marks=pytest.mark.full),
-    pytest.param(2, SERVERS, id="2x1,2,3", marks=pytest.mark.full),
+    pytest.param(1, ((1, True), (3, False)), id="1"),
+    pytest.param(2, ((3, True), (3, False)), id="2"),
+    *(
+        pytest.param(
+            workers, (*itertools.product(SERVERS, SITES),), id=f"{workers} anywhere", marks=pytest.mark.full
+        )
+        for workers in (1, 2)
+    ),
 ]
+"""Numbers of workers, and the sites of their runs."""
 
 Weights = dict[str, Tensor]
 
 
-def everywhere(jobs: Servers, workers: int, servers: Sequence[int], label: str) -> dict[str, Weights]:
+def everywhere(jobs: Servers, workers: int, sites: Sites, label: str) -> dict[str, Weights]:
     """What every worker ended with, whatever the servers and the site of the update; one, also in one process."""
     found: dict[str, Weights] = {}
-    for count, in_store in itertools.product(servers, SITES):
+    for count, in_store in sites:
 
         def body(kv: DistKVStore, rank: int, in_store: bool = in_store) -> Weights:
             return play(label, rank, kv, in_store)
@@ -210,8 +268,9 @@ def everywhere(jobs: Servers, workers: int, servers: Sequence[int], label: str) 
 
 def pieces_of(key: str, servers: int = 1, whole_keys: bool = False) -> list[Slice]:
     """The slices of a key; a Trainer takes a dict in the order of its names."""
-    names = sorted(SHAPES)
-    plan = make_plan([TensorSpec(name, SHAPES[name], "float32") for name in names], servers, whole_keys)
+    names = [*sorted(SHAPES.keys() - {*SLOW}), *SLOW]
+    specs = [TensorSpec(name, SHAPES[name], "float32", int(name in SLOW)) for name in names]
+    plan = make_plan(specs, servers, whole_keys)
     return [piece for piece in plan.slices if piece.segments[0].key == names.index(key)]
 
 
@@ -220,21 +279,22 @@ def in_float64(weights: Weights) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("label", OPTIMIZERS)
-@pytest.mark.parametrize(("workers", "servers"), SIZES)
+@pytest.mark.parametrize(("workers", "sites"), SIZES)
 def test_every_store_follows_the_formula_with_the_same_bits(
-    jobs: Servers, workers: int, servers: Sequence[int], label: str
+    jobs: Servers, workers: int, sites: Sites, label: str
 ) -> None:
-    runs = everywhere(jobs, workers, servers, label)
+    runs = everywhere(jobs, workers, sites, label)
     first = next(iter(runs.values()))
     for who, weights in runs.items():
         assert all(torch.equal(weights[key], first[key]) for key in SHAPES), who
     if label != "sgld":
-        assert distance(in_float64(first), reference(label, workers)) <= TOLERANCE
+        bound = TORCHS_TOLERANCE if is_torchs(label) else TOLERANCE
+        assert distance(in_float64(first), reference(label, workers)) <= bound
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sglds_noise_has_the_mean_and_the_variance_of_its_formula(jobs: Servers, workers: int) -> None:
-    weights = in_float64(everywhere(jobs, workers, (3,), "sgld")["3 servers, rank 0, in store: True"])
+    [weights] = map(in_float64, jobs.results(workers, 3, lambda kv, rank: play("sgld", rank, kv, True))[:1])
     moments = sgld_moments(workers)
     for key in ("sliced_weight", "body_weight"):
         mean, variance = moments[key]
@@ -265,7 +325,7 @@ def test_the_norm_of_one_servers_part_would_be_seen(label: str) -> None:
     assert np.abs(ends[0] - ends[1]).max() > 1e3 * TOLERANCE
 
 
-@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("label", FORESEEN)
 def test_the_weights_move_and_stay_bounded(label: str) -> None:
     # A run that blows up would amplify rounding without limit, and prove nothing.
     expected = reference(label, 2)
@@ -274,9 +334,10 @@ def test_the_weights_move_and_stay_bounded(label: str) -> None:
         assert 1e3 * TOLERANCE < np.abs(weight - start[key]).max() < 30, key
 
 
-def test_every_optimizer_of_gluon_is_played() -> None:
+def test_every_optimizer_of_gluon_and_every_elementwise_one_of_torch_is_played() -> None:
     ours = {cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)}
-    assert {case.name for case in OPTIMIZERS.values()} == ours
+    theirs = {f"torch:{cls.__name__}" for cls in ELEMENTWISE}
+    assert {case.name for case in OPTIMIZERS.values()} == ours | theirs
 
 
 @pytest.mark.parametrize("servers", SERVERS)
