@@ -44,7 +44,7 @@ class Client:
     @property
     def shares_memory(self) -> bool:
         """Whether messages to some server go through memory that it shares."""
-        return any([self._session.shares_memory(server) for server in range(self.num_servers)])
+        return any(map(self._session.transport.shares_memory, range(self.num_servers)))
 
     def tell(self, report: Report) -> None:
         """Have signs of life say what a report says, and the report count how long this worker waits."""
@@ -52,12 +52,12 @@ class Client:
 
     def born_gradients(self, table: RemoteTable, keys: Collection[int]) -> BornGradients:
         """Have servers of this host make memory for gradients of a table; see `BornGradients`."""
-        return BornGradients(table.plan, keys, self._session.channel)
+        return BornGradients(table.plan, keys, self._session.transport.channel)
 
     @property
     def shares_all_memory(self) -> bool:
         """Whether messages to every server go through memory that it shares."""
-        return all([self._session.shares_memory(server) for server in range(self.num_servers)])
+        return all(map(self._session.transport.shares_memory, range(self.num_servers)))
 
     @property
     def is_closed(self) -> bool:

@@ -108,7 +108,9 @@ class Connection:
         queue = self._queues[server]
         while queue:
             rank, number, request = queue[0]
-            channel = self._channel_for(server, request)
+            channel = self._channels.get(server)
+            if channel is not None and (not channel.is_usable or isinstance(request.body, m.State)):
+                channel = None
             portions = divided(request.body, MAX_PAYLOAD if channel is None else channel.portion)
             if len(portions) > 1:
                 heapq.heappop(queue)
@@ -119,15 +121,8 @@ class Connection:
             else:
                 break
 
-    def _channel_for(self, server: int, request: m.Request) -> Channel | None:
-        """The channel through which a request goes; None where it goes over ZeroMQ."""
-        channel = self._channels.get(server)
-        if channel is None or not channel.is_usable or isinstance(request.body, m.State):
-            return None
-        return channel
-
     def _pass_on(self, server: int, request: m.Request, channel: Channel | None) -> bool:
-        """Send a request to a server; return whether there was room for it."""
+        """Send a request through a channel, or over ZeroMQ; return whether there was room for it."""
         if channel is not None:
             frames, payloads = encode_parts(request.body, request.number, request.run, request.session)
             try:
@@ -181,7 +176,23 @@ class Connection:
 
     def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
         """Return a message that the socket, or the channel, of a server has for us."""
-        frames = self._frames_of(server, ready)
+        frames: list[Any] | None = None
+        if isinstance(ready, int):
+            channel = self._channels[server]
+            was_usable = channel.is_usable
+            try:
+                frames = channel.receive()
+            except (OSError, ProtocolError) as error:
+                self._lose_channel(server, error)
+            if was_usable and channel.is_tight:
+                _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
+            if frames is None:
+                self._flush(server)  # the server may have given room
+            else:
+                self._ready.append(ready)  # there may be more
+        else:
+            with suppress(zmq.Again):
+                frames = ready.recv_multipart(zmq.NOBLOCK, copy=False)
         if frames is None:
             return None
         self._answered.add(server)
@@ -194,28 +205,6 @@ class Connection:
                 self._flush(server)
         return reply
 
-    def _frames_of(self, server: int, ready: Any) -> list[Any] | None:
-        """Return the frames of a message that the socket, or the channel, of a server has for us."""
-        if not isinstance(ready, int):
-            with suppress(zmq.Again):
-                frames: list[Any] = ready.recv_multipart(zmq.NOBLOCK, copy=False)
-                return frames
-            return None
-        channel = self._channels[server]
-        was_usable = channel.is_usable
-        try:
-            found = channel.receive()
-        except (OSError, ProtocolError) as error:
-            self._lose_channel(server, error)
-            found = None
-        if was_usable and channel.is_tight:
-            _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
-        if found is None:
-            self._flush(server)  # the server may have given room
-        else:
-            self._ready.append(ready)  # there may be more
-        return found
-
     def _watch_queues(self) -> None:
         """Have the poll end when something that queues can go out; ask for room where that is what is missing."""
         self._is_watching = any(self._queues)
@@ -223,7 +212,7 @@ class Connection:
             channel = self._channels.get(server)
             waits_for_socket = bool(queue) and self._windows[server].until is None
             if channel is not None:
-                if queue and self._channel_for(server, queue[0][2]) is channel:
+                if queue and channel.is_usable and not isinstance(queue[0][2].body, m.State):
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))
                     waits_for_socket = False
                 is_full = bool(queue) and channel.is_usable and channel.is_full

@@ -1,8 +1,12 @@
-"""A round under way: what one worker knows of it, server by server, and new weights as they come and are written."""
+"""A round under way, server by server: what one worker sends, what it knows, and new weights as they come.
+
+What goes to one server, and has come from it, is a `Leg`. New weights are kept until the round is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,16 +17,22 @@ from kvstore_server.norms import Decision, Measured
 from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
 from kvtrainer.comm.contribution import Arenas, Contribution, Encoded
 from kvtrainer.comm.layout import Layout, Memory
 from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.parts import cut, size_of_parts
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
+NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
+_NONE = np.zeros(0, np.int64)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
 
 class Leg:
-    """The part of a round that is on one server: what it has said, by position of table and slice in the layout."""
+    """The part of a round that is on one server, by position of table and slice in the layout."""
 
     def __init__(self, layout: Layout, round_: Round, book: Tables) -> None:
         contribution = round_.contribution
@@ -67,7 +77,7 @@ class Leg:
             wants
             and contribution.mapped is not None
             and contribution.mapped.is_on
-            and round_.shares_memory(self.server)
+            and round_.session.transport.shares_memory(self.server)
         ):
             flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
         if flags or not wants:
@@ -103,6 +113,93 @@ class Leg:
         self.generation = int(not are_all)
         self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
         self.commits[:, 5] |= m.ANEW * (not kept)
+
+    def announcement(self, round_: Round) -> m.Contribute | None:
+        """Tell a server what the commits will say, before it gets the slices that it can use one by one.
+
+        None where it is to hear of them only with the slices.
+        """
+        contribution, layout = round_.contribution, self.layout
+        size, num_kept = len(layout.resident), len(self.kept) if self.generation else 0
+        is_long = size > 1 or sum(layout.nbytes) > SENT_ALONE
+        if len(self.given) not in (0, size) or not is_long or num_kept:
+            return None
+        self.is_announced = True
+        commits = self.commits.copy()
+        commits[:, 5] |= m.ANNOUNCES
+        return m.Contribute(
+            layout.pushes[_NONE],
+            (),
+            commits,
+            hyper=contribution.hyper,
+            rescale=contribution.rescale,
+            timeout=round_.session.options.timeout,
+        )
+
+    def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
+        """Make messages that carry some slices, and with the last of them the commits of what is not over."""
+        layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
+        commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
+        if round_.is_read:
+            return [m.Pull(tuple(commits[:, 0].tolist()), timeout)]
+        batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
+        """(form, slices, what they are given)."""
+        plain = self._encode_some(round_, given, batches) if round_.encoded else given
+        small = [at for at in plain if layout.begin[at] >= 0]
+        if small and contribution.values is not None:
+            sources = [_given(contribution, layout, at) for at in small]
+            torch._foreach_copy_([self.memory.views[at] for at in small], sources)
+        groups: Sequence[Sequence[int]] = [plain] if plain else []
+        if contribution.born:
+            groups = _apart(contribution, layout, plain)
+        for own in groups:
+            payloads = [
+                _whole(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
+                for at, begin, end in (layout.runs if own is layout.resident else layout.runs_of(own))
+            ]
+            batches.append((b"", own, tuple(payloads)))
+        nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
+        if not batches or (nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)):
+            batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
+        bodies: list[m.Contribute | m.Pull] = []
+        for number, (form, own, data) in enumerate(batches, start=1):
+            where = np.array(own, np.int64)
+            pushes = layout.pushes[where]
+            pushes[:, 1] = self.rounds[layout.push_table[where]]
+            if self.generation:
+                pushes[:, 2] = [at not in self.kept for at in own]
+            if form:
+                pushes[:, 3] = [one.nbytes for one in data]
+            body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
+            is_cut = self.is_announced and not form and number < len(batches)
+            bodies += cut(body, size_of_parts(sum(layout.nbytes))) if is_cut else [body]
+        body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
+        if contribution.absent:
+            body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
+        if contribution.guard is not None:
+            body.hold = contribution.guard.norm_type
+        return bodies
+
+    def _encode_some(
+        self,
+        round_: Round,
+        given: Sequence[int],
+        batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]],
+    ) -> list[int]:
+        """Add a batch for each form in which slices are encoded; returns the others."""
+        layout, plain = self.layout, list[int]()
+        forms: dict[bytes, list[tuple[int, Tensor]]] = {}
+        for at in given:
+            of = int(layout.index[layout.table[at]])
+            found = round_.encoded.get(of, {}).get(layout.pieces[at].index)
+            if found is None:
+                plain.append(at)
+            else:
+                forms.setdefault(found.form, []).append((at, found.data))
+        for form, encoded in forms.items():
+            some, data = zip(*encoded, strict=True)
+            batches.append((form, some, data))
+        return plain
 
     def drop_former(self, table: int) -> None:
         """What has come of new weights of a table was taken back: they all come again."""
@@ -220,14 +317,12 @@ class Round:
     def __init__(
         self,
         contribution: Contribution,
-        started: float,
+        session: Session,
         is_read: bool = False,
-        shares_memory: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.contribution = contribution
-        self.shares_memory = shares_memory
-        """Whether a server may show its memory instead of sending new weights."""
-        self.started = started
+        self.session = session
+        self.started = session.clock()
         self.is_read = is_read
         """Whether weights are only read."""
         self.legs: list[Leg] = []
@@ -297,7 +392,7 @@ class Round:
         if not leg.open and leg in self.open:
             self.open.remove(leg)
 
-    def write(self, leg: Leg, gone: Collection[int], book: Tables, session: Session) -> None:
+    def write(self, leg: Leg, gone: Collection[int], book: Tables) -> None:
         """Bring new weights to their places, except those of some tables (by index), and note their versions.
 
         Raises:
@@ -324,7 +419,7 @@ class Round:
                 for key, ids in written.items() if notes else ():
                     self.rows.setdefault((layout.at[of], key), []).append(ids)
         if self.contribution.mapped is not None:
-            self._map(self.contribution.mapped, leg, gone, session)
+            self._map(self.contribution.mapped, leg, gone)
         leg.staged.clear()
         came = np.array(leg.came)
         read = came >= 0
@@ -349,7 +444,7 @@ class Round:
         leg.gathered.clear()
         leg.staged.clear()
 
-    def _map(self, mapped: MappedWeights, leg: Leg, gone: Collection[int], session: Session) -> None:
+    def _map(self, mapped: MappedWeights, leg: Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
         pieces = leg.layout.pieces
         copied = [*leg.gathered, *[at for at, *_ in leg.staged]]
@@ -360,7 +455,7 @@ class Round:
         for at, place in leg.shown if not gone else ():
             if mapped.shows(pieces[at], leg.server, place):
                 continue
-            memory = session.memory_at(leg.server, place)
+            memory = self.session.memory_at(leg.server, place)
             try:
                 if memory is None:
                     raise OSError("the channel to its server was lost")
@@ -375,9 +470,6 @@ class Round:
             and all([pieces[at].nbytes < LONG for at in copied])
         ):
             leg.layout.mapped = np.array([at for at, _ in leg.shown])
-
-
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
@@ -434,6 +526,48 @@ def _write_staged(
             own = cut_rows(RowSet(ids, rows), places.bounds)
             written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
     return written
+
+
+def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
+    """The numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
+    piece = layout.pieces[at]
+    key, _, start, numel = piece.segments[0]
+    if piece.index in contribution.born:
+        return contribution.born[piece.index]
+    if key in contribution.sources:
+        return contribution.sources[key](start, numel).contiguous()
+    if key in contribution.lent:
+        return contribution.lent[key][start : start + numel]
+    assert contribution.values is not None
+    flat = contribution.values[layout.at[layout.table[at]]][piece.dtype]
+    return flat[piece.offset : piece.offset + (piece.used if layout.begin[at] >= 0 else piece.length)]
+
+
+def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> list[list[int]]:
+    """Separate slices, by position, that lie one behind the other in memory of their server, and all others."""
+    others: list[int] = []
+    runs: list[list[int]] = []
+    end = -1
+    for at in given:
+        own = contribution.born.get(layout.pieces[at].index)
+        if own is None:
+            others.append(at)
+            continue
+        if own.data_ptr() != end:
+            runs.append([])
+        runs[-1].append(at)
+        end = own.data_ptr() + own.nbytes
+    return [others, *runs] if others else runs
+
+
+def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:
+    """A slice with its padding, which the end of an arena may lack."""
+    length, found = layout.pieces[at].length, _given(contribution, layout, at)
+    if len(found) == length:
+        return found
+    padded = torch.zeros(length, dtype=found.dtype)
+    padded[: len(found)] = found
+    return padded
 
 
 def _part(arenas: Arenas, piece: Slice) -> Tensor:

@@ -20,8 +20,7 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
 from kvtrainer.comm.layout import Layout
-from kvtrainer.comm.round import Leg, Round
-from kvtrainer.comm.sending import NO_COMMITS, announcement, messages
+from kvtrainer.comm.round import NO_COMMITS, Leg, Round
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -61,7 +60,7 @@ class Rounds:
             if table.index in self.open or self.tables.broken:
                 self.settle(table)
             is_encoded |= table.compressor is not None
-        round_ = Round(contribution, session.clock(), is_read, session.shares_memory)
+        round_ = Round(contribution, session, is_read)
         key = tuple([table.index for table in tables])
         self.open.update(dict.fromkeys(key, round_))
         try:
@@ -82,14 +81,14 @@ class Rounds:
                     round_.open.append(leg)
             if session.is_far and len(tables) == 1 and _is_plain(contribution):
                 for leg in round_.open:
-                    announced = announcement(round_, leg, session.options.timeout)
+                    announced = leg.announcement(round_)
                     if announced is not None:
                         session.send(leg.server, leg.number, announced, contribution.priority)
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
                     given = [at for at in leg.given if at not in leg.kept] if leg.kept else leg.given
-                    *others, final = messages(round_, leg, given, session.options.timeout)
+                    *others, final = leg.messages(round_, given)
                     for body in others:
                         session.send(leg.server, leg.number, body, contribution.priority)
                     last.append((leg, final))
@@ -175,7 +174,8 @@ class Rounds:
 
     def send_off(self, round_: Round) -> None:
         """Block until all that this worker gives to a round has left its queues. Raises as `wait`."""
-        self._listen_while(round_, partial(_is_queueing, self._session))
+        is_queueing = self._session.transport.is_queueing
+        self._listen_while(round_, lambda leg: is_queueing(leg.server))
 
     def wait_for(self, round_: Round, keys: Collection[int]) -> None:
         """Block until new weights of some keys (by index) of the only table are in `outs`; the round may go on.
@@ -251,7 +251,7 @@ class Rounds:
 
     def _send_again(self, round_: Round, leg: Leg, given: Sequence[int]) -> None:
         """Send slices that were lost, and commit again what is not over yet."""
-        for body in messages(round_, leg, given, self._session.options.timeout):
+        for body in leg.messages(round_, given):
             self._session.send(leg.server, leg.number, body, round_.contribution.priority)
 
     # ---------------------------------------------------------------- receiving
@@ -389,7 +389,7 @@ class Rounds:
                 del self.open[table.index]
         if round_.is_read:
             for leg in round_.legs if error is None else ():
-                round_.write(leg, frozenset(), book, self._session)
+                round_.write(leg, frozenset(), book)
             return
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
@@ -408,7 +408,7 @@ class Rounds:
                     book.newest[leg.server, index] = version
                 if index not in gone and version >= 0 and before >= 0:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(leg, gone, book, self._session)
+            round_.write(leg, gone, book)
         if round_.contribution.mapped is not None and not gone:
             round_.contribution.mapped.refresh()
         if ages:
@@ -478,10 +478,6 @@ class _Those(Collection[Leg]):
 
     def __contains__(self, leg: object) -> bool:
         return any(one is leg for one in self)
-
-
-def _is_queueing(session: Session, leg: Leg) -> bool:
-    return session.is_queueing(leg.server)
 
 
 def _lacks(places: Mapping[int, Sequence[int]], leg: Leg) -> bool:

@@ -171,7 +171,7 @@ class Session:
         """Where to note what happens, while somebody wants to know."""
         self.report = Report(clock)
         """What servers are told about this worker."""
-        self._transport = transport
+        self.transport = transport
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
@@ -206,15 +206,15 @@ class Session:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
-        self._transport.begin(self._tokens, lambda: self.report.pack())
+        self.transport.begin(self._tokens, lambda: self.report.pack())
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
-        self.is_far = is_shared and any(map(self._transport.is_far, range(self.num_servers)))
+        self.is_far = is_shared and any(map(self.transport.is_far, range(self.num_servers)))
 
     def _say_hello(self, server: int) -> None:
         o = self.options
         hello = m.Hello(
             o.namespace, o.rank, o.num_workers, server, self.num_servers, o.capability, o.address, self._nonce,
-            self._transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
+            self.transport.sockets(server), o.mode.name, o.mode.staleness, o.mode.slow_down,
             o.mode.by_host,
         )  # fmt: skip
         welcome = self.call(server, hello, o.connect_timeout)
@@ -223,23 +223,11 @@ class Session:
 
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
-        return self._transport.describe(server)
-
-    def is_queueing(self, server: int) -> bool:
-        """Tell whether requests for a server still queue in this process."""
-        return self._transport.is_queueing(server)
-
-    def shares_memory(self, server: int) -> bool:
-        """Tell whether messages to a server go through memory that it shares."""
-        return self._transport.shares_memory(server)
-
-    def channel(self, server: int) -> Channel | None:
-        """Get the channel to a server that shares memory; None where there is none."""
-        return self._transport.channel(server)
+        return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
         """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
-        channel = self.channel(server)
+        channel = self.transport.channel(server)
         return None if channel is None else channel.weights_at(place)
 
     def next_number(self, handler: Handler | None = None) -> int:
@@ -262,7 +250,7 @@ class Session:
         if self.trace is not None and number in self._handlers:
             self.trace.sent(server, number, body)
         run, session = self._tokens[server]
-        self._transport.send(server, m.Request(run, session, number, body), priority)
+        self.transport.send(server, m.Request(run, session, number, body), priority)
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
         """Send one control request and block for its answer. Times and errors as of `call_all`."""
@@ -382,7 +370,7 @@ class Session:
             if now >= deadline:
                 return False
             looked, pause = now, min(self._repeat_after, deadline - now)
-            got = self._transport.receive(pause)
+            got = self.transport.receive(pause)
             now = self.clock()
             if now - looked > pause + STANDSTILL:
                 # It was this process that stood still; what the servers said meanwhile has yet to be read.
@@ -432,7 +420,7 @@ class Session:
         """
         unanswered = now - max(self._heard[server], since)
         # It may have nothing to answer for long, while a large push is still on its way to it.
-        silence = min(unanswered, now - self._transport.last_sign(server))
+        silence = min(unanswered, now - self.transport.last_sign(server))
         if silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION:
             self._gone.add(server)
             raise ServerUnreachableError(
@@ -449,9 +437,9 @@ class Session:
             if session and server not in self._stopped:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has nothing to leave
-                    self._transport.send(server, leave)
+                    self.transport.send(server, leave)
         self.is_closed = True
-        self._transport.close()
+        self.transport.close()
 
     def _no_answer(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
         if isinstance(body, m.Hello):

@@ -94,7 +94,6 @@ class Tables:
 
     def __init__(self, num_servers: int) -> None:
         self.all: list[RemoteTable] = []
-        self.by_name: dict[str, RemoteTable] = {}
         self.round = np.zeros(0, np.int64)
         self.staleness = np.zeros(0, np.int64)
         self.is_initialised = np.zeros(0, np.bool_)

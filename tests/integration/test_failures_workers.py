@@ -48,7 +48,7 @@ READY = 'kv.init("w", torch.zeros(3)); at("ready")\n'
 PUSHPULL = 'out = torch.empty(3); kv.pushpull("w", torch.ones(3), out=out); print(out.tolist(), flush=True)\n'
 # Raises from inside the wait for the other workers, as Ctrl-C does.
 INTERRUPT = """
-connection = kv._client._session._transport
+connection = kv._client._session.transport
 receive = connection.receive
 def interrupted(timeout):
     connection.receive = receive
@@ -238,7 +238,7 @@ def test_a_worker_that_reads_no_reply_neither_blocks_the_servers_nor_changes_wha
     script = f"""
 kv.init("w", torch.zeros({numel}))
 session = kv._client._session
-for (run, token), (_, own) in zip(session._tokens, session._transport._ids): print(run, token, own.hex(), flush=True)
+for (run, token), (_, own) in zip(session._tokens, session.transport._ids): print(run, token, own.hex(), flush=True)
 out = torch.empty({numel})
 kv.pushpull("w", torch.ones({numel}), out=out)
 print(out.unique().tolist(), flush=True)

@@ -53,7 +53,7 @@ def trained(servers: Sequence[Process], steps: int = 3) -> list[torch.Tensor]:
 
 def channels_of(store: DistKVStore) -> Any:
     """The channels of a store's own client, by server."""
-    transport: Any = store._client._session._transport
+    transport: Any = store._client._session.transport
     return transport._channels
 
 
@@ -124,7 +124,7 @@ def test_of_a_server_that_was_stopped_workers_do_not_say_that_they_go_on_over_tc
     assert servers[1].end()[0] == 0
     with pytest.raises(ServerStoppingError):
         round_of(store, "w", torch.ones(1_000_000))
-    store._client._session._transport.receive(0.0)
+    store._client._session.transport.receive(0.0)
     assert (sorted(channels_of(store)), caplog.records) == ([0], [])
 
 
@@ -209,7 +209,7 @@ def test_messages_through_unix_sockets_need_neither_memory_nor_tcp(
     monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
     [server] = processes.servers(1)
     store = members.join([server], 0, 1, new_name())
-    transport: Any = store._client._session._transport
+    transport: Any = store._client._session.transport
     assert [one.getsockopt_string(zmq.LAST_ENDPOINT)[:6] for one in transport._sockets] == ["ipc://"]
     assert channels_of(store) == {}
     store.init("w", torch.ones(300_000))

@@ -177,7 +177,7 @@ def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
     outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(numel)) for s in pair))
     assert [out.unique().tolist() for out in outcomes] == [[2.0]] * 2
     assert round_of(stranger, "w", torch.ones(numel)).unique().tolist() == [1.0]
-    ids = [own for store in pair for at in range(2) for own in store._client._session._transport.sockets(at)]
+    ids = [own for store in pair for at in range(2) for own in store._client._session.transport.sockets(at)]
     for secret in [
         *map(str, seen),
         *(form(own) for own in ids for form in (bytes.hex, lambda own: repr(own)[2:-1])),
@@ -187,7 +187,7 @@ def test_a_stranger_can_neither_read_nor_push_nor_end_a_job_that_is_not_his(
 
 def _answer(store: DistKVStore, server: int, token: int, body: m.RequestBody) -> str:
     """The code with which a server refuses what a store's own socket says in that session."""
-    transport = store._client._session._transport
+    transport = store._client._session.transport
     run, _ = store._client._session._tokens[server]
     transport.send(server, m.Request(run, token, 1 << 40, body))
     deadline = time.monotonic() + LIMIT

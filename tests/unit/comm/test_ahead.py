@@ -52,7 +52,7 @@ class Job:
         self.round(*[self.filled(0.0) for _ in self.clients])
         self.sent: list[tuple[int, m.Contribute]] = []
         self.loses: Callable[[m.Contribute], bool] = lambda _: False
-        transport: Any = self.clients[0]._session._transport
+        transport: Any = self.clients[0]._session.transport
         real = transport.send
 
         def send(server: int, request: m.Request, priority: int = 0) -> None:

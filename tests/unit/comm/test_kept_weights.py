@@ -199,12 +199,12 @@ def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, takes
     job, rng = Job(2, "sgd", takes_half), random.Random(5)
     for client in job.clients:
         session = client._session
-        monkeypatch.setattr(session, "_transport", Dropping(session._transport, rng))
+        monkeypatch.setattr(session, "transport", Dropping(session.transport, rng))
         monkeypatch.setattr(session, "is_silent", lambda *_: True)
     for _ in range(20):
         played(job, rng)
     for client in job.clients:
-        monkeypatch.setattr(client._session, "_transport", client._session._transport._inner)
+        monkeypatch.setattr(client._session, "transport", client._session.transport._inner)
     job.check()
 
 
