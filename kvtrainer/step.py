@@ -187,7 +187,7 @@ class StepPipeline:
             raise
         self._finish(fresh, updated, verdict)
         if self.memory.tables.wanted:
-            self.link.prefetch(self.memory.tables.take_wanted())
+            self.link.rows.prefetch(self.memory.tables.take_wanted())
         return self.last if closure is None else loss
 
     def allreduce_grads(self) -> None:

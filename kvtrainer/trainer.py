@@ -938,7 +938,7 @@ class Trainer(torch.optim.Optimizer):
         given = pipeline.memory.tables.given.get(key)
         if given is not None:
             return given.view(parameter.shape[0], -1)[ids]
-        return pipeline.link.pull_rows(key, ids)
+        return pipeline.link.rows.pull(key, ids)
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
         """Copy rows of a row-sparse parameter where its servers have them; None where they have to be fetched.
@@ -951,7 +951,7 @@ class Trainer(torch.optim.Optimizer):
         pipeline.ready()
         pipeline.prepare()
         key = pipeline.memory.tables.key_of(parameter)
-        return None if key in pipeline.memory.tables.given else pipeline.link.read_rows(key, ids)
+        return None if key in pipeline.memory.tables.given else pipeline.link.rows.read(key, ids)
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""

@@ -376,21 +376,14 @@ def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: i
     if "specs" in first:
         specs = [[TensorSpec(k, tuple(s), *rest) for k, s, *rest in said["specs"]] for said in (first, other)]
         check_same(specs[0], specs[1], "rank 0", f"rank {rank}")
-    if first.get("overlap") != other.get("overlap"):
-        raise PlanMismatchError(
-            f"overlap is {first['overlap']!r} on rank 0 and {other['overlap']!r} on rank {rank}; set the same on every "
-            "rank"
-        )
-    for name in ("bucket_size_mb", "coalesce"):
-        if first.get(name) != other.get(name):
-            raise PlanMismatchError(
-                f"ranks set different bucket sizes: {name} is {first[name]!r} on rank 0 and {other[name]!r} on rank "
-                f"{rank}; set the same one on every rank"
-            )
-    mine, theirs = first.get("optimizer") or {}, other.get("optimizer") or {}
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            raise PlanMismatchError(
-                f"ranks set different optimizers: {name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on "
-                f"rank {rank}; set the same one, with the same numbers, on every rank"
-            )
+    one, two = first.get("optimizer") or {}, other.get("optimizer") or {}
+    for what, names, mine, theirs in (
+        ("options", ("overlap", "bucket_size_mb", "coalesce"), first, other),
+        ("optimizers", {**one, **two}, one, two),
+    ):
+        for name in names:
+            if mine.get(name) != theirs.get(name):
+                raise PlanMismatchError(
+                    f"ranks set different {what}: {name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on "
+                    f"rank {rank}; set the same one on every rank"
+                )

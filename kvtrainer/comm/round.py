@@ -314,12 +314,7 @@ class Leg:
 class Round:
     """A round under way, and how it ended."""
 
-    def __init__(
-        self,
-        contribution: Contribution,
-        session: Session,
-        is_read: bool = False,
-    ) -> None:
+    def __init__(self, contribution: Contribution, session: Session, is_read: bool = False) -> None:
         self.contribution = contribution
         self.session = session
         self.started = session.clock()
@@ -483,7 +478,7 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
     for slot, version, kind, nbytes in weights.parts.tolist():
         while nbytes and not left and (payload := next(payloads, None)) is not None:
             source = payload.view(torch.uint8)
-            start, left = 0, len(source)
+            start, left = 0, payload.nbytes
         if not 0 <= nbytes <= left:
             raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")
         yield slot, version, kind, source, start, nbytes

@@ -44,8 +44,6 @@ class Rounds:
         """Table (index) → its round that is under way."""
         self._layouts: dict[tuple[int, ...], list[Layout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
-        self._several: list[tuple[int, ...]] = []
-        """Those of several tables, oldest first."""
 
     def start(self, contribution: Contribution, is_read: bool = False) -> Round:
         """Send one round of some tables and return at once; or, to have weights only read, ask for those.
@@ -237,10 +235,9 @@ class Rounds:
 
     def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[Layout]:
         """Lay out what goes to each server in calls of these tables, and keep that for the next ones."""
-        if len(key) > 1:
-            self._several.append(key)
-            if len(self._several) > _LAYOUTS_KEPT:
-                del self._layouts[self._several.pop(0)]
+        several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
+        if len(several) == _LAYOUTS_KEPT:
+            del self._layouts[several[0]]
         every = [
             Layout(server, tables[first : first + _TOGETHER], first, self.tables)
             for first in range(0, len(tables), _TOGETHER)

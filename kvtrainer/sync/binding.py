@@ -41,7 +41,7 @@ from kvtrainer.sync.exchange import (
 )
 from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.overlap_pull import Awaited
-from kvtrainer.sync.prefetch import Prefetched
+from kvtrainer.sync.rows import StoreRows
 from kvtrainer.sync.select import Selection, group_too_late
 
 _log = logging.getLogger(__name__)
@@ -127,8 +127,6 @@ class Binding:
         """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
         """Sends gradients during the backward pass; None where they are sent by the step."""
-        self._prefetched: Prefetched | None = None
-        """Rows that were asked for after the last round."""
         self.awaited: Awaited | None = None
         """New weights of the last round that are still to come."""
 
@@ -266,7 +264,6 @@ class Binding:
         """
         assert self.exchange is not None
         self._check_written(layout)
-        self._drop_prefetched()
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, rows = layout.arena, layout.devices[0].rows
@@ -368,7 +365,6 @@ class Binding:
     def shadow(self, arena: Arena) -> Shadowed:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
-        self._drop_prefetched()
         self._is_told = False  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
         if self.exchange.updates_weights:
@@ -382,39 +378,15 @@ class Binding:
     def assign(self, layout: Memory) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
         if self.exchange is not None:
-            self._drop_prefetched()
             self.exchange.assign(layout.arena.weights, layout.tables.changed())
             layout.tables.are_placed()
             layout.arena.mark_updated(None)
 
-    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
-        """Fetch rows (distinct, ascending ids) of a row-sparse key, on the CPU."""
+    @property
+    def rows(self) -> StoreRows:
+        """Rows of row-sparse parameters, as the store has them; after `start`."""
         assert self.holder is not None
-        if self._prefetched is not None:
-            return self._prefetched.rows_of(key, ids)
-        return self.holder.pull_rows(key, ids)
-
-    def read_rows(self, key: int, ids: Tensor) -> Tensor | None:
-        """Copy rows (any ids that it has) of a row-sparse key where servers have them; None where that cannot be."""
-        assert self.holder is not None
-        return self.holder.read_rows(key, ids)
-
-    def prefetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Ask for rows (distinct, ascending ids) of row-sparse keys: `pull_rows` finds them until the next round.
-
-        Nothing is asked for that can be read where servers have it.
-        """
-        assert self.holder is not None
-        self._drop_prefetched()
-        asked = {key: ids for key, ids in wanted.items() if self.read_rows(key, ids[:0]) is None}
-        if asked:
-            self._prefetched = Prefetched(self.holder, asked)
-
-    def _drop_prefetched(self) -> None:
-        """Forget rows that were asked for, because they change."""
-        if self._prefetched is not None:
-            self._prefetched.drop()
-            self._prefetched = None
+        return self.holder.rows
 
     def residuals(self) -> Residuals | None:
         """Copy what compression holds back of this worker's gradients; None without compression."""

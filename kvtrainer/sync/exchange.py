@@ -36,7 +36,6 @@ from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Round
-from kvtrainer.comm.row_pulls import RowsAsked
 from kvtrainer.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.kvstore.replicas import sum_rows
@@ -45,6 +44,7 @@ from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.memory.staging import Arenas, SideStream, Staging
 from kvtrainer.progress import announced
 from kvtrainer.sync.buckets import BucketOverlap
+from kvtrainer.sync.rows import StoreRows
 
 _log = logging.getLogger(__name__)
 
@@ -177,10 +177,10 @@ class StoreExchange(Exchange):
         self._table.takes_half = takes_half
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
-        self._reads_rows = False
-        """Whether rows of row-sparse keys are read where servers of this host have them."""
+        self.rows = StoreRows(client.rows, self._table)
+        """Of row-sparse keys."""
         self._staging: Staging | None = None
-        """The way between a CUDA device and the host, once it was needed."""
+        """The way between a CUDA device, where the weights are, and the host; from `init` on."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
         self._host: HostSum | None = None
@@ -203,7 +203,7 @@ class StoreExchange(Exchange):
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
         """
-        self._reads_rows = self.is_sync and self._client.shares_memory
+        self.rows.are_read = self.is_sync and self._client.shares_memory
         is_whole = self.updates_weights and self.is_sync and not self._table.takes_half
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (is_whole and is_long and self._client.shares_memory) or self._host is not None:
@@ -264,20 +264,25 @@ class StoreExchange(Exchange):
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round over the client; see `Exchange.run`."""
-        values, target = grads.arenas, weights if self.updates_weights else grads.arenas
-        out, is_elsewhere = target, any([not flat.is_cpu for flat in target.values()])
-        if is_elsewhere:
+        self.rows.drop()
+        target = weights if self.updates_weights else grads.arenas
+        values, out = grads.arenas, target
+        if self._staging is not None:
             values, out = self._down(values, target)
         specs = self._table.plan.specs
-        # Rows of a single worker are their own sum. The sum of replicas may have come in a wider dtype.
-        rows = {
-            (0, key): RowSet(ids.cpu(), of_key.to("cpu", torch_dtype(specs[key].dtype)))
-            for key, (ids, of_key) in (grads.rows.items() if self.updates_weights else ())
-        }
-        unsent = frozenset() if self.updates_weights else frozenset(grads.rows)
-        unread = unsent & self._table.plan.keys_alone
-        # Only rows make it worth the servers' while to know what has changed.
-        self._has_rows = self._has_rows or bool(rows)
+        rows: dict[tuple[int, int], RowSet] = {}
+        unsent = unread = frozenset[int]()
+        if grads.rows and self.updates_weights:
+            # Only rows make it worth the servers' while to know what has changed.
+            self._has_rows = True
+            for key, (
+                ids,
+                of_key,
+            ) in grads.rows.items():  # the sum of replicas may have come in a wider dtype
+                rows[0, key] = RowSet(ids.cpu(), of_key.to("cpu", torch_dtype(specs[key].dtype)))
+        elif grads.rows:
+            unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
+            unread = unsent & self._table.plan.keys_alone
         born = self.born.in_place(grads.lent) if self.born is not None and grads.lent else {}
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
@@ -301,27 +306,22 @@ class StoreExchange(Exchange):
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
-        if is_elsewhere:
-            self._up(target, out)
+        if self._staging is not None:
+            self._staging.up(target, out)
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
             grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
-        came = ticket.written() if ticket.rows else {}
-        written = {key: ids for (_, key), ids in came.items()}
+        written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
         return Outcome(left_out, False, None, measured, decision, written)
-
-    @property
-    def sends_rows(self) -> bool:
-        """Whether a gradient of this worker has been row-sparse."""
-        return self._has_rows
 
     def begin(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Round:
         """Begin a round of dense gradients whose new weights go to `weights`; returns when all is on its way.
 
         Then `end` it; the gradients must not change before.
         """
+        self.rows.drop()
         rounds = self._client.rounds
         contribution = Contribution(
             [self._table], [grads.arenas], [weights], grads.scale, grads.hyper, mapped=self.mapped
@@ -380,6 +380,7 @@ class StoreExchange(Exchange):
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
+        self.rows.drop()
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = None if target is None else self._down(target)[0]
         outs = None if out is None else [out]
@@ -400,6 +401,7 @@ class StoreExchange(Exchange):
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
+        self.rows.drop()
         [mine] = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
@@ -432,30 +434,6 @@ class StoreExchange(Exchange):
         self._client.rounds.pull([self._table], [held])
         return held
 
-    def pull_rows(self, key: int, ids: Tensor) -> Tensor:
-        """Fetch rows (distinct, ascending ids) of a row-sparse key (by index), flat, on the CPU."""
-        [rows] = self._client.rows.pull([(self._table, key, ids)])
-        return rows
-
-    def read_rows(self, key: int, ids: Tensor) -> Tensor | None:
-        """Copy rows (any int64 ids that it has) of a row-sparse key (by index) out of the servers' memory.
-
-        None where they cannot be read there, but have to be asked for.
-        """
-        return self._client.rows.read(self._table, key, ids) if self._reads_rows else None
-
-    def ask_rows(self, wanted: Mapping[int, Tensor]) -> RowsAsked:
-        """Ask for rows (distinct, ascending ids) of row-sparse keys (by index), and return at once."""
-        return self._client.rows.ask([(self._table, key, ids) for key, ids in wanted.items()])
-
-    def take_rows(self, asked: RowsAsked) -> list[Tensor]:
-        """Wait for rows that were asked for."""
-        return self._client.rows.take(asked)
-
-    def drop_rows(self, asked: RowsAsked) -> None:
-        """Have no use for rows that were asked for."""
-        self._client.rows.drop(asked)
-
     def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, self._table.plan.slices[piece.index])
 
@@ -487,11 +465,11 @@ class StoreExchange(Exchange):
 
     def _down(self, *given: Arenas) -> list[Arenas]:
         """Get to the host what is on a CUDA device; what is on the host is returned."""
-        device = next((flat.device for arenas in given for flat in arenas.values()), None)
-        if device is None or device.type == "cpu":
+        flat = next(iter(given[0].values()), None)
+        if flat is None or flat.is_cpu:
             return list(given)
         if self._staging is None:
-            self._staging = Staging(SideStream(device))
+            self._staging = Staging(SideStream(flat.device))
         return self._staging.down(given)
 
     def _up(self, arenas: Arenas, places: Arenas) -> None:

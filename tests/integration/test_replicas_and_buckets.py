@@ -165,7 +165,7 @@ def test_ranks_that_sum_in_different_pieces_are_told_so(job: Job, name: str) -> 
 
 
 def test_ranks_that_push_in_different_pieces_are_told_so(job: Job) -> None:
-    assert "different bucket sizes: bucket_size_mb is 1 on rank 0 and 2 on rank 1" in bucket(
+    assert "different options: bucket_size_mb is 1 on rank 0 and 2 on rank 1" in bucket(
         job, "different in a push"
     )
 
