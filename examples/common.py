@@ -23,3 +23,8 @@ def save(path: Path | None, **results: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results) + "\n")
+
+
+def read(folder: Path, name: str) -> Any:
+    """What `save` has written into NAME.json."""
+    return json.loads((folder / f"{name}.json").read_text())

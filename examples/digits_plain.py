@@ -38,12 +38,12 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
         return (net(x).argmax(1) == y).double().mean().item()
 
 
-def train() -> tuple[nn.Module, list[float]]:
+def train(epochs: int = EPOCHS) -> tuple[nn.Module, list[float]]:
     """The whole job in one process, with torch.optim.SGD: the network, and its accuracy after each epoch."""
     x, y, held_out_x, held_out_y = load()
     net, accuracies = build(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         for batch in batches(len(y), epoch):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x[batch]), y[batch]).backward()

@@ -7,6 +7,7 @@ job() { # WORKERS SERVERS NAME RESULT OPTION...
 }
 job 2 2 digits digits
 job 2 2 lightning_digits lightning
+python examples/ray_digits.py --kill-after 12 --out examples/results/ray.json
 job 2 2 cnn cnn --config examples/cnn.json
 job 2 2 gan gan --config examples/gan.json
 job 2 2 characters characters --steps 600

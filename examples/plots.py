@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy
-
-matplotlib.use("Agg")
+from common import read
 from matplotlib import pyplot
+from plots_jobs import flights, uneven
 
 STYLE = {
     "figure.figsize": (7.5, 3.2),
@@ -26,10 +24,6 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvtrainer",
 }
-
-
-def read(folder: Path, name: str) -> Any:
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 def digits(folder: Path) -> None:
@@ -42,16 +36,17 @@ def digits(folder: Path) -> None:
     pyplot.legend()
 
 
-def flights(folder: Path) -> None:
-    """Bytes of a step and quality of the three kinds of table."""
-    kinds = ("dense", "sparse", "stored")
-    found = [read(folder, f"flights_{kind}") for kind in kinds]
-    _, (left, right) = pyplot.subplots(1, 2)
-    sizes = [(one["received"] + one["sent"]) / 1e6 for one in found]
-    left.bar_label(left.bar(kinds, sizes, color="C0"), fmt="%.2f")
-    left.set(ylabel="MB for a step of two workers", yscale="log", ylim=(0.1, 300))
-    right.bar_label(right.bar(kinds, [one["auc"] for one in found], color="C1"), fmt="%.4f")
-    right.set(ylabel="AUC of held-out flights", ylim=(0.5, 0.9))
+def ray(folder: Path) -> None:
+    """Accuracy after each epoch of a job that lost an actor, beside that of a plain PyTorch loop."""
+    found, epochs = read(folder, "ray"), range(1, 26)
+    plain = read(folder, "digits")["plain_pytorch"]
+    pyplot.plot(epochs, plain, "o", mfc="none", ms=8, label="plain PyTorch, one process")
+    again = found["starts"][1]
+    pyplot.plot(epochs[:again], found["accuracy"][:again], ".-", label="on Ray, until an actor is killed")
+    pyplot.plot(epochs[again:], found["accuracy"][again:], ".-", label="on Ray, started again")
+    pyplot.axvline(again + 0.5, color="gray", ls="--")
+    pyplot.gca().set(xlabel="epoch", ylabel="held-out accuracy")
+    pyplot.legend()
 
 
 def characters(folder: Path) -> None:
@@ -91,25 +86,12 @@ def cnn(folder: Path) -> None:
     right.set(xlabel="step", ylabel="learning rate")
 
 
-def uneven(folder: Path) -> None:
-    """Loss over wall time of the three ways to wait, where one worker is slow, and where all are by turns."""
-    _, axes = pyplot.subplots(1, 2, sharey=True)
-    for ax, slow, title in zip(
-        axes, ("one", "turns"), ("always the same worker", "any of them"), strict=True
-    ):
-        for store in ("dist_sync", "dist_ssp", "dist_async"):
-            seen = read(folder, f"uneven_{slow}_{store}.0")["seen"]
-            ax.plot(*zip(*seen, strict=True), label=store)
-        ax.set(title=f"slow is {title}", xlabel="seconds")
-    axes[0].set_ylabel("held-out loss")
-    axes[1].legend()
-
-
 def main() -> None:
     results, figures = map(Path, sys.argv[1:])
+    matplotlib.use("Agg")
     pyplot.rcParams.update(STYLE)
     figures.mkdir(parents=True, exist_ok=True)
-    for draw in (digits, flights, cnn, gan, characters, uneven):
+    for draw in (digits, ray, flights, cnn, gan, characters, uneven):
         pyplot.figure()
         draw(results)
         pyplot.savefig(figures / f"{draw.__name__}.svg", metadata={"Date": None})

@@ -42,6 +42,8 @@ def test_the_figures_and_targets_of_the_page_exist() -> None:
 def test_the_page_says_what_was_found() -> None:
     digits, characters, gan = found("digits"), found("characters"), found("gan")["seen"]
     assert digits["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
+    assert found("ray")["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
+    assert f"(Here that was of epoch {found('ray')['starts'][1]}:" in PAGE
     assert f"Both reach {digits['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
     assert f"accuracy reaches {found('cnn')['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
     assert f"costs {characters['held_out']:.2f} bits" in PAGE

@@ -157,6 +157,10 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` saved, on every worker; the weights become those of the store, too."""
         super().load_state(*args, **kwargs)
+        self.publish()
+
+    def publish(self) -> None:
+        """Let the weights of rank 0 become those of the store, after something else has written them; collective."""
         for one in self._trainers():
             if one.has_begun:
                 one.set_data()

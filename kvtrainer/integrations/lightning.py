@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 
 from kvtrainer.integrations.workers import Workers, check_version, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
@@ -186,7 +186,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _share_buffers(self) -> None:
         assert self.lightning_module is not None
-        self.workers.share(_Buffers(self.lightning_module))
+        self.workers.share_buffers(self.lightning_module)
 
     def teardown(self) -> None:
         """End a run. Trainers stay, so that their state can be saved; they are closed before the next fit."""
@@ -197,12 +197,3 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _trainers(self) -> list[Trainer]:
         return [one for one in self.optimizers if isinstance(one, Trainer)]
-
-
-class _Buffers(nn.Module):
-    """The buffers of a module alone."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for at, buffer in enumerate(module.buffers()):
-            self.register_buffer(str(at), buffer)

@@ -67,3 +67,8 @@ class KVStoreTrainer(Trainer):  # type: ignore[misc]
         # Transformers offers no other place for a class of one's own; that one differs in methods alone.
         self.accelerator.__class__ = KVStoreAccelerator
         self.accelerator.follow(self._workers, self._trainer_options)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as Transformers does, the same model on all workers: buffers become rank 0's."""
+        self._workers.share_buffers(self.model)
+        return super().evaluation_loop(*args, **kwargs)

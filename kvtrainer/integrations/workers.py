@@ -68,6 +68,10 @@ class Workers:
         if module.state_dict():
             share_weights(module, self._agreement)
 
+    def share_buffers(self, module: nn.Module) -> None:
+        """Give every worker rank 0's buffers, as of BatchNorm, where they differ; collective."""
+        self.share(_Buffers(module))
+
     def trainer_of(self, optimizer: optim.Optimizer, model: nn.Module, **options: Any) -> Trainer:
         """Return a Trainer over the store for a torch optimizer; one that is a Trainer already stays as it is.
 
@@ -104,6 +108,15 @@ class Workers:
         if self._limits.get(trainer) != clip_grad:
             trainer.configure(clip_grad=clip_grad)
             self._limits[trainer] = clip_grad
+
+
+class _Buffers(nn.Module):
+    """The buffers of a module alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for at, buffer in enumerate(module.buffers()):
+            self.register_buffer(str(at), buffer)
 
 
 def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,21 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from skorch import NeuralNetRegressor
-from skorch.callbacks import Checkpoint
-from skorch.hf import AccelerateMixin
+from skorch.callbacks import Checkpoint, LoadInitState
+from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import DataLoader
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations.accelerate import KVStoreAccelerator, join
+from kvtrainer.integrations.skorch import KVStoreMixin
 from tests.frameworks.jobs import (
     BATCH,
     EPOCHS,
+    EXAMPLES,
     FEATURES,
     Examples,
+    fail_at_third,
     make_net,
     numbers,
     rank_of_process,
@@ -106,7 +110,7 @@ def accumulated(folder: Path) -> dict[str, Any]:
 
 
 def in_bfloat16(folder: Path) -> dict[str, Any]:
-    AcceleratorState._reset_state()  # accelerate allows one precision in a process: this is the last case
+    AcceleratorState._reset_state()  # accelerate allows one precision in a process: these are the last cases
     return trained(mixed_precision="bf16")
 
 
@@ -130,25 +134,32 @@ def refused(folder: Path) -> list[str]:
     return said
 
 
-class Net(AccelerateMixin, NeuralNetRegressor):
-    """skorch's own class for accelerate."""
+class Net(KVStoreMixin, NeuralNetRegressor):
+    """A net as anybody writes it."""
 
 
-def by_skorch(folder: Path) -> dict[str, Any]:
-    data, lines = Examples(), []
-    net = Net(
-        lambda: make_net(rank_of_process()),
-        accelerator=KVStoreAccelerator(WORKERS),
+def net_of_skorch(*callbacks: Any, make: Any = make_net, **options: Any) -> Net:
+    precision = options.pop("mixed_precision", None)
+    given = {"max_epochs": EPOCHS, "train_split": None, "iterator_train__shuffle": True, **options}
+    return Net(
+        lambda: make(rank_of_process()),
+        accelerator=KVStoreAccelerator(WORKERS, mixed_precision=precision),
         optimizer=torch.optim.SGD,
         optimizer__momentum=0.9,
         lr=0.1,
         batch_size=BATCH,
-        max_epochs=EPOCHS,
-        train_split=None,
-        iterator_train__shuffle=True,
         iterator_train__generator=torch.Generator().manual_seed(5),
-        callbacks=[Checkpoint(dirname=str(folder / "saved"), monitor=None, f_history=None)],
+        callbacks=list(callbacks),
+        **given,
+    )
+
+
+def by_skorch(folder: Path, **options: Any) -> dict[str, Any]:
+    data, lines = Examples(), []
+    net = net_of_skorch(
+        Checkpoint(dirname=str(folder / "saved"), monitor=None),
         callbacks__print_log__sink=lambda line: lines.append(line) if WORKERS.rank == 0 else None,
+        **options,
     )
     net.fit(data, None)
     predicted = net.predict(np.asarray(data.x)[:13])
@@ -161,6 +172,51 @@ def by_skorch(folder: Path) -> dict[str, Any]:
     }
 
 
+def by_skorch_in_bfloat16(folder: Path) -> dict[str, Any]:
+    return by_skorch(folder, mixed_precision="bf16")
+
+
+def by_skorch_resumed(folder: Path) -> dict[str, Any]:
+    """One epoch, what it saves, and another one: in a new net, and in the same one after it has gone on."""
+    saved = Checkpoint(dirname=str(folder / "saved"), monitor=lambda net: len(net.history) == 1)
+    data, again = Examples(), Examples()
+    first = net_of_skorch(saved, max_epochs=1).fit(data, None)
+    second = net_of_skorch(LoadInitState(saved), max_epochs=1).fit(data, None)
+    first.partial_fit(again, None)
+    first.load_params(checkpoint=saved)
+    loaded = numbers(first.module_)
+    first.partial_fit(again, None)
+    return {
+        "weights": numbers(second.module_),
+        "seen": data.seen,
+        "loaded": loaded,
+        "later": numbers(first.module_),
+        "seen_later": data.seen[: EXAMPLES // 2] + again.seen[-EXAMPLES // 2 :],
+        "epochs": len(second.history),
+    }
+
+
+def with_buffers_by_skorch(folder: Path) -> dict[str, Any]:
+    """Buffers of each worker, after an epoch with validation, and the loss of it, which has to be that of one model."""
+
+    def make(rank: int) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), make_net(rank))
+
+    net = net_of_skorch(make=make, max_epochs=1, train_split=ValidSplit(4, stratified=False))
+    net.fit(Examples(), None)
+    return {"buffers": [one.reshape(-1).tolist() for one in net.module_.buffers()]}
+
+
+def fails(framework: str) -> None:
+    """Train in a framework, while a worker raises an error after two batches."""
+    if framework == "skorch":
+        net_of_skorch(criterion=lambda: fail_at_third(nn.MSELoss())).fit(Examples(), None)
+    else:
+        run = Run()
+        run.net = fail_at_third(run.net)
+        run.epoch()
+
+
 CASES = (
     whole_run,
     two_runs,
@@ -171,8 +227,14 @@ CASES = (
     uneven,
     refused,
     by_skorch,
+    by_skorch_resumed,
+    with_buffers_by_skorch,
     in_bfloat16,
+    by_skorch_in_bfloat16,
 )
 
 if __name__ == "__main__":
-    run_cases(CASES)
+    if sys.argv[2:]:
+        fails(sys.argv[2])
+    else:
+        run_cases(CASES)

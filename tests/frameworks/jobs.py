@@ -7,8 +7,10 @@ one process, because importing a framework takes longer than any of them, and wr
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -52,6 +54,18 @@ def make_net(rank: int = 0) -> nn.Module:
     """A small network, whose first weights are other ones on each worker, so that rank 0's have to reach all."""
     torch.manual_seed(rank)
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def fail_at_third(module: nn.Module) -> nn.Module:
+    """Let a module raise an error on rank 1 when it is called for the third time."""
+    calls = itertools.count(1)
+
+    def raise_once(*_: Any) -> None:
+        if next(calls) == 3 and rank_of_process() == 1:
+            raise FloatingPointError("the third batch is bad")
+
+    module.register_forward_pre_hook(raise_once)
+    return module
 
 
 def rank_of_process() -> int:
@@ -127,10 +141,26 @@ def launch(script: Path, folder: Path, *arguments: str) -> subprocess.CompletedP
     )
 
 
-def need(framework: str) -> None:
+def assert_that_a_failed_worker_ends_the_job(script: Path, folder: Path, *arguments: str) -> None:
+    """Run a script in which rank 1 raises what `fail_at_third` does: all end, it is said why, and nothing is left."""
+    done = launch(script, folder, *arguments)
+    assert done.returncode != 0
+    assert re.search(r"^\[w1\] .*FloatingPointError: the third batch is bad$", done.stderr, re.MULTILINE)
+    running = [one for one in Path("/proc").glob("[0-9]*") if _folder_of(one) == str(folder)]
+    assert running == []
+
+
+def _folder_of(process: Path) -> str:
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def need(framework: str, target: str = "test-frameworks") -> None:
     """Skip a file of tests where a framework is not installed."""
     if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"needs {framework}; make test-frameworks installs it", allow_module_level=True)
+        pytest.skip(f"needs {framework}; make {target} installs it", allow_module_level=True)
 
 
 class Job:

@@ -18,7 +18,16 @@ from torchmetrics import MeanMetric
 import kvtrainer
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations.lightning import KVStoreStrategy
-from tests.frameworks.jobs import BATCH, EPOCHS, Examples, make_net, numbers, rank_of_process, run_cases
+from tests.frameworks.jobs import (
+    BATCH,
+    EPOCHS,
+    Examples,
+    fail_at_third,
+    make_net,
+    numbers,
+    rank_of_process,
+    run_cases,
+)
 
 
 class Module(L.LightningModule):
@@ -204,13 +213,7 @@ def another_limit_later(folder: Path) -> str:
 
 
 def fails(folder: Path) -> None:
-    class Failing(Module):
-        def training_step(self, batch: Any, at: int) -> torch.Tensor:
-            if rank_of_process() == 1 and at == 2:
-                raise FloatingPointError("the third batch is bad")
-            return super().training_step(batch, at)
-
-    trainer_in(folder).fit(Failing(), loader(Examples()))
+    trainer_in(folder).fit(Module(fail_at_third(make_net())), loader(Examples()))
 
 
 CASES = (

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.frameworks.jobs import BATCH, EPOCHS, EXAMPLES, Examples, Job, make_net, need, train_plainly
+from tests.frameworks.jobs import (
+    BATCH,
+    EPOCHS,
+    EXAMPLES,
+    Examples,
+    Job,
+    assert_that_a_failed_worker_ends_the_job,
+    make_net,
+    need,
+    train_plainly,
+)
 
 need("accelerate")
 need("skorch")
@@ -68,8 +78,9 @@ def test_two_workers_end_with_the_weights_of_one_process_over_all_batches(
     assert found[0]["weights"] == pytest.approx(expected, **CLOSE)
 
 
-def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job) -> None:
-    found = job.of("in_bfloat16")
+@pytest.mark.parametrize("case", ["in_bfloat16", "by_skorch_in_bfloat16"])
+def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job, case: str) -> None:
+    found = job.of(case)
     expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=True)
     assert found[0]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -123,4 +134,26 @@ def test_skorch_predicts_all_examples_on_each_worker_and_prints_and_saves_once(j
         assert found["predicted"] == pytest.approx(expected, **CLOSE)
     assert (first["lines"] > 0, second["lines"]) == (True, 0)
     names = sorted(one.name for one in (job.folder / "by_skorch" / "saved").iterdir())
-    assert names == ["criterion.pt", "optimizer.pt", "params.pt"]
+    assert names == ["criterion.pt", "history.json", "optimizer.pt", "params.pt"]
+
+
+def test_skorch_goes_on_from_what_it_has_saved_in_a_new_net_and_in_one_that_has_gone_on(job: Job) -> None:
+    first, second = job.of("by_skorch_resumed")
+    assert first["epochs"] == EPOCHS
+    for ended, seen in (("weights", "seen"), ("later", "seen_later")):
+        batches = batches_of([{"seen": one[seen]} for one in (first, second)])
+        assert first[ended] == second[ended]
+        assert first[ended] == pytest.approx(train_plainly(sgd, epoch_batches=batches), **CLOSE)
+    after_one = train_plainly(sgd, 1, epoch_batches=batches_of([first, second]))
+    assert first["loaded"] == pytest.approx(after_one, **CLOSE)
+
+
+def test_all_workers_of_skorch_end_with_rank_0s_buffers(job: Job) -> None:
+    first, second = job.of("with_buffers_by_skorch")
+    assert first == second
+    assert any(abs(one) > 1e-3 for one in first["buffers"][0])
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "skorch"])
+def test_a_worker_that_fails_ends_the_job_with_its_error(framework: str, tmp_path: Path) -> None:
+    assert_that_a_failed_worker_ends_the_job(SCRIPT, tmp_path, framework)

@@ -14,7 +14,7 @@ from tests.frameworks.jobs import (
     EXAMPLES,
     Examples,
     Job,
-    launch,
+    assert_that_a_failed_worker_ends_the_job,
     make_net,
     need,
     numbers,
@@ -162,6 +162,4 @@ def test_a_limit_that_changes_between_steps_is_refused(job: Job) -> None:
 
 
 def test_a_worker_that_fails_ends_the_job_with_its_error(tmp_path: Path) -> None:
-    done = launch(SCRIPT, tmp_path, "fails")
-    assert done.returncode != 0
-    assert "FloatingPointError: the third batch is bad" in done.stderr
+    assert_that_a_failed_worker_ends_the_job(SCRIPT, tmp_path, "fails")

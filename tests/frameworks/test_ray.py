@@ -14,7 +14,7 @@ import torch
 from kvtrainer.errors import ConfigurationError
 from tests.frameworks.jobs import need
 
-need("ray")
+need("ray", "test-ray")
 
 import ray  # noqa: E402
 import ray.train  # noqa: E402

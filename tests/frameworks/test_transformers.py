@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.jobs import EPOCHS, EXAMPLES, ROOT, Job, launch, need
+from tests.frameworks.jobs import (
+    EPOCHS,
+    EXAMPLES,
+    ROOT,
+    Job,
+    assert_that_a_failed_worker_ends_the_job,
+    launch,
+    need,
+)
 from tests.support.limits import LIMIT
 
 need("transformers")
@@ -90,6 +98,15 @@ def test_only_rank_0_logs(job: Job) -> None:
     printed = [line for line in job.done.stdout.splitlines() if "'grad_norm'" in line]
     assert printed
     assert all(line.startswith("[w0]") for line in printed)
+
+
+def test_all_workers_evaluate_with_rank_0s_buffers(job: Job) -> None:
+    first, second = job.of("with_a_buffer")
+    assert first == second == [0.0]
+
+
+def test_a_worker_that_fails_ends_the_job_with_its_error(tmp_path: Path) -> None:
+    assert_that_a_failed_worker_ends_the_job(SCRIPT, tmp_path, "fails")
 
 
 def test_training_arguments_that_know_of_one_process_are_refused(tmp_path: Path) -> None:

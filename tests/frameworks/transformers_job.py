@@ -14,7 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations.transformers import KVStoreTrainer, join
-from tests.frameworks.jobs import BATCH, EPOCHS, EXAMPLES, numbers, rank_of_process, run_cases
+from tests.frameworks.jobs import (
+    BATCH,
+    EPOCHS,
+    EXAMPLES,
+    fail_at_third,
+    numbers,
+    rank_of_process,
+    run_cases,
+)
 
 ALONE = sys.argv[2:] == ["alone"]
 WORDS, LENGTH = 20, 5
@@ -101,7 +109,23 @@ def in_bfloat16(folder: Path) -> dict[str, Any]:
     return trained(folder, bf16=True)
 
 
-CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16)
+def with_a_buffer(folder: Path) -> list[float]:
+    """A buffer that each worker has written to, in an evaluation."""
+    trainer = trainer_in(folder, Sentences())
+    trainer.model.register_buffer("mine", torch.tensor([float(rank_of_process())]))
+    trainer.evaluate()
+    found: list[float] = trainer.model.mine.tolist()
+    return found
+
+
+def fails(folder: Path) -> None:
+    """Train while a worker raises an error after two batches."""
+    trainer = trainer_in(folder, Sentences())
+    fail_at_third(trainer.model)
+    trainer.train()
+
+
+CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16, with_a_buffer)
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["late"]:
@@ -112,4 +136,7 @@ if __name__ == "__main__":
             print(f"refused: {error}")
     else:
         WORKERS = None if ALONE else join("dist_sync")
-        run_cases(CASES)
+        if sys.argv[2:] == ["fails"]:
+            fails(Path(sys.argv[1]))
+        else:
+            run_cases(CASES)

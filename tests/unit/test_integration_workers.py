@@ -16,7 +16,7 @@ from kvtrainer.integrations.workers import Workers, check_version
 from kvtrainer.kvstore import create
 
 ROOT = Path(__file__).parents[2]
-FRAMEWORKS = ("lightning", "accelerate", "transformers")
+FRAMEWORKS = ("lightning", "accelerate", "transformers", "skorch")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
