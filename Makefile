@@ -70,6 +70,11 @@ test-mxnet: $(READY)
 test-pythons: wheel
 	for python in $(PYTHONS); do tests/one_python.sh $$python || exit 1; done
 
+# Each extra alone, on the wheel; EXTRAS="watch skorch" takes some of them.
+.PHONY: test-extras
+test-extras: wheel
+	tests/extras.sh $(EXTRAS)
+
 test-mmengine: $(READY)
 	tests/compat/mmengine_env.sh .venv-mmengine
 	KVTRAINER_MMENGINE_ENV=.venv-mmengine $(BIN)/python -m pytest tests/compat/test_mmengine.py

@@ -123,7 +123,10 @@ class Page:
         if path == "/metrics":
             if not self._seen:
                 return 503, _TEXT, b"nothing was seen yet\n"
-            return 200, "text/plain; version=0.0.4; charset=utf-8", metrics(self._seen[-1])
+            try:
+                return 200, "text/plain; version=0.0.4; charset=utf-8", metrics(self._seen[-1])
+            except ImportError as error:
+                return 501, _TEXT, f"{error}; pip install 'kvtrainer[watch]' brings it\n".encode()
         return 404, _TEXT, b"there are /, /view.json and /metrics\n"
 
 

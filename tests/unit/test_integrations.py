@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,13 @@ import pytest
 
 from kvtrainer import hooks
 from kvtrainer.registry import Registry
+from tests.extra_uses import USES
+
+
+def test_each_extra_has_a_use_that_is_tested_with_it_alone() -> None:
+    read = configparser.ConfigParser(interpolation=None)
+    read.read(Path(__file__).parents[2] / "setup.cfg")
+    assert set(USES) == set(read["options.extras_require"])
 
 
 def test_without_mmengine_its_integration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -52,6 +53,16 @@ def fetch(url: str, **headers: str) -> bytes:
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=LIMIT) as answer:
         body: bytes = answer.read()
         return body
+
+
+def test_without_prometheus_client_the_metrics_say_what_to_install(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        fetch(f"{page.url}metrics")
+    assert caught.value.code == 501
+    assert "pip install 'kvtrainer[watch]'" in caught.value.read().decode()
 
 
 def test_views_come_as_json(page: Page) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_wrong_usage_ends_with_2(arguments: list[str], monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as ended:
         top.main(arguments)
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("arguments", "missing"), [(["--once"], "rich.console"), ([], "rich.live")])
+def test_without_rich_it_says_what_to_install(
+    arguments: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(monkeypatch, server(job([worker(0)])), server(job([worker(0)])))
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert top.main([*arguments, "--interval", "0.1", "127.0.0.1:9000"]) == 1
+    [said] = capsys.readouterr().err.splitlines()
+    assert "pip install 'kvtrainer[watch]'" in said
 
 
 def test_the_page_names_the_slow_worker() -> None:
