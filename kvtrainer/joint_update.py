@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.norms import Decision, apply_decision
-from kvstore_server.optimizer import States
 from kvstore_server.optimizer.apply import follow, is_half
-from kvstore_server.optimizer.state import Place
 from kvstore_server.optimizer.torch_family import OWN_COUNT
-from kvstore_server.plan import Slice
 from kvtrainer.errors import KVStoreError, OptimizerError, StateMismatchError
 from kvtrainer.memory.memory import DeviceMemory
+from kvtrainer.states.convert import State
 from kvtrainer.types import Group
 
 
@@ -142,47 +140,33 @@ class JointUpdate:
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
-    def get_state(self, piece: Slice) -> States:
-        """Copy out the optimizer's state of a slice."""
-        found = States.of_slice(piece)
-        for at, segment in enumerate(piece.segments):
-            state = _cloned(self.instance.state.get(self._parameters[segment.key], {}))
-            entries = {OWN_COUNT if name == "step" else name: value for name, value in state.items()}
-            master = self._masters.get(segment.key)
-            if master is not None:
-                part = slice(segment.key_start, segment.key_start + segment.numel)
-                own = found.tensor("master", master)[segment.start : segment.start + segment.numel]
-                own.copy_(master.reshape(-1)[part])
-            own_master = {} if master is None else {"master": Place.MEMORY}
-            found.steps[at] = self._counts[segment.key]
-            found.entries[at] = {**(entries if not segment.key_start else {}), **own_master}
+    def states(self) -> dict[int, State]:
+        """Copy the state of the keys that were updated."""
+        found: dict[int, State] = {}
+        for key, parameter in enumerate(self._parameters):
+            if count := self._counts[key]:
+                kept = _cloned(self.instance.state.get(parameter, {}))
+                entries = {OWN_COUNT if name == "step" else name: value for name, value in kept.items()}
+                if key in self._masters:
+                    entries["master"] = self._masters[key].clone()
+                found[key] = {"step": torch.tensor(float(count)), **entries}
         return found
 
-    def put_state(self, piece: Slice, state: States) -> None:
-        """Replace the optimizer's state of a slice."""
-        for at, segment in enumerate(piece.segments):
-            entries = dict(state.entries[at])
-            if entries.pop("master", None) is not None:
-                own = state.tensors["master"][segment.start : segment.start + segment.numel]
-                if not segment.key_start:
-                    self._masters[segment.key] = own.new_zeros(self._device.plan.specs[segment.key].shape)
-                part = slice(segment.key_start, segment.key_start + segment.numel)
-                self._masters[segment.key].view(-1)[part].copy_(own)
-            elif not segment.key_start:
-                self._masters.pop(segment.key, None)
-            if not segment.key_start:
-                self._put_entries(segment.key, int(state.steps[at]), entries)
-
-    def _put_entries(self, key: int, count: int, entries: Mapping[str, Any]) -> None:
-        """Replace what the optimizer keeps of a parameter, updated `count` times."""
-        parameter, self._counts[key] = self._parameters[key], count
-        values = {"step" if name == OWN_COUNT else name: value for name, value in entries.items()}
-        if not count:
-            values = _cloned(self._first.get(key, {}))
-        if values:
-            self.instance.state[parameter] = values
-        else:
-            self.instance.state.pop(parameter, None)
+    def put(self, states: Mapping[int, State]) -> None:
+        """Replace the state of every key by what `states` returned; one without an entry starts afresh."""
+        for key, parameter in enumerate(self._parameters):
+            given, device = _cloned(dict(states.get(key, {}))), self._device.arena.device
+            self._counts[key] = count = int(given.pop("step", 0))
+            entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
+            self._masters.pop(key, None)
+            if "master" in entries:
+                self._masters[key] = entries.pop("master").to(device)
+            kept = {"step" if name == OWN_COUNT else name: value for name, value in entries.items()}
+            kept = kept if count else _cloned(self._first.get(key, {}))
+            if kept:
+                self.instance.state[parameter] = kept
+            else:
+                self.instance.state.pop(parameter, None)
 
     @contextmanager
     def _lent(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:

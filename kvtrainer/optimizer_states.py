@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.optimizer import Optimizer, States
-from kvstore_server.optimizer.apply import takes_pieces
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution
@@ -112,16 +111,14 @@ class OptimizerStates:
 
     def move(self, memory: Memory) -> None:
         """Go on with other parameters, of which the first ones are those that there were; state goes along."""
-        states, holder = self._pending, self.holder
-        if states is None and holder is not None:
-            states = export_states(self._plan, holder)
+        states = self.current()
         self._link.leave(self._memory)
         self._memory, self.here = memory, []
         self.make_places()
-        self.take(states or {})
+        self.take(states)
 
     @property
-    def holder(self) -> StateHolder | None:
+    def holder(self) -> StateHolder | JointUpdate | None:
         """Where the state is, of replicas the first one's; None before it has a place, here or in a store."""
         if self._link.updates_weights:
             return self._link.holder
@@ -132,11 +129,6 @@ class OptimizerStates:
         """How the slices lie where the state is."""
         store = self._link.holder if self._link.updates_weights else None
         return self._memory.plan if store is None else store.plan
-
-    @property
-    def takes_lent(self) -> bool:
-        """Whether what updates here takes gradients that stay where they are."""
-        return takes_pieces(self._groups.optimizer)
 
     @property
     def is_in_store(self) -> bool:
@@ -154,6 +146,8 @@ class OptimizerStates:
         if self._pending is not None:
             return {key: state for key, state in self._pending.items() if keys is None or key in keys}
         holder = self.holder
+        if isinstance(holder, JointUpdate):
+            return holder.states()
         return {} if holder is None else export_states(self._plan, holder, keys)
 
     def shown(self) -> Mapping[Tensor, State]:
@@ -187,17 +181,15 @@ class OptimizerStates:
         if (joint := self.joint) is not None:
             joint.instance.state[parameter] = dict(state)
             return
-        plan, optimizer = self._plan, self._groups.optimizer
+        plan = self._plan
         options = {key: self._groups.live[plan.specs[key].group]}
-        found = read_states({key: state}, options, plan, optimizer).get(key, {})
+        found = read_states({key: state}, options, plan, self._groups.optimizer).get(key, {})
         if not found and not self.current([key]).get(key):
             return
-        holders = self._holders()
-        if self._pending is not None or not holders:
+        if self._pending is not None or not self._holders():
             self._pending = {**(self._pending or {}), key: found}
         else:
-            for holder, device in holders:
-                import_states(plan, holder, {key: found}, optimizer, device, others_stay=True)
+            self._give({key: found}, others_stay=True)
         self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
@@ -250,11 +242,18 @@ class OptimizerStates:
 
     def hand_over(self) -> None:
         """Let pending state reach its holder, if that is there."""
-        holders = self._holders()
-        if self._pending is not None and holders:
-            for holder, device in holders:
-                import_states(self._plan, holder, self._pending, self._groups.optimizer, device)
+        if self._pending is not None and self._holders():
+            self._give(self._pending)
             self._pending = None
+
+    def _give(self, states: Mapping[int, State], others_stay: bool = False) -> None:
+        """Replace the state where it is kept; see `import_states`."""
+        for holder, device in self._holders():
+            if isinstance(holder, JointUpdate):
+                holder.put(states)
+            else:
+                optimizer = self._groups.optimizer
+                import_states(self._plan, holder, states, optimizer, device, others_stay=others_stay)
 
     def _initial(self, key: int) -> State:
         if not self._memory.parameters[key].requires_grad:
@@ -262,7 +261,7 @@ class OptimizerStates:
         spec = self._memory.plan.specs[key]
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
-    def _holders(self) -> Sequence[tuple[StateHolder, torch.device]]:
+    def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
         """Where the state is kept, with the devices for it: in a store, or here for each replica."""
         if self._link.updates_weights:
             return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]

@@ -456,7 +456,7 @@ class StepPipeline:
         if self.limits.is_needed:
             pass  # what is measured here is the arena
         elif link.exchange is None:
-            lends = memory.arena.long if self.states.takes_lent else ()
+            lends = memory.arena.long if self.groups.optimizer.takes_pieces else ()
         elif factor == 1.0 and not memory.has_replicas:
             lends = link.exchange.lendable
         memory.gather(fresh, lends)

@@ -164,7 +164,7 @@ class Trainer(torch.optim.Optimizer):
             has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),
-            is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
+            is_joint=built.is_joint,
             overlap=overlap,
             overlap_pull=overlap_pull,
             hierarchy=hierarchy,
@@ -930,11 +930,7 @@ class Trainer(torch.optim.Optimizer):
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
-        pipeline = self._pipeline
-        pipeline.link.check_open()
-        pipeline.ready()
-        pipeline.prepare()
-        key = pipeline.memory.tables.key_of(parameter)
+        key, pipeline = self._key_of(parameter), self._pipeline
         given = pipeline.memory.tables.given.get(key)
         if given is not None:
             return given.view(parameter.shape[0], -1)[ids]
@@ -946,12 +942,16 @@ class Trainer(torch.optim.Optimizer):
         Args:
             ids: int64, of rows that there are, in any order; a row comes for each.
         """
+        key, pipeline = self._key_of(parameter), self._pipeline
+        return None if key in pipeline.memory.tables.given else pipeline.link.rows.read(key, ids)
+
+    def _key_of(self, parameter: RowSparseParameter) -> int:
+        """Find the key of a row-sparse parameter, whose rows are there then; makes the store."""
         pipeline = self._pipeline
         pipeline.link.check_open()
         pipeline.ready()
         pipeline.prepare()
-        key = pipeline.memory.tables.key_of(parameter)
-        return None if key in pipeline.memory.tables.given else pipeline.link.rows.read(key, ids)
+        return pipeline.memory.tables.key_of(parameter)
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep new values for a row-sparse parameter until `set_data`; see `RowSparseParameter.copy_`."""

@@ -32,11 +32,6 @@ _UNIT = 64
 """Elements whose multiples torch's vector loops cover without a rest, which is rounded like the end of a share."""
 
 
-def takes_pieces(optimizer: Optimizer) -> bool:
-    """Whether an optimizer itself says that it takes pieces: a class derived from it may have another `update`."""
-    return bool(vars(type(optimizer)).get("takes_pieces"))
-
-
 def is_half(weight: Tensor) -> bool:
     """Whether an update of `weight` is computed in float32 and rounded afterwards."""
     return weight.dtype in _HALF
@@ -88,11 +83,11 @@ def apply_update(
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         is_plain = scale == 1.0 and bound is None
         is_here = is_flat and weight.device.type == "cpu"
-        if is_here and not (takes_pieces(optimizer) or (optimizer.one_pass and is_plain)):
+        if is_here and not (optimizer.takes_pieces or (optimizer.one_pass and is_plain)):
             _update_in_blocks(optimizer, target, cast(Tensor, grad), state, numbers, scale, bound)
         else:
             given = cast(Tensor, grad)
-            if is_here and takes_pieces(optimizer):
+            if is_here and optimizer.takes_pieces:
                 tensors = [grad] if isinstance(grad, Tensor) else grad
                 given = cast(Tensor, Pieces(tensors, scale, bound))  # for those that take them
             else:
@@ -292,11 +287,11 @@ def _update_lazily(
             at_once = max(CACHED // max(weight[0].numel(), 1), 1)
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
-            _updatetaken(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
+            _update_some(optimizer, weight, rows[part], grad_rows[part], state, hyper, room)
     state.step += 1
 
 
-def _updatetaken(
+def _update_some(
     optimizer: Optimizer,
     weight: Tensor,
     rows: Tensor,

@@ -135,6 +135,9 @@ class Optimizer:
     """Whether `update` never writes to the gradient, and takes it as `Pieces`, too. A subclass that does not say so
     itself counts as one that does not."""
 
+    is_foreign: bool = False
+    """Whether this is a torch class that we do not know, of which a group may have any entries."""
+
     hyper: dict[str, Any]
     """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
     rescale_grad: float
@@ -145,6 +148,11 @@ class Optimizer:
     num_update: int = 0
     """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
     _said_low_precision: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # One derived from a class that takes pieces may have another `update`.
+        cls.takes_pieces = bool(vars(cls).get("takes_pieces"))
 
     def __init__(
         self,
@@ -172,6 +180,11 @@ class Optimizer:
         self.aggregate_num = aggregate_num
         if lr_scheduler is not None:
             self._follow(as_scheduler(lr_scheduler), self.hyper["lr"] if "lr" in given else None)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it may keep things for all parameters together, as nothing says of a foreign class."""
+        return self.is_foreign and not self.elementwise
 
     @property
     def registered_name(self) -> str:

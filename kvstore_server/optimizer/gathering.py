@@ -88,38 +88,14 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
         )
     if not ids.numel():
         return ids, values
-    if ids.device.type != "cpu":
-        return _coalesce_elsewhere(ids, values, num_rows)
-    given = ids.numpy()
-    _check_rows((int(given.min()), int(given.max())), num_rows)
+    given = ids.cpu().numpy()  # a look at ids of another device waits for it in any case
+    for end in (int(given.min()), int(given.max())):
+        if not 0 <= end < num_rows:
+            raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
     if (given[1:] > given[:-1]).all():
         return ids, values
     ordered = put_in_order(given, num_rows)
-    return ordered.ids, ordered.sums(values)
-
-
-def _coalesce_elsewhere(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Coalesce rows of which there are some, on another device than the CPU."""
-    low, high = torch.aminmax(ids)
-    _check_rows((int(low), int(high)), num_rows)
-    if bool((ids[1:] > ids[:-1]).all()):
-        return ids, values
-    ascending, order = torch.sort(ids, stable=True)
-    is_first = torch.ones_like(ids, dtype=torch.bool)
-    torch.ne(ascending[1:], ascending[:-1], out=is_first[1:])
-    total = values.index_select(0, order[is_first]).add_(0)
-    again = ~is_first
-    if bool(again.any()):
-        place = is_first.cumsum(0)[again].sub_(1)
-        total.index_add_(0, place, values.index_select(0, order[again]))
-    return ascending[is_first], total
-
-
-def _check_rows(ends: tuple[int, int], num_rows: int) -> None:
-    """Raise ShapeMismatchError if the least or the greatest id is outside the key."""
-    for end in ends:
-        if not 0 <= end < num_rows:
-            raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
+    return ordered.ids.to(ids.device), ordered.sums(values)
 
 
 def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:

@@ -38,10 +38,6 @@ class _TrustRatio(Optimizer):
     may_raise = False
     never_negative = frozenset({"lower_bound", "upper_bound"})
 
-    def create_state(self, weight: Tensor) -> Values:
-        """Return zero averages."""
-        return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-
     def _averages(self, grad: Tensor, state: Values, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Let the averages of the gradient and of its square follow `grad`; return them."""
         beta1, beta2 = hyper["betas"]

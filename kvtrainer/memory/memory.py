@@ -69,21 +69,18 @@ class DeviceMemory:
             ConfigurationError: a gradient is sparse in another way than by rows.
         """
         self.arena.check_in_place()
-        by_rows, dense = (self._by_rows(present) if self._sparse else []), present
-        while True:
-            if by_rows:
-                dense = [is_in and i not in by_rows for i, is_in in enumerate(present)]
-            try:
-                self.lent = self.arena.gather_grads(dense, lends)
-                break
-            except RuntimeError:
-                found = {
-                    i for i, is_in in enumerate(present) if is_in and _is_sparse(self.parameters[i].grad)
-                }
-                if found <= self._sparse:
-                    raise
-                self._sparse |= found
-                by_rows = self._by_rows(present)
+        by_rows = self._by_rows(present) if self._sparse else []
+        dense = [is_in and i not in by_rows for i, is_in in enumerate(present)] if by_rows else present
+        try:
+            self.lent = self.arena.gather_grads(dense, lends)
+        except RuntimeError:
+            grads = [parameter.grad for parameter in self.parameters]
+            found = {i for i, is_in in enumerate(present) if is_in and _is_sparse(grads[i])}
+            if found <= self._sparse:
+                raise
+            self._sparse |= found
+            self.gather(present, lends)
+            return
         # Parameters without elements have no rows.
         self.rows = {i: self._rows(i) for i in by_rows if self.plan.specs[i].numel}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.state import joined, spread
-from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.progress import tracked
@@ -173,7 +173,7 @@ def _name_own_count(
     """
     if OWN_COUNT in given or "step" not in given:
         return
-    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
+    if optimizer.is_foreign:
         found = trial_state(optimizer, options, spec)
         if found is None or OWN_COUNT in found:
             state[OWN_COUNT] = given["step"]

@@ -18,16 +18,6 @@ from tests.support.ways_to_train import STORES, backward, trainer_of, zeros
 
 
 @pytest.mark.parametrize("uok", STORES)
-def test_gradient_is_divided_by_the_batch_size_of_each_step(uok: bool | None) -> None:
-    p = zeros()
-    trainer = trainer_of([p], uok)
-    for batch_size in (1, 2, 8, 0.5):
-        backward(p)
-        trainer.step(batch_size)
-    assert p.tolist() == [-(1 + 1 / 2 + 1 / 8 + 2)] * 2
-
-
-@pytest.mark.parametrize("uok", STORES)
 def test_rescale_grad_set_later_holds_from_the_next_step_on(uok: bool | None) -> None:
     p = zeros(1)
     trainer = trainer_of([p], uok)

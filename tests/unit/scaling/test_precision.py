@@ -100,18 +100,6 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
     assert weights["a"].grad is None
 
 
-def test_bfloat16_without_the_context_raises_and_changes_nothing() -> None:
-    layer = torch.nn.Linear(2, 1)
-    before = layer.weight.detach().clone()
-    trainer = Trainer(layer, "torch:SGD", {"lr": 0.1}, None, amp={"dtype": "bfloat16"})
-    loss = layer(torch.ones(1, 2)).sum()
-    with pytest.raises(ConfigurationError, match=r"trainer\.context\(\), which was never entered"):
-        trainer.update_params(loss)
-    with pytest.raises(ConfigurationError, match=r"trainer\.context\(\), which was never entered"):
-        trainer.step(1)
-    assert torch.equal(layer.weight, before)
-
-
 def test_own_backward_pass_of_a_loss_in_bfloat16_needs_the_context_only() -> None:
     layer = torch.nn.Linear(2, 1)
     trainer = Trainer(layer, "torch:SGD", {"lr": 0.1}, None, amp={"dtype": "bfloat16"})
@@ -129,7 +117,7 @@ def test_dtype_in_place_of_the_options_says_where_it_belongs(dtype: str) -> None
         Trainer(torch.nn.Linear(2, 1), "torch:SGD", {"lr": 0.1}, None, amp=dtype)
 
 
-@pytest.mark.parametrize("sums", [True, False], ids=["summed", "not summed"])
+@pytest.mark.parametrize("call", ["step", "update", "allreduce_grads"])
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -138,14 +126,14 @@ def test_dtype_in_place_of_the_options_says_where_it_belongs(dtype: str) -> None
         ({"detect_anomalous_params": "raise"}, "the option detect_anomalous_params works in"),
     ],
 )
-def test_halves_of_a_step_ask_for_the_backward_pass_that_an_option_needs_as_a_step_does(
-    option: dict[str, Any], said: str, sums: bool
+def test_a_step_and_its_halves_ask_for_the_backward_pass_or_the_context_that_an_option_needs(
+    option: dict[str, Any], said: str, call: str
 ) -> None:
     p = torch.nn.Parameter(torch.zeros(1))
     trainer = Trainer({"p": p}, "sgd", {}, kvstore.create("local"), update_on_kvstore=False, **option)
     p.sum().backward()
     with pytest.raises(ConfigurationError, match=said):
-        trainer.allreduce_grads() if sums else trainer.update(1)
+        getattr(trainer, call)(*([] if call == "allreduce_grads" else [1]))
     assert p.item() == 0
 
 

@@ -97,19 +97,6 @@ def test_bfloat16_trains_without_a_loss_scale() -> None:
     torch.testing.assert_close(layer.weight.detach(), before - 0.1)
 
 
-def test_option_that_only_backward_follows_is_not_ignored_in_silence() -> None:
-    p = parameter()
-    for options in ({"amp": "dynamic"}, {"detect_anomalous_params": True}):
-        trainer = trainer_of(p, **options)  # type: ignore[arg-type]
-        p.sum().backward()
-        with pytest.raises(
-            ConfigurationError, match=rf"option {next(iter(options))} works in trainer.backward"
-        ):
-            trainer.step(1)
-        trainer.close()
-    assert p.tolist() == [0.0, 0.0]
-
-
 def test_each_replica_without_a_store_has_its_own_norm() -> None:
     p, q = parameter(), parameter()
     trainer = Trainer({"p": [p, q]}, "torch:SGD", {"lr": 1.0}, None, clip_grad={"max_norm": 1.0})
