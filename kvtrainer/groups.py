@@ -60,7 +60,7 @@ class ParameterGroups:
         self.made: torch.optim.Optimizer | None = None
         """The torch optimizer that was made for an update of all parameters together."""
         self.defaults = dict(optimizer.hyper)
-        self._option_names: Sequence[str] | None = None if optimizer.is_foreign else option_names(optimizer)
+        self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
         """None of a torch class that we do not know, whose groups may have any entries."""
         self._checked: dict[str, Any] = {}
         """The options that were checked last."""
@@ -219,6 +219,11 @@ class UpdateCounter:
         self._behind = {key: most - count for key, count in enumerate(counts) if count < most}
         # The learning rates of the groups come from the state that was loaded.
         self._set = None
+
+
+def is_foreign(optimizer: Optimizer) -> bool:
+    """Whether it is a torch class that we do not know, whose groups may have any entries."""
+    return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
 def collect(params: Any, first: int = 0) -> list[Group]:
@@ -423,7 +428,7 @@ def option_names(optimizer: Optimizer) -> tuple[str, ...]:
 def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """What is saved of a group: options, and plain marks of schedules and scripts; of a foreign class all else too."""
     found = {name: value for name, value in group.items() if name not in _LISTS}
-    if optimizer.is_foreign:
+    if is_foreign(optimizer):
         return found
     known = {*option_names(optimizer), *NOTES}
     return {name: value for name, value in found.items() if name in known or is_plain(plain(value))}
@@ -435,14 +440,14 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigurationError: it does not accept one, or one is not finite.
     """
-    must_be_finite = _NUMBERS & options.keys() if optimizer.is_foreign else options
+    must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
     for name in must_be_finite:
         numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(
                 f"{optimizer.registered_name}: {name} must be finite, got {options[name]!r}"
             )
-    if optimizer.is_foreign or not options:
+    if is_foreign(optimizer) or not options:
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
     try:

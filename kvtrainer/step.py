@@ -47,18 +47,19 @@ class StepPipeline:
     Args:
         groups: the options, and the optimizer.
         link: the store, and whether the optimizer runs in it.
-        stages: what is done beside the plain step.
+
+    `take_options` says what is done beside the plain step.
     """
 
-    def __init__(self, groups: ParameterGroups, link: Binding, stages: StageOptions) -> None:
+    def __init__(self, groups: ParameterGroups, link: Binding) -> None:
         self.groups = groups
         self.link = link
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         self.states = OptimizerStates(groups, self.memory, link)
-        self.stages = stages
+        self.stages = StageOptions()
         self.loss_scaler: LossScaler | None = None
-        self.accumulation = Accumulation(stages.accumulate)
+        self.accumulation = Accumulation()
         self.schedules: list[BoundSchedule] = []
         self.last: StepResult | None = None
         self.has_context = False

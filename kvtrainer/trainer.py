@@ -164,7 +164,7 @@ class Trainer(torch.optim.Optimizer):
             has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),
-            is_joint=built.is_joint,
+            is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
             overlap=overlap,
             overlap_pull=overlap_pull,
             hierarchy=hierarchy,
@@ -177,7 +177,7 @@ class Trainer(torch.optim.Optimizer):
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups
-        self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy), stages)
+        self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy))
         self._writer: Any = None
         """What takes numbers of each step."""
         self._is_built = True

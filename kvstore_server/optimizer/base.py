@@ -135,9 +135,6 @@ class Optimizer:
     """Whether `update` never writes to the gradient, and takes it as `Pieces`, too. A subclass that does not say so
     itself counts as one that does not."""
 
-    is_foreign: bool = False
-    """Whether this is a torch class that we do not know, of which a group may have any entries."""
-
     hyper: dict[str, Any]
     """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
     rescale_grad: float
@@ -151,8 +148,10 @@ class Optimizer:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        own = vars(cls)
+        cls.name = own.get("name") or cls.__name__.lower()
         # One derived from a class that takes pieces may have another `update`.
-        cls.takes_pieces = bool(vars(cls).get("takes_pieces"))
+        cls.takes_pieces = bool(own.get("takes_pieces"))
 
     def __init__(
         self,
@@ -182,15 +181,10 @@ class Optimizer:
             self._follow(as_scheduler(lr_scheduler), self.hyper["lr"] if "lr" in given else None)
 
     @property
-    def is_joint(self) -> bool:
-        """Whether it may keep things for all parameters together, as nothing says of a foreign class."""
-        return self.is_foreign and not self.elementwise
-
-    @property
     def registered_name(self) -> str:
         """The name under which this optimizer travels to a server."""
-        own: str = type(self).__dict__.get("name") or type(self).__name__.lower()
-        return own
+        name: str = getattr(type(self), "name", "optimizer")
+        return name
 
     @property
     def learning_rate(self) -> float:

@@ -179,7 +179,6 @@ class _Momentum(_Elementwise):
     """
 
     nesterov: ClassVar[bool] = False
-    one_pass = True
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         """Apply one update; the class has the formula."""
@@ -218,7 +217,6 @@ class SGD(_Momentum):
     old one was min_lr or less). With it the state also has 'last_lr', the learning rate of the last update.
     """
 
-    name = "sgd"
     takes_pieces = True
     defaults: ClassVar[Hyper] = {
         "lr": 0.1,
@@ -249,7 +247,6 @@ class NAG(_Momentum):
     Options: learning_rate 0.1, momentum 0.9.
     """
 
-    name = "nag"
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.9}
     nesterov = True
@@ -264,7 +261,6 @@ class SGLD(_Elementwise):
     Options: learning_rate 0.1, at least 0; seed 0. No state.
     """
 
-    name = "sgld"
     defaults: ClassVar[Hyper] = {"lr": 0.1, "seed": 0}
     never_negative = frozenset({"lr"})
     positioned = True
@@ -292,7 +288,6 @@ class Signum(_Elementwise):
     Options: learning_rate 0.01, momentum 0.9, wd_lh 0.0. State: 'momentum_buffer', the negative of m.
     """
 
-    name = "signum"
     defaults: ClassVar[Hyper] = {"lr": 0.01, "momentum": 0.9, "wd_lh": 0.0}
     never_negative = frozenset({"wd_lh"})
 
@@ -316,7 +311,6 @@ class DCASGD(_Elementwise):
     Options: learning_rate 0.1, momentum 0.0, lamda 0.04. State: 'previous_weight' w', 'momentum_buffer' -m.
     """
 
-    name = "dcasgd"
     delay_state = "previous_weight"
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
 
@@ -344,8 +338,6 @@ class Test(_Elementwise):
 
     __test__ = False  # keeps pytest from collecting a class of this name
     clips = False
-    name = "test"
-    one_pass = True
     takes_pieces = True
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
@@ -359,8 +351,6 @@ class Adam(_Elementwise):
     gradient only the rows). State: 'exp_avg' m, 'exp_avg_sq' v.
     """
 
-    name = "adam"
-    one_pass = True
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "lazy_update": False}
 
@@ -380,8 +370,6 @@ class AdamW(_Elementwise):
     Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-6, correct_bias True. State: as Adam's.
     """
 
-    name = "adamw"
-    one_pass = True
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
 
@@ -403,7 +391,6 @@ class AdaBelief(_Elementwise):
     'exp_avg_var' v.
     """
 
-    name = "adabelief"
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "correct_bias": True}
     clips = False
 
@@ -429,7 +416,6 @@ class Adamax(_Elementwise):
     Options: learning_rate 0.002, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_inf' u.
     """
 
-    name = "adamax"
     defaults: ClassVar[Hyper] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -453,7 +439,6 @@ class Nadam(_Elementwise):
     'exp_avg_sq' v, 'mu_product' p.
     """
 
-    name = "nadam"
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "schedule_decay": 0.004}
     never_negative = frozenset({"schedule_decay"})
 
@@ -486,7 +471,6 @@ class FTML(_Elementwise):
     Options: learning_rate 0.0025, beta1 0.6, beta2 0.999, epsilon 1e-8. State: 'exp_avg_sq' v.
     """
 
-    name = "ftml"
     defaults: ClassVar[Hyper] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -504,7 +488,6 @@ class AdaDelta(_Elementwise):
     Options: learning_rate 1.0, rho 0.9, epsilon 1e-6. State: 'square_avg' a, 'acc_delta' b.
     """
 
-    name = "adadelta"
     defaults: ClassVar[Hyper] = {"lr": 1.0, "rho": 0.9, "eps": 1e-6}
     fractions = frozenset({"rho"})
 
@@ -524,8 +507,6 @@ class AdaGrad(_Elementwise):
     Options: learning_rate 0.01, epsilon 1e-6. State: 'sum' h.
     """
 
-    name = "adagrad"
-    one_pass = True
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
 
@@ -560,7 +541,6 @@ class RMSProp(_Elementwise):
     None. State: 'square_avg' v, 'grad_avg' n, 'momentum_buffer' -d.
     """
 
-    name = "rmsprop"
     defaults: ClassVar[Hyper] = {
         "lr": 0.001,
         "rho": 0.9,
@@ -598,7 +578,6 @@ class Ftrl(_Elementwise):
     Options: learning_rate 0.1, at least 0; lamda1 0.01, beta 1.0. State: 'z', 'n'.
     """
 
-    name = "ftrl"
     defaults: ClassVar[Hyper] = {"lr": 0.1, "lamda1": 0.01, "beta": 1.0}
     never_negative = frozenset({"lr", "lamda1", "beta"})
 

@@ -70,7 +70,6 @@ class LAMB(_TrustRatio):
     Source: You et al., Large Batch Optimization for Deep Learning (arXiv:1904.00962), as MXNet 2.x has it.
     """
 
-    name = "lamb"
     defaults: ClassVar[Hyper] = {"bias_correction": True}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -91,7 +90,6 @@ class LANS(_TrustRatio):
     Source: Zheng et al., Accelerated Large Batch Optimization of BERT (arXiv:2006.13484), as MXNet 2.x has it.
     """
 
-    name = "lans"
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -117,7 +115,6 @@ class LARS(Optimizer):
     Source: You et al., Large Batch Training of Convolutional Networks (arXiv:1708.03888), as MXNet 2.x has it.
     """
 
-    name = "lars"
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "eta": 0.001, "eps": 1e-8, "lazy_update": False}
     elementwise = False
     clips = False
@@ -159,7 +156,6 @@ class GroupAdaGrad(Optimizer):
     same as updating all. Options: learning_rate 0.01, epsilon 1e-6. State: 'history', of shape (rows, 1).
     """
 
-    name = "groupadagrad"
     defaults: ClassVar[Hyper] = {"eps": 1e-6}
     elementwise = False
     may_raise = False

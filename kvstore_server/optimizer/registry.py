@@ -55,7 +55,7 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
                 f"{_where(cls)} has elementwise={cls.elementwise}, so register cannot take elementwise={elementwise}; "
                 "change the class"
             )
-        name = vars(cls).get("name") or cls.__name__
+        name = cls.name
     else:
         name = torch_family.torch_name(cls)
         _declare(cls, elementwise)

@@ -72,6 +72,7 @@ class TorchOptimizer(Optimizer):
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         self.is_foreign = not is_torchs_own(cls)
+        """Whether this is a class of which only its constructor knows what it takes, and a group may have more."""
         self.elementwise = declared or cls in ELEMENTWISE
         self.cls = cls
         self.may_raise = self.is_foreign or cls is optim.SparseAdam
@@ -134,6 +135,11 @@ class TorchOptimizer(Optimizer):
                 f"{self.registered_name} has no learning rate; it has {', '.join(self.hyper)}"
             )
         return float(self.hyper["lr"])
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the class may keep things for all parameters together, as nothing says of a foreign one."""
+        return self.is_foreign and not self.elementwise
 
     def spec(self) -> dict[str, Any]:
         if not self.is_foreign:

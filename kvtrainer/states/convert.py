@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.state import joined, spread
-from kvstore_server.optimizer.torch_family import OWN_COUNT
+from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.progress import tracked
@@ -129,9 +129,18 @@ def saved_problems(
     """Say how saved states differ from those of keys and an optimizer: in names, shapes and entries.
 
     Args:
-        what, here: As of `SavedStates.differences`.
+        what, here: Words for the keys and their owner, such as "parameters" of "this Trainer".
     """
-    yield from saved.differences(optimizer.registered_name, specs, what, here)
+    if saved.optimizer["name"] != optimizer.registered_name:
+        yield f"the optimizer is {saved.optimizer['name']!r} in the file and {optimizer.registered_name!r} here"
+    known = {spec.key: spec.shape for spec in specs}
+    if missing := [repr(name) for name in known if name not in saved.parameters]:
+        yield f"the file lacks the {what} {', '.join(missing)}"
+    if unexpected := [repr(name) for name in saved.parameters if name not in known]:
+        yield f"the file has the {what} {', '.join(unexpected)}, which {here} does not have"
+    for name, parameter in saved.parameters.items():
+        if name in known and parameter.shape != known[name]:
+            yield f"{name!r} has shape {list(parameter.shape)} in the file and {list(known[name])} here"
     common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
     # Entries mean something only where the keys agree.
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
@@ -173,7 +182,7 @@ def _name_own_count(
     """
     if OWN_COUNT in given or "step" not in given:
         return
-    if optimizer.is_foreign:
+    if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         found = trial_state(optimizer, options, spec)
         if found is None or OWN_COUNT in found:
             state[OWN_COUNT] = given["step"]

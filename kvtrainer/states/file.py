@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvstore_server.plan import TensorSpec
 from kvtrainer.errors import StateFileError, file_error
 from kvtrainer.progress import announced
 
@@ -70,21 +69,6 @@ class SavedStates:
     """Plain values of other parts of the Trainer, by part."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Tensors of other parts, by part and then by a name, such as a parameter's."""
-
-    def differences(self, optimizer: str, specs: Sequence[TensorSpec], what: str, here: str) -> Iterator[str]:
-        """Say in which optimizer, names and shapes these states differ from others, such as "this Trainer"'s."""
-        if self.optimizer["name"] != optimizer:
-            yield f"the optimizer is {self.optimizer['name']!r} in the file and {optimizer!r} here"
-        known = {spec.key: spec.shape for spec in specs}
-        missing = [repr(name) for name in known if name not in self.parameters]
-        unexpected = [repr(name) for name in self.parameters if name not in known]
-        if missing:
-            yield f"the file lacks the {what} {', '.join(missing)}"
-        if unexpected:
-            yield f"the file has the {what} {', '.join(unexpected)}, which {here} does not have"
-        for name, parameter in self.parameters.items():
-            if name in known and parameter.shape != known[name]:
-                yield f"{name!r} has shape {list(parameter.shape)} in the file and {list(known[name])} here"
 
 
 def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
