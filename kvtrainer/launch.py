@@ -20,7 +20,6 @@ from kvstore_server.version import __version__
 from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
-from kvtrainer.launcher.processes import MALLOC
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*server, "--bind", bind, "--index", str(index), *drain, *options.server_arg, *imports]
         for index, bind in enumerate(options.binds)
     ]
-    environ = {**MALLOC, **os.environ, **options.env}
+    environ = {**os.environ, **options.env}
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
             f"kvlaunch: {command[0]!r} is {other}, which is not of kvlaunch's environment; for that one say "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.integrations.workers import join_workers
+from kvtrainer.integrations.workers import become_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.base import Callback
@@ -276,20 +276,8 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def _meet(self) -> Agreement:
         agreement = super()._meet()
-        if agreement.size > 1 and not dist.is_initialized():
-            join_workers(agreement, self._group_options)
-        place, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if (place, count) != (agreement.rank, agreement.size):
-            raise ConfigurationError(
-                f"this process is rank {place} of {count} in torch.distributed, which mmengine asks, and worker "
-                f"{agreement.rank} of {agreement.size} of kvstore {self.kvstore!r}; start both in the same way"
-            )
         processes = 1 if self._launcher == environment.NONE else environment.processes_of_job(os.environ)
-        if agreement.size == 1 and processes > 1:
-            raise ConfigurationError(
-                f"the job has {processes} processes, but kvstore {self.kvstore!r} keeps to this one, so all would "
-                "write the same files; use 'device' or 'dist_sync', or launcher='none'"
-            )
+        become_ranks(agreement, self.kvstore, processes, self._group_options)
         return agreement
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:

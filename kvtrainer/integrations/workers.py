@@ -48,20 +48,7 @@ class Workers:
         self._agreement = agreement_of(self.store)
         self.rank, self.size = self._agreement.rank, self._agreement.size
         self._limits: WeakKeyDictionary[Trainer, Limit] = WeakKeyDictionary()
-        processes = environment.processes_of_job(os.environ)
-        if self.size == 1 and processes > 1:
-            raise ConfigurationError(
-                f"the job has {processes} processes, but kvstore {self.store.type!r} keeps to this one, so all would "
-                "train on the same data and write the same files; use 'dist_sync'"
-            )
-        if self.size > 1 and not dist.is_initialized():
-            join_workers(self._agreement, {})
-        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if place != (self.rank, self.size):
-            raise ConfigurationError(
-                f"this process is rank {place[0]} of {place[1]} in torch.distributed, and worker {self.rank} of "
-                f"{self.size} of kvstore {self.store.type!r}; start both in the same way"
-            )
+        become_ranks(self._agreement, self.store.type, environment.processes_of_job(os.environ))
 
     def share(self, module: nn.Module) -> None:
         """Give every worker rank 0's weights and buffers, where they differ; collective."""
@@ -119,14 +106,36 @@ class _Buffers(nn.Module):
             self.register_buffer(str(at), buffer)
 
 
-def join_workers(agreement: Agreement, options: Mapping[str, Any]) -> None:
-    """Put the workers of a store into a torch.distributed group, with the same ranks; collective, blocks.
-
-    Where rank 0 listens is agreed on over the store, at an address that the servers are reached from.
+def become_ranks(
+    agreement: Agreement, kvstore: object, processes: int, options: Mapping[str, Any] | None = None
+) -> None:
+    """Have the workers of a store be the ranks of a torch.distributed group, with the same numbers; collective, blocks.
 
     Args:
-        options: of torch.distributed.init_process_group.
+        kvstore: What the store is called.
+        processes: How many the job has.
+        options: of torch.distributed.init_process_group, where there is no group yet.
+
+    Raises:
+        ConfigurationError: the job has several processes that the store does not connect; or this one is another rank.
     """
+    if agreement.size == 1 and processes > 1:
+        raise ConfigurationError(
+            f"the job has {processes} processes, but kvstore {kvstore!r} keeps to this one, so all would train on the "
+            "same data and write the same files; use 'dist_sync'"
+        )
+    if agreement.size > 1 and not dist.is_initialized():
+        _make_group(agreement, options or {})
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if place != (agreement.rank, agreement.size):
+        raise ConfigurationError(
+            f"this process is rank {place[0]} of {place[1]} in torch.distributed, and worker {agreement.rank} of "
+            f"{agreement.size} of kvstore {kvstore!r}; start both in the same way"
+        )
+
+
+def _make_group(agreement: Agreement, options: Mapping[str, Any]) -> None:
+    """Agree over the store where rank 0 listens, at an address that the servers are reached from, and meet there."""
     listener, told = None, b""
     if agreement.rank == 0:
         [server, *_] = read_servers(os.environ) or ("tcp://127.0.0.1:1",)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
+from kvtrainer.env import parse_address
 from kvtrainer.errors import ClusterError, ConnectTimeoutError
 from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, environment
-from kvtrainer.launcher.processes import MALLOC, Child
+from kvtrainer.launcher.processes import Child, inherited
 
 _LAST_OUTPUT_WAIT = 1.0
 
@@ -58,13 +58,11 @@ class Group:
             OSError: it cannot be started.
         """
         index = self._first + len(self.children)
-        kept = {k: v for k, v in os.environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
-        inherited = {**MALLOC, "PYTHONUNBUFFERED": "1", **kept, **environ}
         child = Child(
             f"{role} {index}",
             f"{role[0]}{index}",
             command,
-            environment(inherited, self._mark, share),
+            environment({**inherited(os.environ), **environ}, self._mark, share),
             _show,
             pass_fds,
         )

@@ -18,7 +18,7 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, parse_address
 from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, end_with_parent, environment
 from kvtrainer.launcher.hosts import Remote, RemoteChild
-from kvtrainer.launcher.processes import Child, Events, Put
+from kvtrainer.launcher.processes import Child, Events, Put, inherited
 
 LISTENS = b"kvstore-server: listening on "
 """What a server prints before its address."""
@@ -72,8 +72,7 @@ class Launcher:
         self._remote = remote
         self._linger = limits.linger
         self._mark = secrets.token_hex(16)
-        kept = {k: v for k, v in environ.items() if k not in (RANK, NUM_WORKERS, SERVERS)}
-        self._environ = environment({"PYTHONUNBUFFERED": "1", **kept}, self._mark)
+        self._environ = environment(inherited(environ), self._mark)
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 
+from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
+
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""
 PROGRESS_INTERVAL = 1.0
@@ -27,14 +29,15 @@ HIGH_WATER = 256 * 1024
 """Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-MALLOC = {
+_DEFAULTS = {
+    "PYTHONUNBUFFERED": "1",
+    # Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
+    # longer than filling it.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
-longer than filling it."""
-
+"""What processes find in their environment unless it says otherwise."""
 _MAX_WAIT = 1.0
 _READ_SIZE = 64 * 1024
 _MAX_DRAIN_READS = 64
@@ -45,6 +48,12 @@ _LINE_END = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
 
 Put = Callable[[int, str, bytes], None]
 """Takes a line: the descriptor on which it goes out, the tag of its process, and its bytes without an end."""
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the processes of a job inherit of an environment, which may be that of a worker of another job."""
+    kept = {name: value for name, value in environ.items() if name not in (RANK, NUM_WORKERS, SERVERS)}
+    return {**_DEFAULTS, **kept}
 
 
 class Child:

@@ -66,7 +66,7 @@ def read_schedule(cfg: Mapping[str, Any], default_args: Mapping[str, Any]) -> Sc
     run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
     cfg = {key: value for key, value in cfg.items() if key != "run"}
     if "policy" in cfg:
-        return _from_policy(cfg, run)
+        return _from_policy({**run, **cfg})
     if "type" in cfg:
         return _from_type(cfg, run)
     raise ConfigurationError(f"a schedule as a dict has 'policy' or 'type', got {cfg!r:.120}")
@@ -91,7 +91,7 @@ def schedule_from_lr_config(
         ConfigurationError: an option is unknown or wrong, or the policy needs an end that is not known.
     """
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
-    return _from_policy({**cfg, "name": "lr"}, run)
+    return _from_policy({**run, **cfg, "name": "lr"})
 
 
 def schedule_from_momentum_config(
@@ -103,7 +103,7 @@ def schedule_from_momentum_config(
 ) -> ScheduleSpec:
     """Read MMCV's momentum_config; everything as in `schedule_from_lr_config`."""
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
-    return _from_policy({**cfg, "name": "momentum"}, run)
+    return _from_policy({**run, **cfg, "name": "momentum"})
 
 
 def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
@@ -138,13 +138,13 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
     return ParamSchedule.unbound("lr", name, by="step", end=solver["MAX_ITER"], **warm, **options)
 
 
-def _from_policy(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec:
+def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
     """Read MMCV's form: everything that is neither about when nor about the warm-up is an option of the policy."""
     rest = dict(cfg)
     policy, name = rest.pop("policy", None), rest.pop("name", "lr")
     if not isinstance(policy, str):
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
-    max_epochs, max_iters, length = (rest.pop(key, run.get(key)) for key in _RUN)
+    max_epochs, max_iters, length = (rest.pop(key, None) for key in _RUN)
     is_stepwise = policy.replace("_", "").lower() in _STEPWISE
     by_epoch = _goes_by_epoch(rest, not is_stepwise)
     if by_epoch and is_stepwise:

@@ -6,7 +6,7 @@ so what several servers say of it is put together: the worst state, the longest 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
@@ -63,6 +63,11 @@ class Worker(NamedTuple):
     is_done: bool
     """It has no more data."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it takes part."""
+        return self.state == "here"
+
 
 class Wait(NamedTuple):
     """Something that ranks wait for on some server."""
@@ -91,6 +96,11 @@ class Job(NamedTuple):
         """The worker that the others waited for longest; None where nobody had to wait."""
         late = [one for one in self.workers if one.late > 0]
         return max(late, key=lambda one: one.late, default=None)
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long the oldest wait lasts already."""
+        return max([one.seconds for one in self.waits], default=0.0)
 
     @property
     def samples(self) -> float:
@@ -159,7 +169,7 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
     known = [(before or now, now) for before, now in pairs if now is not None]
     first = known[0][1]
     told = [
-        [(_of_rank(before, rank), _of_rank(now, rank)) for before, now in known]
+        [(before["workers"][rank], now["workers"][rank]) for before, now in known]
         for rank in range(min(first["num_workers"], len(first["workers"])))
     ]
     return Job(
@@ -173,11 +183,6 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
         [Wait(**one) for _, now in known for one in now["waits"]],
         list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
     )
-
-
-def _of_rank(job: Facts, rank: int) -> Facts:
-    found: Facts = job["workers"][rank]
-    return found
 
 
 def _worker(told: Sequence[tuple[Facts, Facts]], seconds: float) -> Worker:
@@ -212,8 +217,3 @@ def _worker(told: Sequence[tuple[Facts, Facts]], seconds: float) -> Worker:
 
 def _share(value: float) -> float:
     return min(max(value, 0.0), 1.0)
-
-
-def missing_now(job: Job) -> Iterable[int]:
-    """The ranks that something waits for, in order."""
-    return sorted({rank for wait in job.waits for rank in wait.missing})

@@ -14,7 +14,7 @@ import ipaddress
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -109,28 +109,21 @@ class Page:
             )
         path = path.partition("?")[0]
         if path == "/":
-            return (
-                200,
-                "text/html; charset=utf-8",
-                resources.files(__package__).joinpath("page.html").read_bytes(),
-            )
+            return 200, _HTML, resources.files(__package__).joinpath("page.html").read_bytes()
         if path == "/view.json":
-            return (
-                200,
-                "application/json",
-                json.dumps([as_values(view) for view in list(self._seen)]).encode(),
-            )
+            return 200, _JSON, json.dumps([as_values(view) for view in list(self._seen)]).encode()
         if path == "/metrics":
             if not self._seen:
                 return 503, _TEXT, b"nothing was seen yet\n"
             try:
-                return 200, "text/plain; version=0.0.4; charset=utf-8", metrics(self._seen[-1])
+                return 200, _METRICS, metrics(self._seen[-1])
             except ImportError as error:
                 return 501, _TEXT, f"{error}; pip install 'kvtrainer[watch]' brings it\n".encode()
         return 404, _TEXT, b"there are /, /view.json and /metrics\n"
 
 
-_TEXT = "text/plain; charset=utf-8"
+_TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
@@ -165,35 +158,21 @@ class _Families:
         """Yield a family for each number of servers, jobs and workers."""
         from prometheus_client.core import GaugeMetricFamily
 
-        def family(
-            name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[list[str], float]]
-        ) -> Any:
-            found = GaugeMetricFamily(f"kvstore_{name}", text, labels=labels)
-            for values, number in rows:
-                found.add_metric(values, float(number))
-            return found
-
-        for name, text in _OF_SERVERS.items():
-            rows = [([one.address], getattr(one, name)) for one in self._view.servers]
-            yield family(f"server_{name}", text, ["server"], rows)
-        for name, text in _OF_JOBS.items():
-            yield family(
-                f"job_{name}", text, ["job"], [([one.name], getattr(one, name)) for one in self._view.jobs]
-            )
-        waits = [
-            ([job.name], max([one.seconds for one in job.waits], default=0.0)) for job in self._view.jobs
-        ]
-        yield family("job_longest_wait_seconds", "How long the oldest wait lasts already", ["job"], waits)
-        workers = [(job, one) for job in self._view.jobs for one in job.workers]
-        here = [([job.name, str(one.rank)], one.state == "here") for job, one in workers]
-        yield family("worker_is_here", "1: the rank takes part", ["job", "rank"], here)
-        for name, text in _OF_WORKERS.items():
-            told = [
-                ([job.name, str(one.rank)], value)
-                for job, one in workers
-                if (value := getattr(one, name)) is not None
-            ]
-            yield family(f"worker_{name}", text, ["job", "rank"], told)
+        servers = [([one.address], one) for one in self._view.servers]
+        jobs = [([job.name], job) for job in self._view.jobs]
+        workers = [([job.name, str(one.rank)], one) for job in self._view.jobs for one in job.workers]
+        kinds: Sequence[tuple[str, list[str], Sequence[tuple[list[str], Any]], Mapping[str, str]]] = (
+            ("server", ["server"], servers, _OF_SERVERS),
+            ("job", ["job"], jobs, _OF_JOBS),
+            ("worker", ["job", "rank"], workers, _OF_WORKERS),
+        )
+        for kind, labels, rows, numbers in kinds:
+            for name, text in numbers.items():
+                family = GaugeMetricFamily(f"kvstore_{kind}_{name}", text, labels=labels)
+                for values, one in rows:
+                    if (number := getattr(one, name)) is not None:
+                        family.add_metric(values, float(number))
+                yield family
 
 
 _OF_SERVERS = {
@@ -208,8 +187,10 @@ _OF_JOBS = {
     "updates": "Updates of the weights so far",
     "samples": "Examples a second, where scripts tell",
     "num_workers": "How many ranks the job has",
+    "longest_wait_seconds": "How long the oldest wait lasts already",
 }
 _OF_WORKERS = {
+    "is_here": "1: the rank takes part",
     "late": "Share of the time in which the others waited for this rank",
     "waits": "Share of the time in which it waited for servers and other workers",
     "works": "Share of the time between its steps: data, forward and backward",

@@ -15,12 +15,9 @@ from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
-# Runs a Launcher with stand-in servers. The package is stubbed, because its own __init__ imports torch.
+# Runs a Launcher with stand-in servers.
 DRIVER = """
-import json, os, sys, types
-package = types.ModuleType("kvtrainer")
-package.__path__ = ["kvtrainer"]
-sys.modules["kvtrainer"] = package
+import json, os, sys
 from kvtrainer.launcher.job import Launcher, Limits
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]

@@ -1,7 +1,8 @@
-"""Ties to libraries that need not be there."""
+"""Ties to libraries that need not be there, and what integrations of frameworks share where none is needed."""
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib
 import sys
@@ -12,27 +13,46 @@ from typing import Any
 import pytest
 
 from kvtrainer import hooks
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.integrations import workers
+from kvtrainer.integrations.workers import Workers, check_version
+from kvtrainer.kvstore import create
 from kvtrainer.registry import Registry
 from tests.extra_uses import USES
 
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ("lightning", "accelerate", "transformers", "skorch")
+OLD_RAY = ModuleType("ray")
+OLD_RAY.__version__ = "2.9.3"  # type: ignore[attr-defined]
+
+
+def extras() -> configparser.SectionProxy:
+    read = configparser.ConfigParser(interpolation=None)
+    read.read(ROOT / "setup.cfg")
+    return read["options.extras_require"]
+
 
 def test_each_extra_has_a_use_that_is_tested_with_it_alone() -> None:
-    read = configparser.ConfigParser(interpolation=None)
-    read.read(Path(__file__).parents[2] / "setup.cfg")
-    assert set(USES) == set(read["options.extras_require"])
+    assert set(USES) == set(extras())
 
 
-def test_without_mmengine_its_integration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mmengine", None)
-    with pytest.raises(ImportError, match=r"pip install 'kvtrainer\[mmengine\]'"):
-        importlib.import_module("kvtrainer.integrations.mmengine")
-
-
-def test_without_mmcv_its_integration_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mmcv.runner", None)
-    monkeypatch.delitem(sys.modules, "kvtrainer.integrations.mmcv", raising=False)
-    with pytest.raises(ImportError, match="'mmcv<2'"):
-        importlib.import_module("kvtrainer.integrations.mmcv")
+@pytest.mark.parametrize(
+    ("library", "found", "told"),
+    [
+        *((name, None, rf"pip install 'kvtrainer\[{name}\]'") for name in ("mmengine", *FRAMEWORKS)),
+        ("mmcv.runner", None, "'mmcv<2'"),
+        ("ray", None, r"needs Ray Train 2\.60 .*None in sys.modules.* pip install 'kvtrainer\[ray\]'"),
+        ("ray", OLD_RAY, r"needs Ray Train 2\.60 .*this is Ray 2\.9\.3.* pip install 'kvtrainer\[ray\]'"),
+    ],
+)
+def test_without_a_library_its_integration_says_what_to_install(
+    library: str, found: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"kvtrainer.integrations.{library.partition('.')[0]}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, library, found)
+    with pytest.raises(ImportError, match=told):
+        importlib.import_module(name)
 
 
 def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +80,41 @@ def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatc
     assert hook.priority == 40
 
 
-def test_without_ray_or_with_an_old_one_its_integration_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("found", ["2.4.9", "1.9", "2.7.0", "3.0.0rc1"])
+def test_a_framework_of_another_version_is_named_with_the_versions_that_work(
+    found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = ModuleType("ray")
-    old.__version__ = "2.9.3"  # type: ignore[attr-defined]
-    for found, told in ((None, "None in sys.modules"), (old, "this is Ray 2.9.3")):
-        monkeypatch.setitem(sys.modules, "ray", found)
-        with pytest.raises(
-            ImportError, match=rf"needs Ray Train 2\.60 .*{told}.* pip install 'kvtrainer\[ray\]'"
-        ):
-            importlib.import_module("kvtrainer.integrations.ray")
+    monkeypatch.setattr(workers, "version", lambda package: found)
+    with pytest.raises(ConfigurationError) as caught:
+        check_version("lightning", (2, 5), (2, 7))
+    for told in (found, "2.5", "2.7", "kvtrainer[lightning]"):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("found", ["2.5.0", "2.6.6", "2.6.0.post1"])
+def test_a_framework_of_a_version_within_the_range_is_taken(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "version", lambda package: found)
+    check_version("lightning", (2, 5), (2, 7))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_extra_of_a_framework_installs_the_versions_that_its_integration_takes(framework: str) -> None:
+    source = (ROOT / "kvtrainer/integrations" / f"{framework}.py").read_text()
+    line = next(one for one in source.splitlines() if one.startswith("AT_LEAST, BELOW ="))
+    low, high = ast.literal_eval(line.partition("=")[2].strip())
+    wanted = f"{framework}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+    assert wanted in extras()[framework].split()
+
+
+def test_a_store_that_keeps_to_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_RANK", "1")
+    monkeypatch.setenv("KVSTORE_NUM_WORKERS", "3")
+    with pytest.raises(ConfigurationError, match=r"3 processes.*'local'"):
+        Workers("local")
+
+
+def test_a_process_alone_is_one_worker() -> None:
+    alone = Workers(create("local"))
+    assert (alone.rank, alone.size) == (0, 1)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, command_line, line_of
 from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
 from tests.support.processes import eventually
@@ -231,13 +230,3 @@ def test_a_linger_that_is_given_holds_after_every_failure() -> None:
     )
     assert code == 134
     assert "to notice" not in err
-
-
-def test_a_bad_dead_after_is_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "-1")
-    with pytest.raises(SystemExit) as caught:
-        launch.main(["-n", "1", "--", "true"])
-    assert caught.value.code == 2
-    assert "KVSTORE_DEAD_AFTER is '-1'; it must be a number of seconds above 0" in capsys.readouterr().err

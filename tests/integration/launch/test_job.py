@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore_server import cli
-from kvstore_server.version import __version__
 from kvtrainer import launch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
@@ -90,12 +86,6 @@ def test_the_page_of_a_job_shows_its_workers(processes: Processes) -> None:
     assert eventually(lambda: workers() == ["here", "here"])
     job.signal(signal.SIGTERM)
     assert job.end()[0] == 128 + signal.SIGTERM
-
-
-def test_a_page_without_servers_is_wrong_usage() -> None:
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["-n", "1", "-s", "0", "--dashboard", "0", "--", "true"])
-    assert ended.value.code == 2
 
 
 # Output.
@@ -239,43 +229,6 @@ def test_variables_of_the_command_line_reach_every_process(capfd: pytest.Capture
     assert capfd.readouterr().out == "[w0] a=b\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-n", "2"], "no command for the workers"),
-        (["-n", "2", "--"], "no command for the workers"),
-        (["-n", "2", "--worker", "3", "true"], "unknown arguments: --worker; .* come after its name"),
-        (["--start", "-n", "2", "--", "true"], "unknown arguments: --start"),
-        (["true", "-n", "2"], "required: -n"),
-        (["-n", "2", "train.py", "-x"], "train.py is no program that can be started; say: python train.py"),
-        (["--", "true"], "required: -n"),
-        (["-n", "0", "--", "true"], "'0' is not a whole number of at least 1"),
-        (["-n", "two", "--", "true"], "'two' is not"),
-        (["-n", "1", "-s", "-1", "--", "true"], "(?s)-s.*"),
-        (["-n", "1", "--grace", "nan", "--", "true"], "'nan' is not a number of seconds"),
-        (["-n", "1", "--start-timeout=-5", "--", "true"], "'-5' is not a number of seconds"),
-    ],
-)
-def test_wrong_usage_exits_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        launch.main(arguments)
-    assert caught.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        launch.main(["--help"])
-    text = capsys.readouterr().out
-    assert caught.value.code == 0
-    for name in ("RANK", "NUM_WORKERS", "SERVERS"):
-        assert f"KVSTORE_{name} " in text
-    assert "OMP_NUM_THREADS" in text
-    assert "PYTHONUNBUFFERED" in text
-
-
 @pytest.mark.parametrize("module", ["kvtrainer", "kvtrainer.launch"])
 def test_module_runs_as_a_program_and_passes_arguments_after_the_separator_untouched(module: str) -> None:
     command = [sys.executable, "-m", module, "-n", "1", "-s", "0", "--", "echo", "-n", "--", "-s"]
@@ -294,15 +247,6 @@ def test_everything_after_the_name_of_the_command_is_the_commands(
     arguments = ["-n1", "--servers", "0", *separator, "printf", "<%s>", *command]
     assert launch.main(arguments) == 0
     assert capfd.readouterr().out == f"[w0] {''.join(f'<{one}>' for one in command)}\n"
-
-
-@pytest.mark.parametrize("main", [launch.main, cli.main])
-def test_every_command_says_its_version(
-    main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert (caught.value.code, *capfd.readouterr()) == (0, f"{__version__}\n", "")
 
 
 # Which Python a worker is.

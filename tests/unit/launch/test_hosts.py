@@ -12,7 +12,6 @@ import pytest
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvtrainer import launch
 from kvtrainer.launcher.hosts import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
 
@@ -134,35 +133,6 @@ def test_cores_are_shared_by_the_workers_of_one_host() -> None:
         words = shlex.split(remote().command("worker", rank, ["true"], {})[-1])
         shares.append(words[words.index("--share") + 1])
     assert shares == ["2", "2", "1"]
-
-
-# The command line.
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        launch.main([*arguments, "--", "true"])
-    assert caught.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("localhost\n192.0.2.1\n")
-    err = refused(capsys, "-n", "2", "-H", str(file))
-    assert "with 192.0.2.1 in the job, servers must listen where other hosts reach them" in err
-    assert "add --allow-public-bind" in err
-
-
-def test_a_host_file_that_cannot_be_read_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot read the host file /no/such/file" in refused(capsys, "-n", "1", "-H", "/no/such/file")
-
-
-@pytest.mark.parametrize("value", ["KVTRAINER_NOT_SET", "=x", "a b=c", ""])
-def test_a_variable_that_is_none_is_wrong_usage(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is not NAME=VALUE, or the NAME of a variable that is set" in refused(
-        capsys, "-n", "1", f"--env={value}"
-    )
 
 
 def split(*chunks: bytes, step: float = 0.0) -> list[bytes]:

@@ -29,9 +29,9 @@ def view() -> View:
     return seen([before], [now])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    """A page that has seen one view, and goes on until the test is over."""
+    """A page that has seen one view, and goes on until the tests are over."""
     shown, over = Event(), Event()
 
     def views() -> Iterator[View]:

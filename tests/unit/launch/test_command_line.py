@@ -1,0 +1,87 @@
+"""kvlaunch's command line as far as it starts nothing: wrong usage, help, version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore_server import cli
+from kvstore_server.version import __version__
+from kvtrainer import launch
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """What kvlaunch says before it exits with that code."""
+    with pytest.raises(SystemExit) as caught:
+        launch.main(list(arguments))
+    assert caught.value.code == code
+    return "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2"], "no command for the workers"),
+        (["-n", "2", "--"], "no command for the workers"),
+        (["-n", "2", "--worker", "3", "true"], "unknown arguments: --worker; .* come after its name"),
+        (["--start", "-n", "2", "--", "true"], "unknown arguments: --start"),
+        (["true", "-n", "2"], "required: -n"),
+        (["-n", "2", "train.py", "-x"], "train.py is no program that can be started; say: python train.py"),
+        (["--", "true"], "required: -n"),
+        (["-n", "0", "true"], "'0' is not a whole number of at least 1"),
+        (["-n", "two", "true"], "'two' is not"),
+        (["-n", "1", "-s", "-1", "true"], "'-1' is not a whole number of at least 0"),
+        (["-n", "1", "--grace", "nan", "true"], "'nan' is not a number of seconds"),
+        (["-n", "1", "--start-timeout=-5", "true"], "'-5' is not a number of seconds"),
+        (["-n", "1", "-s", "0", "--dashboard", "0", "true"], "--dashboard shows what servers say"),
+        (["-n", "1", "--dashboard", "a:b", "true"], r"'a:b' is not \[HOST:\]PORT"),
+        (["-n", "1", "-H", "/no/such/file", "true"], "cannot read the host file /no/such/file"),
+        *(
+            (["-n", "1", f"--env={one}", "true"], "is not NAME=VALUE, or the NAME of a variable that is set")
+            for one in ("KVTRAINER_NOT_SET", "=x", "a b=c", "")
+        ),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(message, said(capsys, *arguments))
+
+
+def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("localhost\n192.0.2.1\n")
+    told = said(capsys, "-n", "2", "-H", str(tmp_path / "hosts"), "true")
+    assert "with 192.0.2.1 in the job, servers must listen where other hosts reach them" in told
+    assert "add --allow-public-bind" in told
+
+
+def test_a_bad_dead_after_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "-1")
+    told = said(capsys, "-n", "1", "true")
+    assert "KVSTORE_DEAD_AFTER is '-1'; it must be a number of seconds above 0" in told
+
+
+def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "--help", code=0)
+    for name in (
+        "KVSTORE_RANK ",
+        "KVSTORE_NUM_WORKERS ",
+        "KVSTORE_SERVERS ",
+        "OMP_NUM_THREADS",
+        "PYTHONUNBUFFERED",
+    ):
+        assert name in text
+
+
+@pytest.mark.parametrize("main", [launch.main, cli.main])
+def test_every_command_says_its_version(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, *capsys.readouterr()) == (0, f"{__version__}\n", "")
