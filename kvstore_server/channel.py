@@ -492,8 +492,9 @@ class Channel:
     ) -> bool:
         """Send a datagram, with what the peer may use again; return whether the socket took it."""
         returned = self._returned[:_MOST_GIVEN_BACK]
+        words = [*returned, *table]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
-        numbers = struct.pack(f"<{len(returned) + len(table)}q", *returned, *table)
+        numbers = struct.pack(f"<{len(words)}q", *words)
         try:
             if fd is None:
                 self._end.sendmsg([head, numbers, *inline])
@@ -506,7 +507,8 @@ class Channel:
             self.is_usable = False
             raise
         self.is_full = False
-        del self._returned[: len(returned)]
+        if returned:
+            del self._returned[: len(returned)]
         if not self._returned:
             self._returned_bytes = 0
         return True
@@ -546,18 +548,19 @@ class Channel:
 
     def _frames(self, table: Sequence[int], inline: memoryview) -> list[Frame]:
         frames: list[Frame] = []
-        num_frames = len(table) // 2
-        for at in range(num_frames):
+        copy, begin = memoryview(bytearray(inline)), 0  # the next datagram takes the place of this one
+        left, last = len(copy), len(table) // 2 - 1
+        for at in range(last + 1):
             nbytes, place = table[2 * at : 2 * at + 2]
             # The last frame of data holds numbers alone. All others are checked first, and then used: by then
             # the peer could have changed them.
-            is_numbers = at == num_frames - 1 >= 2
-            most = len(inline) if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
+            is_numbers = at == last >= 2
+            most = left if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
             if not 0 <= nbytes <= most:
                 raise ValueError(f"a frame of {nbytes} bytes")
             if place < 0:
-                frames.append(memoryview(bytearray(inline[:nbytes])))
-                inline = inline[nbytes:]
+                frames.append(copy[begin : begin + nbytes])
+                begin, left = begin + nbytes, left - nbytes
             else:
                 frames.append(self._take_place(nbytes, place, is_numbers))
         return frames
@@ -694,11 +697,11 @@ class Listener:
     def receive(self) -> Iterator[tuple[bytes, list[Frame]]]:
         """Yield messages that have come, of each worker a few, and the routing id of its sender."""
         for fd, _ in self._ready.poll(0):
-            if fd == self._end.fileno():
-                self._accept()
-            elif fd in self._strangers:
+            if fd in self._strangers:
                 self._attach(fd)
-            elif fd in self._peers:
+            elif fd not in self._peers:
+                self._accept()  # or one that is gone by now: then nobody is there
+            else:
                 peer, _ = self._peers[fd]
                 channel = self.channels[peer]
                 try:

@@ -170,10 +170,9 @@ class Engine:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
         waiter, body = Waiter(peer, request.number), request.body
         try:
-            if isinstance(body, m.Hello):
-                return _reply(waiter, self._hello(peer, body, now))
-            if isinstance(body, m.Look):
-                return _reply(waiter, m.Info(self._facts_at(now)))
+            answer = self._handlers.get(type(body))
+            if answer is None:
+                return _reply(waiter, self._answer_anybody(peer, body, now))
             if request.run != self.config.run:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
@@ -182,9 +181,6 @@ class Engine:
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank
             session.last_heard = now
-            answer = self._handlers.get(type(body))
-            if answer is None:
-                raise ProtocolError(f"{type(body).__name__} is not a request")
             space.messages_in += not isinstance(body, m.Heartbeat)
             sender = Sender(space, rank, waiter, session.token, now)
             if space.recording.active is None:
@@ -195,6 +191,14 @@ class Engine:
         except Exception as error:
             _log.exception("request %s failed", type(body).__name__)
             return [_failed(waiter, self._fault(error))]
+
+    def _answer_anybody(self, peer: bytes, body: m.RequestBody, now: float) -> m.Welcome | m.Info:
+        """Answer what is asked in no session."""
+        if isinstance(body, m.Hello):
+            return self._hello(peer, body, now)
+        if isinstance(body, m.Look):
+            return m.Info(self._facts_at(now))
+        raise ProtocolError(f"{type(body).__name__} is not a request")
 
     def _fault(self, error: Exception) -> KVStoreError:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
@@ -276,16 +280,17 @@ class Engine:
         """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
         space, commits = sender.space, body.commits
         some = space.together(commits[:, 0])
-        if len(body.pushes):
+        has_pushes, has_commits = len(body.pushes) > 0, len(commits) > 0
+        if has_pushes:
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
-        if len(commits) and commits[0, 5] & m.ANNOUNCES:
+        if has_commits and commits[0, 5] & m.ANNOUNCES:
             if not (self.is_stopping or space.name in self.updaters):
                 out += slicewise.announce(space, sender.rank, body, sender.waiter)
             return out
-        if space.rounds.begun and len(body.pushes):
+        if space.rounds.begun and has_pushes:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
-        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if len(commits) else ():
+        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if has_commits else ():
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
             out += self._commit(sender, book, commits, some, body)
@@ -316,14 +321,15 @@ class Engine:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
-        is_complete = book.num_committed[some.tables] == book.num_members
-        num_complete = int(np.count_nonzero(is_complete))
+        committed = book.num_committed[some.tables]
+        num_complete = committed.tolist().count(book.num_members)
         complete, waiting = some, some.numbers
         if 0 < num_complete < len(waiting):
+            is_complete = committed == book.num_members
             complete, waiting = space.together(some.tables[is_complete]), some.tables[~is_complete].tolist()
         if num_complete:
             out += self._finish(space, book, complete, now)
-        if book is space.rounds.shared and num_complete < len(some.numbers):
+        if num_complete < len(some.numbers) and book is space.rounds.shared:
             out += self._fail_late(space, waiting, now)
         return out
 
@@ -399,7 +405,7 @@ class Engine:
         ]
         if space.absent:
             space.forget_absent(ended.numbers)
-        book.finish(ended.tables)
+        book.finish(ended.tables, ended.slots)
         for rank, given in book.given.items() if not is_shared else ():
             for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
                 space.rounds.advance(rank, number)

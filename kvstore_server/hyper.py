@@ -142,9 +142,7 @@ class AgreedOptions:
         Raises:
             PlanMismatchError: two of them disagree on a number.
         """
-        if not self._sent and not news:
-            return b""
-        sent = {rank: packed for rank, packed in (self._sent | dict(news)).items() if rank in ranks}
+        sent = {rank: packed for rank, packed in {**self._sent, **news}.items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"
             _check_equal(sent, _said_of_options, "disagree on hyper-parameters", way_out)

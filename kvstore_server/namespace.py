@@ -93,7 +93,7 @@ class Located(NamedTuple):
     starts: Ints
     """Where it begins there."""
     wrong: list[int]
-    """The positions of those that are not as large as their slot."""
+    """The positions of those that are not as large as their slot, or of another dtype."""
     received: list[tuple[int, int]]
     """Each table, and how many bytes came for it."""
 
@@ -154,9 +154,6 @@ class Namespace:
         """Of each slot."""
         self._is_resident: list[bool] = []
         """Of each slot, whether workers hold a copy of it."""
-        self._is_next: list[bool] = []
-        """Of each slot, whether its memory goes on with that of the one before."""
-        self._next = np.zeros(0, np.bool_)
         self._together = Memo[Together](self.rounds.slots)
         self._located = Memo[Located](self.rounds.slots)
         self.shard = Shard(leases)
@@ -209,13 +206,11 @@ class Namespace:
         table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode)
         self._let_note_reads([table])
         self.tables.append(table)
-        self.rounds.add([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
+        slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
+        sizes = [piece.length * SIZES[piece.dtype] for piece in table.unit.slices]
+        self.rounds.add(sizes, [slot > 0 and storage.is_next(slot - 1, slot) for slot in slots])
         self._dtypes += [torch_dtype(piece.dtype) for piece in table.unit.slices]
         self._is_resident += [plan.is_resident(piece) for piece in table.unit.slices]
-        self._is_next += [
-            slot > 0 and self.shard.storage.is_next(slot - 1, slot)
-            for slot in range(table.unit.first, table.unit.end)
-        ]
         self._footprints += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
@@ -365,18 +360,16 @@ class Namespace:
         if len(body.pushes) == 1 and body.pushes[0, 0] >> m.PART > 0:
             self._push_part(rank, body)
             return
-        dtypes = [None if one.dtype is torch.uint8 else one.dtype for one in body.payloads]
-        sources: list[Any] = list(body.payloads)
-        if any(dtypes):
-            sources = [payload.view(torch.uint8) for payload in body.payloads]
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        lengths = tuple([source.numel() for source in sources])
-        key = slots.tobytes(), sizes.tobytes(), lengths
-        tables, which, starts, wrong, received = self._located.get(key, self._locate, slots, sizes, lengths)
+        forms = tuple([(one.nbytes, one.dtype) for one in body.payloads])
+        sources: list[Any] = [
+            one if one.dtype is torch.uint8 else one.view(torch.uint8) for one in body.payloads
+        ]
+        key = body.pushes[:, ::3].tobytes(), forms
+        tables, which, starts, wrong, received = self._located.get(key, self._locate, slots, sizes, forms)
         if body.form:
-            form = self.form(body.form)
+            form, places = self.form(body.form), self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
-            places = self.shard.storage.slots
             sources = [
                 read_payload(
                     places[slot].unit.plan, places[slot].piece, sources[at][start : start + size], form
@@ -384,13 +377,8 @@ class Namespace:
                 for slot, at, start, size in rows
             ]
             which, starts = np.arange(len(slots)), np.zeros(len(slots), np.int64)
-        elif any(dtypes) or wrong:
-            pairs = zip(slots.tolist(), which.tolist(), strict=True)
-            wrong = wrong or [
-                at for at, (slot, n) in enumerate(pairs) if dtypes[n] not in (None, self._dtypes[slot])
-            ]
-            for at in wrong[:1]:
-                self._refuse_slice(int(slots[at]), int(sizes[at]), dtypes[which[at]])
+        elif wrong:
+            self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
         for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
@@ -428,8 +416,8 @@ class Namespace:
         if self.shard.undos and round_ == self.rounds.shared.number(table.number):
             table.begin_round(ALL)
 
-    def _locate(self, slots: Ints, sizes: Ints, numels: Sequence[int]) -> Located:
-        """Find slices in buffers of so many bytes.
+    def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
+        """Find slices in buffers of so many bytes, and of a dtype; uint8 stands for any.
 
         Raises:
             ProtocolError: a slice does not exist or is named twice, or they are not as long as the buffers.
@@ -438,27 +426,29 @@ class Namespace:
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
             raise ProtocolError(f"slice {unknown[0]} of namespace {self.name!r} is not on this server")
-        lengths = np.array(numels, np.int64)
+        lengths = np.array([nbytes for nbytes, _ in forms], np.int64)
         ends, starts, total = np.cumsum(lengths), np.cumsum(sizes) - sizes, int(lengths.sum())
         which = np.minimum(np.searchsorted(ends, starts, side="right"), len(lengths) - 1)
         if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
             raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
         tables = self.rounds.slots.table[slots]
+        of_slots = zip(slots.tolist(), which.tolist(), strict=True)
+        is_wrong = np.array([forms[at][1] not in (torch.uint8, self._dtypes[slot]) for slot, at in of_slots])
         distinct = np.flatnonzero(np.bincount(tables))
         received = np.bincount(tables, sizes).astype(np.int64)[distinct]
         return Located(
             tables,
             which,
             starts - np.append(0, ends)[which],
-            np.flatnonzero(sizes != self.rounds.slots.nbytes[slots]).tolist(),
+            np.flatnonzero(is_wrong | (sizes != self.rounds.slots.nbytes[slots])).tolist(),
             list(zip(distinct.tolist(), received.tolist(), strict=True)),
         )
 
-    def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype | None) -> NoReturn:
+    def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
         table, at = self.place(slot)
         piece = table.unit.slices[at]
         names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in piece.segments[:3])
-        got = f"{nbytes} bytes" if dtype is None else f"{dtype}[{nbytes // dtype.itemsize}]"
+        got = f"{nbytes} bytes" if dtype is torch.uint8 else f"{dtype}[{nbytes // dtype.itemsize}]"
         raise ShapeMismatchError(
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
         )
@@ -518,13 +508,11 @@ class Namespace:
 
     def contribution(self, given: Given, slots: Ints, scale: float) -> Contribution:
         """What a rank gave to some slots, which ascend, by neighbouring slices."""
-        if len(self._next) < len(self._is_next):
-            self._next = np.array(self._is_next, np.bool_)
         runs = [
             Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
             if isinstance(source, Tensor)
             else Run(first, end, source)
-            for first, end, source, begin, last in given.runs(slots, self._next)
+            for first, end, source, begin, last in given.runs(slots)
         ]
         return self.shard.contribution_of(runs, scale)
 

@@ -100,8 +100,10 @@ class Span(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Neighbouring slots that are summed at once."""
+    """Neighbouring slots that are summed at once, from `first` up to `end`."""
 
+    first: int
+    end: int
     spans: list[Span]
     block: Block
     place: slice
@@ -118,9 +120,10 @@ def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
 
 def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
     """The keys that none of the contributions has."""
-    if any(not given.absent for given in contributions):
-        return NO_KEYS
-    return frozenset.intersection(*(given.absent for given in contributions)) if contributions else NO_KEYS
+    left_out = contributions[0].absent if contributions else NO_KEYS
+    for given in contributions:
+        left_out &= given.absent
+    return left_out
 
 
 class Sums:
@@ -212,7 +215,7 @@ class Sums:
             are_whole: Whether nothing is summed, so that all neighbours may come at once.
         """
         outlines = [
-            Outline(tuple([(run.first, run.end) for run in one.runs]), one.absent, frozenset(one.rows))
+            (tuple([(run.first, run.end) for run in one.runs]), one.absent, frozenset(one.rows))
             for one in contributions
         ]
         key = tuple(by_rows), whole_keys, are_whole, *outlines
@@ -228,12 +231,13 @@ class Sums:
         first = bisect_right(ends, place.start, one.first, one.last)
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
         span = Span(slot, slot + 1, given, (), 0, used, end - begin)
-        return Chunk([span], one.block, place, range(first, last), None)
+        return Chunk(slot, slot + 1, [span], one.block, place, range(first, last), None)
 
     def _divide(
-        self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *outlines: Outline
+        self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *given: tuple[Any, ...]
     ) -> list[Chunk]:
         slots, ends, chunks = self._storage.slots, self._storage.ends, []
+        outlines = [Outline(*one) for one in given]
         for spans in self._together(outlines, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
             absent = [[outlines[source.number].absent for source in span.given] for span in spans]
@@ -247,7 +251,8 @@ class Sums:
             place = slice(first.start, ends[spans[-1].end - 1])
             present = None if all(found) else np.array(found)
             placed = [self._placed(span, first.start) for span in spans]
-            chunks.append(Chunk(placed, first.block, place, range(first.first, last.last), present))
+            segments = range(first.first, last.last)
+            chunks.append(Chunk(spans[0].first, spans[-1].end, placed, first.block, place, segments, present))
         return chunks
 
     def _placed(self, span: Span, begin: int) -> Span:
@@ -329,14 +334,14 @@ class Sums:
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
         the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.
         """
+        length = chunk.place.stop - chunk.place.start
         if out is None:
-            place, dtype = chunk.place, compute_dtype(chunk.block.dtype)
-            out = self._scratch(chunk.block.weights, dtype, place.stop - place.start)
+            out = self._scratch(chunk.block.weights, compute_dtype(chunk.block.dtype), length)
         for span in chunk.spans:
             if span.used < span.stop:
                 out[span.used : span.stop].zero_()
-            body, total = part_of(out, span.start, span.used), None
-            given = [(contributions[source.number], source) for source in span.given]
+            body = out if span.used - span.start == length else out[span.start : span.used]
+            total, given = None, [(contributions[source.number], source) for source in span.given]
             scale = given[0][0].scale
             is_common = all([one.scale == scale for one, _ in given])
             for one, source in given:
@@ -364,7 +369,7 @@ class Sums:
         slot, payload = self._storage.slots[span.first], None
         run = one.runs[source.run] if source.run >= 0 else None
         if run is not None and isinstance(run.payload, Tensor):
-            payload = part_of(run.payload, source.at, source.at + body.numel())
+            payload = part_of(run.payload, source.at, source.at + span.used - span.start)
             if not span.sparse:
                 return payload if payload.dtype == body.dtype else payload.to(body.dtype)
         values = self._scratch(body, body.dtype, len(body), 1) if is_further else body

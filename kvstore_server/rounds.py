@@ -177,13 +177,16 @@ class Slots:
         first: The first slot of each table, and the next one that is free.
         table: The table of each slot.
         nbytes: The size of each slot, padding included.
+        is_next: Of each slot, whether its memory goes on with that of the one before.
     """
 
     def __init__(self) -> None:
         self.num_tables = 0
         # With room for more, so that declaring thousands of keys one by one takes time in proportion to their number.
         self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
+        self._is_next = np.zeros(1, np.bool_)
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
+        self.is_next = self._is_next[:0]
         self._known = Memo[Ints](self)
         self.runs = Memo[list[tuple[int, int, int]]](self)
         """Of slots, and where their bytes begin: the runs that they make."""
@@ -191,16 +194,18 @@ class Slots:
     def __len__(self) -> int:
         return len(self.table)
 
-    def add(self, sizes: Sequence[int]) -> None:
-        """Number the slices of the next table, of so many bytes each."""
+    def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
+        """Number the slices of the next table: of so many bytes each, and see `is_next`."""
         begin, end = len(self.table), len(self.table) + len(sizes)
         self._first = _grown(self._first, self.num_tables + 2, 0)
         self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
+        self._is_next = _grown(self._is_next, end, False)
         self._table[begin:end], self._nbytes[begin:end] = self.num_tables, sizes
+        self._is_next[begin:end] = are_next
         self.num_tables += 1
         self._first[self.num_tables] = end
         self.first, self.table = self._first[: self.num_tables + 1], self._table[:end]
-        self.nbytes = self._nbytes[:end]
+        self.nbytes, self.is_next = self._nbytes[:end], self._is_next[:end]
 
     def of(self, tables: Ints) -> Ints:
         """The slots of some tables, in their order; not to be changed."""
@@ -211,10 +216,10 @@ class Slots:
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
 
-    def divide(self, slots: Ints, places: Ints, is_next: Bools) -> list[tuple[int, int, int]]:
+    def divide(self, slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
         """Divide slots, which ascend, into runs: the first one, the end, and how many bytes; see `Given.runs`."""
         ends = places + self.nbytes[slots]
-        is_cut = (np.diff(slots) != 1) | ~is_next[slots[1:]] | (places[1:] != ends[:-1])
+        is_cut = (np.diff(slots) != 1) | ~self.is_next[slots[1:]] | (places[1:] != ends[:-1])
         first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
         last = np.append(first[1:], len(slots))[: len(first)] - 1
         rows = np.stack((slots[first], slots[last] + 1, ends[last] - places[first]), axis=1)
@@ -233,6 +238,8 @@ class Given:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self.num_tables = 0
+        """So many tables there is room for."""
         self.committed = np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.said: list[Terms | None] = []
@@ -253,14 +260,14 @@ class Given:
     def fit(self) -> None:
         """Make room for tables that were added."""
         tables, slots = self._slots.num_tables, len(self._slots.table)
-        if len(self.said) < tables:
-            self.committed = _grown(self.committed, tables, False)
-            self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
-            self.sums = _grown(self.sums, tables, 0)
-            self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
-            self.said += [None] * (tables - len(self.said))
-            self.waiters += [None] * (tables - len(self.waiters))
-            self._buffers += [None] * (slots - len(self._buffers))
+        self.committed = _grown(self.committed, tables, False)
+        self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
+        self.sums = _grown(self.sums, tables, 0)
+        self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
+        self.said += [None] * (tables - self.num_tables)
+        self.waiters += [None] * (tables - self.num_tables)
+        self._buffers += [None] * (slots - len(self._buffers))
+        self.num_tables = tables
 
     def keep(self, slots: Any, marks: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
         """Keep slices, or the one of these numbers: those that are here in a lower generation are replaced."""
@@ -286,11 +293,8 @@ class Given:
         for slot in np.flatnonzero(self.marks[first:end]).tolist():
             yield first + slot, *self.payload(first + slot)
 
-    def runs(self, slots: Ints, is_next: Bools) -> list[tuple[int, int, Any, int, int]]:
+    def runs(self, slots: Ints) -> list[tuple[int, int, Any, int, int]]:
         """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
-
-        Args:
-            is_next: Of every slot, whether it may go on with the one before it; the same for all ranks and rounds.
 
         Returns:
             Of each run the first slot and the end, the buffer, and where in it their bytes begin and end.
@@ -298,11 +302,10 @@ class Given:
         here = slots[self.marks[slots].nonzero()]
         places = self._places[here]
         places = places - places[:1]  # so that it is the same in all rounds
-
         key, found = (here.tobytes(), places.tobytes()), []
-        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places, is_next):
-            begin = int(self._places[first] % _BUFFER)
-            found.append((first, end, self._buffers[first], begin, begin + nbytes))
+        for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
+            source, begin = self.payload(first)
+            found.append((first, end, source, begin, begin + nbytes))
         return found
 
     def waiting(self, tables: Sequence[int]) -> dict[Waiter, list[int]]:
@@ -379,11 +382,10 @@ class Book:
 
     def of(self, rank: int) -> Given:
         """What a rank has given."""
-        given = self.given.get(rank)
-        if given is None:
-            given = Given(self._slots)
-            self.given = dict(sorted({**self.given, rank: given}.items()))
-        if len(given.said) < self._slots.num_tables:
+        if rank not in self.given:
+            self.given = dict(sorted({**self.given, rank: Given(self._slots)}.items()))
+        given = self.given[rank]
+        if given.num_tables < self._slots.num_tables:
             given.fit()
         return given
 
@@ -485,16 +487,16 @@ class Book:
         self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
     ) -> Ints | None:
         """Make a rank's contributions to some rounds final; returns a Verdict for each, or None if all are accepted."""
-        given, verdicts = self.of(rank), None
-        columns: Any = commits.T if len(commits) != 1 else commits[0].tolist()  # as in `push`
+        given, verdicts, is_single = self.of(rank), None, len(commits) == 1
+        columns: Any = commits[0].tolist() if is_single else commits.T  # as in `push`
         tables, rounds, counts, generations, versions, flags = columns
-        anew = flags & m.ANEW
-        if anew if isinstance(anew, int) else anew.any():
+        any_flags = flags if is_single else int(np.bitwise_or.reduce(flags))
+        if any_flags & m.ANEW:
             self._begin_anew(given, commits)
         is_whole = given.sums[tables] == counts * _HERE + generations
         is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
-        fresh = waiting = commits[:, 0].tolist()
-        if np.count_nonzero(is_new) < len(commits):
+        fresh = waiting = [tables] if is_single else tables.tolist()
+        if not (is_new if is_single else is_new.all()):
             verdicts = self._verdicts(given, commits)
             of_each = verdicts.tolist()
             fresh = [table for table, one in zip(waiting, of_each, strict=True) if one == Verdict.ACCEPTED]
@@ -502,8 +504,7 @@ class Book:
             tables, _, _, _, versions, flags = commits[verdicts == Verdict.ACCEPTED].T
         for table in waiting:
             given.waiters[table] = waiter
-        special = flags & _SPECIAL
-        is_plain = not said.hold and not (special if isinstance(special, int) else special.any())
+        is_plain = not (said.hold or any_flags & _SPECIAL)
         terms = Terms(said.rescale, said.timeout, said.hold, is_plain, now)
         for table in fresh:
             given.said[table] = terms
@@ -538,7 +539,7 @@ class Book:
 
     def times(self, table: int) -> tuple[float, float]:
         """Since when a round has been waited for, and when the first one who does loses patience."""
-        here = [given.said[table] for given in self.given.values() if len(given.said) > table]
+        here = [given.said[table] for given in self.given.values() if given.num_tables > table]
         said = [terms for terms in here if terms is not None]
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
@@ -572,30 +573,29 @@ class Book:
 
     def has_committed(self, rank: int, table: int) -> bool:
         given = self.given.get(rank)
-        return given is not None and len(given.said) > table and bool(given.committed[table])
+        return given is not None and given.num_tables > table and bool(given.committed[table])
 
-    def finish(self, tables: Ints) -> None:
-        """End the open rounds of some tables as applied; of the first one it is noted who was late."""
-        since: dict[int, float] = {}
-        for rank, given in self.given.items() if len(tables) else ():
-            said = given.said[tables[0]]
-            if said is not None:
-                since[rank] = said.since
-        first = min(since.values(), default=0.0)
+    def finish(self, tables: Ints, slots: Ints) -> None:
+        """End the open rounds of some tables, which have these slots, as applied; of one it is noted who was late."""
+        if not len(tables):
+            return
+        one = tables[0]
+        since = {rank: said.since for rank, given in self.given.items() if (said := given.said[one])}
+        first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] = self.lateness.get(rank, 0.0) + at - first
-        self.num_ended += bool(self.given) and len(tables) > 0
-        self.waited += max(since.values(), default=0.0) - first
+        self.num_ended += bool(since)
+        self.waited += last - first
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
-        self._begin_next(tables)
+        self._begin_next(tables, slots)
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """End an open round as failed; return whom to tell now. The others are told when they come."""
-        found = [given.waiters[table] for given in self.given.values() if len(given.waiters) > table]
+        found = [given.waiters[table] for given in self.given.values() if given.num_tables > table]
         self._note_failure(table, self.number(table), error)
-        self._begin_next(np.array([table]))
+        self._begin_next(np.array([table]), self._slots.of(np.array([table])))
         return [waiter for waiter in found if waiter is not None]
 
     def undo(self, table: int, error: KVStoreError) -> None:
@@ -621,10 +621,9 @@ class Book:
         if len(failures) > _FAILURES_KEPT:
             del failures[min(failures)]
 
-    def _begin_next(self, tables: Ints) -> None:
-        slots = self._slots.of(tables)
+    def _begin_next(self, tables: Ints, slots: Ints) -> None:
         for given in self.given.values():
-            if len(given.said) < self._slots.num_tables:
+            if given.num_tables < self._slots.num_tables:
                 given.fit()
             given.clear(tables, slots)
         self.numbers[tables] += 1
@@ -664,9 +663,9 @@ class Rounds:
         self._joined: dict[int, set[int]] = {}
         """Table → the ranks that have no more data until all have joined."""
 
-    def add(self, sizes: Sequence[int]) -> None:
-        """Open the first round of a new table, whose slices here have so many bytes each."""
-        self.slots.add(sizes)
+    def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
+        """Open the first round of a new table, whose slices here have so many bytes each; see `Slots.is_next`."""
+        self.slots.add(sizes, are_next)
         self.shared.fit()
 
     def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:

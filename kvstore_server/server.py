@@ -279,25 +279,33 @@ class Server:
         now: float,
         is_shared: bool = False,
     ) -> None:
-        """Let the service answer the message of those frames."""
+        """Let the service answer the message of those frames; send the answers, or let them wait."""
         try:
             request = decode_request(frames) if long is None else long.request()
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
-            self._send(peer, m.Reply(0, m.Failed(*to_wire(error))))
-        else:
-            body = request.body
-            if is_shared and isinstance(body, m.Contribute) and body.form:
-                # Not just numbers: what is checked now must still hold when it is used.
-                own = tuple(payload.clone() for payload in body.payloads)
-                request = request._replace(body=replace(body, payloads=own))
-            replies = self.service.handle(peer, request, now)
-            if replies:
-                self._send_all(replies)
+            self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
+            return
+        body = request.body
+        if is_shared and isinstance(body, m.Contribute) and body.form:
+            # Not just numbers: what is checked now must still hold when it is used.
+            own = tuple(payload.clone() for payload in body.payloads)
+            request = request._replace(body=replace(body, payloads=own))
+        replies = self.service.handle(peer, request, now)
+        if replies:
+            self._send_all(replies)
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
-        for out in packed(self._news(replies) if self._backlog else replies, self._portion):
-            self._send(out.peer, out.reply)
+        """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""
+        for peer, reply in packed(self._news(replies) if self._backlog else replies, self._portion):
+            waiting = self._backlog.get(peer)
+            if waiting is None:
+                if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
+                    continue
+                waiting = self._backlog[peer] = Backlog()
+            for payload in _payloads_of(reply):
+                self._leases.hold(payload)
+            waiting.append(reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
         """Replies without the weights that wait for their peer already, which a repeated request asks for again."""
@@ -314,17 +322,6 @@ class Server:
             news.append(out)
         return news
 
-    def _send(self, peer: bytes, reply: m.Reply) -> None:
-        """Send a reply, or let it wait: for a slow peer, behind others, or because the turn has sent enough."""
-        waiting = self._backlog.get(peer)
-        if waiting is None:
-            if self._budget > 0 and self._try_send(peer, reply) is not _Sent.LATER:
-                return
-            waiting = self._backlog[peer] = Backlog()
-        for payload in _payloads_of(reply):
-            self._leases.hold(payload)
-        waiting.append(reply)
-
     def _channel_for(self, peer: bytes, reply: m.Reply) -> Channel | None:
         """The channel through which a reply goes; None where it goes over ZeroMQ."""
         return None if isinstance(reply.body, m.State) else self._channels.get(peer)
@@ -334,28 +331,18 @@ class Server:
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
-    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Any] | None = None) -> _Sent:
+    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Frame] | None = None) -> _Sent:
         """Send a reply, whose frames may be known."""
-        payloads = _payloads_of(reply)
-        channel = self._channel_for(peer, reply)
+        channel, body = self._channel_for(peer, reply), reply.body
         try:
             if channel is not None:
-                if isinstance(reply.body, m.Shown) and not channel.show(reply.body.parts[:, 2]):
+                if isinstance(body, m.Shown) and not channel.show(body.parts[:, 2]):
                     return _Sent.LATER
-                may_stay = isinstance(reply.body, m.Weights) and reply.body.may_stay
-                if not channel.send(*encode_reply_parts(reply), may_stay):
+                head, payloads = encode_reply_parts(reply)
+                if not channel.send(head, payloads, isinstance(body, m.Weights) and body.may_stay):
                     return _Sent.LATER
-                self._budget -= _LEAST + _OF_PART * len(payloads) + sum([one.nbytes for one in payloads])
-                return _Sent.NOW
-            frames = frames or encode_reply(reply)
-            if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
-                head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
-                last = zmq.Frame(frames[-1], track=True, copy=False)
-                self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
-                assert last.tracker is not None
-                self._leases.track(payloads[0], last.tracker)
             else:
-                self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
+                self._hand_over(peer, frames or encode_reply(reply), _payloads_of(reply))
         except zmq.Again:
             return _Sent.LATER
         except zmq.ZMQError as error:
@@ -367,8 +354,19 @@ class Server:
             assert self._listener is not None
             self._listener.drop(peer)
             return _Sent.LATER
-        self._budget -= _LEAST + _OF_PART * len(payloads) + sum(map(len, frames))
+        self._budget -= _size_of(reply)
         return _Sent.NOW
+
+    def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
+        """Give the socket a message; a payload that stands alone is sent from where it is."""
+        if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
+            head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
+            last = zmq.Frame(frames[-1], track=True, copy=False)
+            self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
+            assert last.tracker is not None
+            self._leases.track(payloads[0], last.tracker)
+        else:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
 
     def _retry_backlog(self) -> None:
         """Send a portion of what waits; whose turn it was goes to the end of the queue."""
@@ -462,9 +460,11 @@ def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
 
 
 def _size_of(reply: m.Reply) -> int:
-    """Estimate the bytes of a reply."""
-    data = len(reply.body.data) if isinstance(reply.body, m.State) else 0
-    return _LEAST + data + sum(_OF_PART + payload.nbytes for payload in _payloads_of(reply))
+    """Estimate the bytes of a reply, and what is done once for it and for each part of it, as bytes."""
+    body = reply.body
+    if isinstance(body, m.Weights):
+        return _LEAST + _OF_PART * len(body.payloads) + sum([one.nbytes for one in body.payloads])
+    return _LEAST + (len(body.data) if isinstance(body, m.State) else 0)
 
 
 def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
@@ -474,33 +474,34 @@ def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
 
 def packed(
     replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
-) -> Iterable[m.Outgoing]:
+) -> list[m.Outgoing]:
     """Join what goes to one request into few messages; order within a request is kept.
 
     Args:
         portion: Bytes of data that a message to a peer may bring.
     """
-    weights: dict[tuple[bytes, int], list[m.Weights]] = {}
+    weights: dict[tuple[bytes, int], list[m.Outgoing]] = {}
     done: dict[tuple[bytes, int], list[m.Matrix]] = {}
-    others: list[m.Outgoing] = []
+    found: list[m.Outgoing] = []  # what is said about a round (Absent, Done) goes ahead of its weights
     for out in replies:
-        where = (out.peer, out.reply.number)
-        if isinstance(out.reply.body, m.Weights):
-            weights.setdefault(where, []).append(out.reply.body)
-        elif isinstance(out.reply.body, m.Done):
-            done.setdefault(where, []).append(out.reply.body.rounds)
+        body, where = out.reply.body, (out.peer, out.reply.number)
+        if isinstance(body, m.Weights):
+            weights.setdefault(where, []).append(out)
+        elif isinstance(body, m.Done):
+            done.setdefault(where, []).append(body.rounds)
         else:
-            others.append(out)
-    yield from others  # what is said about a round (Absent, Done) goes ahead of its weights
+            found.append(out)
     for (peer, number), several in done.items():
         rounds = np.concatenate(several)
         for at in range(0, len(rounds), KEYS_PER_MESSAGE):
-            yield m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE])))
-    for (peer, number), bodies in weights.items():
+            found.append(m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE]))))
+    for (peer, number), outs in weights.items():
+        bodies: list[Any] = [out.reply.body for out in outs]
         if len(bodies) == len(bodies[0].payloads) == 1:
-            yield m.Outgoing(peer, m.Reply(number, bodies[0]))
+            found += outs
             continue
         parts = np.concatenate([body.parts for body in bodies])
         payloads = tuple([payload for body in bodies for payload in body.payloads])
         whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]))
-        yield from [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]
+        found += [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]
+    return found

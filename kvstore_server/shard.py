@@ -226,16 +226,17 @@ class Shard:
             self._note_rows(key, rows.ids)
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, part, present = chunk.block, chunk.place, chunk.present
-            with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
-                is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
-                total = self._sums.total(chunk, contributions, weight if is_direct else None)
-                if present is None and not is_direct:
-                    weight.copy_(total)
-                elif present is not None:
-                    for at in np.flatnonzero(present).tolist():
-                        start, numel = block.states.segments[chunk.segments[at]]
-                        own = slice(start - part.start, start - part.start + numel)
-                        weight[own].copy_(total[own])
+            weight = self.storage.lend(chunk.first, chunk.end)
+            is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
+            total = self._sums.total(chunk, contributions, weight if is_direct else None)
+            if present is None and not is_direct:
+                weight.copy_(total)
+            elif present is not None:
+                for at in np.flatnonzero(present).tolist():
+                    start, numel = block.states.segments[chunk.segments[at]]
+                    own = slice(start - part.start, start - part.start + numel)
+                    weight[own].copy_(total[own])
+            self.storage.settle(chunk.first, chunk.end, weight)
             if self._notes_changes:
                 self._note_dense(chunk)
 
@@ -284,7 +285,7 @@ class Shard:
                 f"optimizer {optimizer.registered_name!r} raised {type(error).__name__}: {error}; nothing was applied"
             ) from error
         self.count(units)
-        left_out = left_out_by_all(contributions) if any([given.absent for given in contributions]) else ()
+        left_out = left_out_by_all(contributions)
         if left_out:
             self._counts[list(left_out)] -= 1
 
@@ -372,11 +373,12 @@ class Shard:
                 if scale != 1.0:
                     total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
-            with self.storage.lent(chunk.spans[0].first, chunk.spans[-1].end) as weight:
-                if whole:
-                    self._update_keys(optimizer, chunk, weight, total)
-                else:
-                    self._update_runs(optimizer, chunk, weight, total, scale, lent)
+            weight = self.storage.lend(chunk.first, chunk.end)
+            if whole:
+                self._update_keys(optimizer, chunk, weight, total)
+            else:
+                self._update_runs(optimizer, chunk, weight, total, scale, lent)
+            self.storage.settle(chunk.first, chunk.end, weight)
             if self._notes_changes:
                 self._note_dense(chunk)
 
@@ -543,7 +545,7 @@ class Shard:
                 )
             total = self._sums.total(chunk, contributions, block.sums[place])
             first = chunk.segments.start
-            runs.append(Run(chunk.spans[0].first, chunk.spans[-1].end, total))
+            runs.append(Run(chunk.first, chunk.end, total))
             for slot in range(runs[-1].first, runs[-1].end):
                 one = self.storage.slots[slot]
                 here = None if present is None else present[one.first - first : one.last - first]
@@ -573,7 +575,7 @@ class Shard:
         for chunk in self._sums.chunks(contributions, (), True):
             place = chunk.place
             total = self._sums.total(chunk, contributions).to(torch_dtype(chunk.block.dtype), copy=True)
-            for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
+            for slot in self.storage.slots[chunk.first : chunk.end]:
                 for key in {unit.first_key + segment.key for segment in slot.piece.segments}:
                     part = self.storage.homes[key].part
                     sums[key] = total[part.start - place.start : part.stop - place.start]
@@ -715,7 +717,7 @@ class Shard:
     def _note_dense(self, chunk: Chunk) -> None:
         """Say that all of some segments has changed."""
         first, present = chunk.segments.start, chunk.present
-        for slot in self.storage.slots[chunk.spans[0].first : chunk.spans[-1].end]:
+        for slot in self.storage.slots[chunk.first : chunk.end]:
             changes, stack = slot.unit.changes, slot.piece.segments[0].key
             here = None if present is None else present[slot.first - first : slot.last - first]
             if here is None or here.all():

@@ -430,31 +430,38 @@ class Storage:
         """Whether a slot goes on with the key of the one before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
-    @contextmanager
-    def lent(self, first: int, end: int) -> Iterator[Tensor]:
-        """Lend the weights of neighbouring slots, to be written; a copy, which is put back, where some have moved."""
-        slots = range(first, end)
-        for slot in (
-            slots if self._moved or (self._leases and (self._leases.sent or self._leases.held)) else ()
-        ):
-            self.make_writable(slot)
-        joined, marks = self._joined(first, end), self.slots[first].block.marks
-        lines = slice(self.lines[first].start, self.lines[end - 1].stop)
+    def lend(self, first: int, end: int) -> Tensor:
+        """Lend the weights of neighbouring slots, to be written until `settle`; a copy where some have moved."""
+        if self._moved or (self._leases and (self._leases.sent or self._leases.held)):
+            for slot in range(first, end):
+                self.make_writable(slot)
+        marks = self.slots[first].block.marks
         if marks is not None:
-            marks[0, lines] += 1
-        yield joined
+            marks[0, self.lines[first].start : self.lines[end - 1].stop] += 1
+        return self._joined(first, end)
+
+    def settle(self, first: int, end: int, joined: Tensor) -> None:
+        """Note that what was lent is written; put a copy back."""
+        marks = self.slots[first].block.marks
         if marks is not None:
-            marks[1, lines] += 1
-        if not self._moved.keys().isdisjoint(slots):
+            marks[1, self.lines[first].start : self.lines[end - 1].stop] += 1
+        if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             own = self.padded[first:end]
             for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
                 target.copy_(source)
 
+    @contextmanager
+    def lent(self, first: int, end: int) -> Iterator[Tensor]:
+        """Lend the weights of neighbouring slots while a block runs."""
+        joined = self.lend(first, end)
+        yield joined
+        self.settle(first, end, joined)
+
     def _joined(self, first: int, end: int) -> Tensor:
         """The weights of neighbouring slots as one tensor; a copy where some have moved."""
-        if self._moved.keys().isdisjoint(range(first, end)):
-            return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
-        return torch.cat(self.padded[first:end])
+        if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
+            return torch.cat(self.padded[first:end])
+        return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
 
     @contextmanager
     def lent_key(self, home: Home) -> Iterator[Tensor]:

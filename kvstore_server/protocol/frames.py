@@ -54,18 +54,6 @@ _SKIPS, _CLIPS = 1, 2
 _HELD = struct.Struct("<qqq")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_ALL_FLAGS = (
-    m.WANTS_WEIGHTS
-    | m.VETOES
-    | m.ASSIGNS
-    | m.HAS_JOINED
-    | m.WANTS_DELTA
-    | m.WANTS_HALF
-    | m.ANEW
-    | m.MAPS_WEIGHTS
-    | m.KNOWS_PLACES
-    | m.ANNOUNCES
-)
 
 
 def encode_request(request: m.Request) -> list[Frame]:
@@ -103,15 +91,15 @@ def encode_parts(
     kind = _KINDS.get(type(body))
     if kind is None:
         code = _KIND_OF[type(body)]
-        frames: list[Frame] = [pack_control([getattr(body, name) for name in _FIELDS[type(body)]])]
+        frames: list[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
     else:
         code, frames = kind.code, kind.encode(body)
-    for frame in frames:
-        if len(frame) > MAX_FRAME:
-            raise ProtocolError(
-                f"a {type(body).__name__} message would have a frame of {len(frame)} bytes, more than the {MAX_FRAME} "
-                "that one may have; use fewer keys, or shorter names, in one namespace"
-            )
+    longest = max(map(len, frames))
+    if longest > MAX_FRAME:
+        raise ProtocolError(
+            f"a {type(body).__name__} message would have a frame of {longest} bytes, more than the {MAX_FRAME} that "
+            "one may have; use fewer keys, or shorter names, in one namespace"
+        )
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, number, run)
     return [head, *frames], body.payloads if isinstance(body, m.Contribute | m.Weights) else None
 
@@ -123,12 +111,14 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
         VersionMismatchError: the peer speaks another protocol version.
         ProtocolError: anything else about the bytes is wrong.
     """
-    head = memoryview(frames[0] if frames else b"")
-    if len(head) != _HEADER.size or head[:2] != _MAGIC:
+    try:
+        magic, version, code, session, number, run = _HEADER.unpack(frames[0])
+    except (struct.error, IndexError):
+        magic = b""
+    if magic != _MAGIC:
         raise ProtocolError(
             "the message has no header of this protocol; is the peer a kvtrainer worker or server?"
         )
-    _, version, code, session, number, run = _HEADER.unpack(head)
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(
             f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
@@ -274,7 +264,8 @@ _CONTROL: tuple[type[Any], ...] = (
     m.ShowRows,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
-_FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _CONTROL}
+_FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}
+"""Name and declared type of each value of a message."""
 
 
 def pack_control(value: Any) -> bytes:
@@ -317,29 +308,11 @@ def decode_control(kind: int, data: memoryview) -> Any:
         raise ProtocolError(
             f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
         )
-    message = cls(*(_freeze(value) for value in values))
-    _check_types(message)
-    return message
-
-
-_SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "bytes": bytes, "bool": bool}
-
-
-def _check_types(message: Any) -> None:
-    for f in fields(message):
-        value: Any = getattr(message, f.name)
-        declared = str(f.type)
-        expected = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
-        if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
-            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ProtocolError(f"{type(message).__name__}.{f.name} must be finite, got {value}")
-        if declared == "tuple[bytes, ...]" and not all(type(item) is bytes for item in value):
-            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
-        if declared == "tuple[int, ...]" and not all(
-            type(item) is int and item.bit_length() < 64 for item in value
-        ):
-            raise ProtocolError(f"{type(message).__name__}.{f.name} must be {declared}, got {value!r:.80}")
+    values = [_freeze(value) for value in values]
+    for (name, declared), value in zip(_FIELDS[cls], values, strict=True):
+        if not _is_of_type(value, declared):
+            raise ProtocolError(f"{cls.__name__}.{name} must be {declared}, got {value!r:.80}")
+    message = cls(*values)
     if isinstance(message, m.Register) and not all(_is_spec(spec) for spec in message.specs):
         raise ProtocolError(
             f"Register.specs must be (key, shape of up to {_MAX_DIMS} sizes, dtype, group, is row-sparse) each"
@@ -348,6 +321,22 @@ def _check_types(message: Any) -> None:
         raise ProtocolError(
             f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
         )
+    return message
+
+
+_SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "bytes": bytes, "bool": bool}
+
+
+def _is_of_type(value: Any, declared: str) -> bool:
+    """Whether a value is of a type as messages declare them; numbers are finite, those in tuples of 64 bits."""
+    expected: Any = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
+    if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
+        return False
+    if declared == "tuple[bytes, ...]":
+        return all([type(item) is bytes for item in value])
+    if declared == "tuple[int, ...]":
+        return all([type(item) is int and item.bit_length() < 64 for item in value])
+    return declared != "float" or math.isfinite(value)
 
 
 def _is_identified(hello: m.Hello) -> bool:
@@ -410,11 +399,11 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
         raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
     words = np.frombuffer(body, _WORD, size, _CONTRIBUTE.size)
     pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
-    if np.count_nonzero(commits[:, 5] & ~_ALL_FLAGS):
+    if (commits[:, 5] & ~m.ALL_FLAGS).any():
         raise ProtocolError("a commit has unknown flags")
-    extra, payload = memoryview(frames[1]), _payload(frames[2], pushes[:, 3])
+    payload, factor = _payload(frames[2], pushes[:, 3]), None if math.isnan(rescale) else rescale
+    extra = memoryview(frames[1])
     form, hyper, absent = (b"", b"", ()) if extra == _NO_EXTRA else _decode_extra(extra)
-    factor = None if math.isnan(rescale) else rescale
     return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
 
 
@@ -459,8 +448,8 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
     return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
-def _encode_weights(weights: m.Weights) -> list[Frame]:
-    return [weights.parts.tobytes()]
+def _encode_matrix(body: m.Weights | m.Shown | m.Done) -> list[Frame]:
+    return [body.rounds.tobytes() if isinstance(body, m.Done) else body.parts.tobytes()]
 
 
 def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
@@ -468,16 +457,8 @@ def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
     return m.Weights(parts, (_payload(frames[1], parts[:, 3]),))
 
 
-def _encode_shown(shown: m.Shown) -> list[Frame]:
-    return [shown.parts.tobytes()]
-
-
 def _decode_shown(frames: Sequence[Frame]) -> m.Shown:
     return m.Shown(_matrix(frames[0], 3))
-
-
-def _encode_done(done: m.Done) -> list[Frame]:
-    return [done.rounds.tobytes()]
 
 
 def _decode_done(frames: Sequence[Frame]) -> m.Done:
@@ -543,11 +524,11 @@ class _Kind(NamedTuple):
 
 _KINDS: dict[type[Any], _Kind] = {
     m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, 2, _encode_weights, _decode_weights),
-    m.Done: _Kind(0x83, 1, _encode_done, _decode_done),
+    m.Weights: _Kind(0x82, 2, _encode_matrix, _decode_weights),
+    m.Done: _Kind(0x83, 1, _encode_matrix, _decode_done),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
-    m.Shown: _Kind(0x87, 1, _encode_shown, _decode_shown),
+    m.Shown: _Kind(0x87, 1, _encode_matrix, _decode_shown),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}

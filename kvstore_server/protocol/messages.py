@@ -101,6 +101,7 @@ class Register:
     KNOWS_PLACES,
     ANNOUNCES,
 ) = (1 << at for at in range(10))
+ALL_FLAGS = (1 << 10) - 1
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends

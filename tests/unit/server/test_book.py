@@ -28,7 +28,7 @@ def rounds_of(num_workers: int = 2, bound: int | None = None, is_sync: bool = Tr
     """Rounds of three tables; payloads are plain strings."""
     rounds = Rounds(num_workers, is_sync, bound, same)
     for sizes in ([64], [64, 64], [64]):
-        rounds.add(sizes)
+        rounds.add(sizes, [False] * len(sizes))
     return rounds
 
 
@@ -67,7 +67,8 @@ def given(book: Book, rank: int, table: int = W) -> list[tuple[int, str]]:
 
 
 def finish(book: Book, *tables: int) -> None:
-    book.finish(np.array(tables or (W,)))
+    ended = np.array(tables or (W,))
+    book.finish(ended, book._slots.of(ended))
 
 
 def test_a_push_alone_counts_for_nothing(book: Book) -> None:
@@ -322,7 +323,7 @@ def test_a_round_is_late_from_its_deadline_on_until_it_ends(book: Book) -> None:
 def lanes_at(*clocks: int, bound: int | None = 0) -> Rounds:
     """Rounds without synchrony, of ranks with these clocks."""
     rounds = rounds_of(len(clocks), bound, is_sync=False)
-    rounds.shared.finish(np.arange(3))
+    rounds.shared.finish(np.arange(3), rounds.slots.of(np.arange(3)))
     for rank, clock in enumerate(clocks):
         for _ in range(clock):
             contribute(rounds, rank)
@@ -347,7 +348,7 @@ def test_the_first_round_is_for_all_ranks_and_from_then_on_each_has_a_lane() -> 
     both = np.array([0, W])
     [(book, _)] = rounds.books(0, both, np.array([1, 1]))
     assert book is rounds.shared
-    rounds.shared.finish(np.array([W]))
+    rounds.shared.finish(np.array([W]), rounds.slots.of(np.array([W])))
     [(first, zero), (second, one)] = rounds.books(0, both, np.array([1, 1]))
     assert (first, zero.tolist()) == (rounds.shared, [True, False])
     assert (second, one.tolist()) == (rounds.book(0, W), [False, True])
@@ -522,7 +523,7 @@ def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> Non
 
 def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_slots() -> None:
     slots, made = Slots(), list[int]()
-    slots.add([64] * 100)
+    slots.add([64] * 100, [False] * 100)
     memo = Memo[int](slots)
 
     def double(numbers: Any) -> int:
@@ -539,9 +540,9 @@ def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_s
 
 def test_what_is_kept_is_counted_with_the_slots_of_the_tables_that_are_named() -> None:
     slots = Slots()
-    slots.add([64] * 1000)
+    slots.add([64] * 1000, [False] * 1000)
     for _ in range(10):
-        slots.add([64])
+        slots.add([64], [False])
     found = [slots.of(np.flatnonzero([1, *map(int, f"{number:010b}")])) for number in range(1000)]
     assert len(found[-1]) > 1000
     assert len(slots._known._known) < 50
