@@ -49,7 +49,7 @@ notebooks: $(PLOTS)/.ready
 
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Each test of a job takes one of these ways; here all take all.
 test-transports: $(READY)

@@ -5,25 +5,41 @@ torch is imported where it is used: the process that deals tests to others has n
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.forks import ADDRESS, serve_forks
 
 if TYPE_CHECKING:
     from tests.support.stores import Servers
 
 
-def pytest_configure() -> None:
-    """Let children see signals that this process was started to ignore, as `nohup … &` does.
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the fork server of a run with several processes; let children see signals that are ignored here.
 
-    What is ignored is so in children as well; what has a handler is not.
+    As `nohup … &` ignores them. What is ignored is so in children as well; what has a handler is not.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+    if config.getoption("numprocesses", None):
+        os.environ[ADDRESS] = serve_forks()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let the garbage collector pass over what was imported and collected: half a million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

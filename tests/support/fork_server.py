@@ -1,7 +1,9 @@
 """A process that has imported torch and this library, and makes copies of itself that run Python programs.
 
-A fresh interpreter needs some two seconds of CPU time for these imports, more than most tests need for all the rest.
-Run as `python -m tests.support.fork_server FD`; `tests.support.forks` talks to it over that socket.
+A fresh interpreter needs some four seconds of CPU time for these imports, more than most tests need for all the rest.
+One such process serves a whole run of tests, whose processes are its clients. It imports nothing before the first of
+them has come. Run as `python -m tests.support.fork_server FD`, with a socket that listens, it ends with its standard
+input; `tests.support.forks` starts it and talks to it.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import atexit
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -23,48 +27,100 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy
-import pytest
-import torch._dynamo  # torch's optimizers import it when they are first used
-
-import kvstore_server.cli
-import kvtrainer.amp
-import kvtrainer.strategy
-import kvtrainer.trainer
-
-PRELOADED = (numpy, pytest, torch, kvstore_server, kvtrainer)
+PRELOADED = (
+    "numpy",
+    "pytest",
+    "torch._dynamo",  # torch's optimizers import it when they are first used
+    "kvstore_server.cli",
+    "kvtrainer.amp",
+    "kvtrainer.strategy",
+    "kvtrainer.trainer",
+)
 LARGEST = 1 << 20
 """Bytes of a request."""
 _ABOVE_ALL = 500
 """File descriptors from here on are nobody's."""
 
 
-def main(channel: socket.socket) -> None:
-    """Start children, and say how they ended, until the other side closes the channel; then end them all."""
-    running: set[int] = set()
+class Client:
+    """A process of the tests, and the children that it has started."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.running: set[int] = set()
+
+    def receive(self) -> tuple[bytes, Sequence[int]]:
+        """A request with its file descriptors; empty once the client has gone."""
+        try:
+            return socket.recv_fds(self.channel, LARGEST, 64)[:2]
+        except ConnectionError:
+            return b"", ()
+
+    def answer(self, number: int) -> None:
+        with contextlib.suppress(ConnectionError):  # the next receive finds that it has gone
+            self.channel.send(b"%d" % number)
+
+    def close(self) -> None:
+        """End the children."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)  # it is there as long as it is not reaped
+        for pid in self.running:
+            os.waitpid(pid, 0)
+        self.channel.close()
+
+
+def main(listener: socket.socket) -> None:
+    """Start children, and say how they ended, until standard input ends; those of a client end with it."""
+    if 0 in select.select([0, listener], [], [])[0]:
+        return
+    _preload()
+    clients: dict[int, Client] = {}
+    while True:
+        ready, _, _ = select.select([0, listener, *clients], [], [])
+        if 0 in ready:
+            break
+        if listener in ready:
+            client = Client(listener.accept()[0])
+            clients[client.channel.fileno()] = client
+        for fd in clients.keys() & set(ready):
+            message, descriptors = clients[fd].receive()
+            if message:
+                sockets = [listener, *(client.channel for client in clients.values())]
+                _serve(clients[fd], json.loads(message), descriptors, sockets)
+            else:
+                clients.pop(fd).close()
+    for client in clients.values():
+        client.close()
+
+
+def _preload() -> None:
+    """Import what children need; they share it."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sklearn.datasets")  # examples read it where it is installed
     gc.collect()
     gc.freeze()
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, LARGEST, 64)
-        if not message:
-            break
-        request = json.loads(message)
-        if "reap" in request:
-            _, status = os.waitpid(request["reap"], 0)
-            running.discard(request["reap"])
-            channel.send(str(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            _become(request, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        running.add(pid)
-        channel.send(str(pid).encode())
-    for pid in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+
+
+def _serve(
+    client: Client, request: Mapping[str, Any], descriptors: Sequence[int], sockets: Sequence[socket.socket]
+) -> None:
+    """Do what a client asks for; `sockets` are not for children."""
+    if "reap" in request:
+        _, status = os.waitpid(request["reap"], 0)
+        client.running.discard(request["reap"])
+        client.answer(os.waitstatus_to_exitcode(status))
+        return
+    pid = os.fork()
+    if pid == 0:
+        for one in sockets:
+            one.close()
+        _become(request, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    client.running.add(pid)
+    client.answer(pid)
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
@@ -83,7 +139,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
-    numpy.random.seed()
+    sys.modules["numpy"].random.seed()
     kind, what, *rest = request["arguments"]
     sys.path[0] = "" if kind == "-c" else os.getcwd()
     code = _run(kind, what, rest)

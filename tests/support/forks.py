@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,8 @@ from tests.support.fork_server import LARGEST
 from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
+ADDRESS = "KVTRAINER_TEST_FORKS"
+"""The variable that tells processes of a run of tests where their fork server is."""
 
 
 class Fork:
@@ -70,22 +73,12 @@ class Fork:
 
 
 class ForkServer:
-    """The one process that all forks of this one come from."""
+    """The one process that forks come from, as one of the processes that use it sees it."""
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = ours
+    def __init__(self, address: str) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.connect(f"\0{address}")
         self._lock = threading.Lock()
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
-            cwd=ROOT,
-            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
 
     def start(
         self,
@@ -119,23 +112,35 @@ class ForkServer:
             self._channel.send(json.dumps({"reap": pid}).encode())
             return int(self._answer())
 
-    def close(self) -> None:
-        """End the server and all its children."""
-        self._channel.close()
-        self._process.wait(LIMIT)
-
     def _answer(self) -> bytes:
         answer = self._channel.recv(64)
-        assert answer, f"the fork server ended: {self._process.poll()}"
+        assert answer, "the fork server ended"
         return answer
+
+
+def serve_forks() -> str:
+    """Start a fork server, which ends with this process; returns its address."""
+    address = f"kvtrainer-forks-{uuid.uuid4().hex}"
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno())],
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            pass_fds=(listener.fileno(),),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+    atexit.register(process.communicate, timeout=LIMIT)
+    return address
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """The fork server of this process, started when it is first needed."""
-    server = ForkServer()
-    atexit.register(server.close)
-    return server
+    """The fork server of this run of tests; one of this process where there is none yet."""
+    return ForkServer(os.environ.get(ADDRESS) or serve_forks())
 
 
 def piped_fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stderr: int) -> Fork:
