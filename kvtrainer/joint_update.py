@@ -129,10 +129,20 @@ class JointUpdate:
             ) from error
         for key, at in enumerate(order):
             self._counts[key] = _count(states[at].get("step", 1)) if states.get(at) else 0
+            if is_half(self._parameters[key]):
+                self._restore_float32(self.instance.state.get(self._parameters[key], {}), own.get(at, {}))
         self._masters = {key: masters[at] for key, at in enumerate(order) if at in masters}
         for live, loaded in zip(self._groups(), self.instance.param_groups, strict=True):
             live.update({name: value for name, value in loaded.items() if name not in _LISTS})
         return dict(enumerate(self._counts))
+
+    @staticmethod
+    def _restore_float32(kept: dict[str, Any], given: Mapping[str, Any]) -> None:
+        """Take over what torch has rounded to the half precision of a parameter, while the class saw float32."""
+        for name, value in kept.items():
+            exact = given.get(name)
+            if isinstance(value, Tensor) and isinstance(exact, Tensor) and is_half(value):
+                kept[name] = exact.to(value.device, copy=True)
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Split what its state_dict has beside groups and the state of parameters: plain values, and tensors."""

@@ -513,6 +513,21 @@ def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
     torch.testing.assert_close(weights(second), weights(expected))
 
 
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_half_precision_goes_on_from_a_file_to_the_bit(has_masters: bool, tmp_path: Path) -> None:
+    first, second = net(torch.float16), net(torch.float16)
+    trainer, resumed = (Trainer(one, Averaging, {"multi_precision": has_masters}) for one in (first, second))
+    for at in range(3):
+        trainer.update_params(loss_of(first, at))
+    trainer.save_states(tmp_path / "states")
+    second.load_state_dict(first.state_dict())
+    resumed.load_states(tmp_path / "states")
+    for model, one in ((first, trainer), (second, resumed)):
+        for at in range(3, 6):
+            one.update_params(loss_of(model, at))
+    assert all(map(torch.equal, weights(first), weights(second)))
+
+
 @pytest.mark.parametrize("cls", [OwnAdam, OwnAdagrad])
 def test_a_store_goes_on_from_the_state_dict_of_a_foreign_class_itself(cls: Any) -> None:
     OPTIMIZERS.register_module(force=True)(cls)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from kvstore_server.optimizer.pieces import CACHED, Pieces, beside
-from kvtrainer import Trainer, kvstore
 
 SIZES = {
     "one": [48],
@@ -65,27 +61,3 @@ def test_blocks_begin_on_lines_and_stay_in_the_cache(sizes: list[int]) -> None:
     for [tensor], [[place]] in beside(Pieces(random_pieces(sizes), 0.5), flat):
         assert 0 < len(tensor) <= CACHED
         assert place.storage_offset() % 16 == 0
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize(
-    ("optimizer", "numbers"),
-    [("adam", {}), ("adamw", {}), ("adagrad", {}), ("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {})],
-)
-def test_gradients_that_are_used_where_they_lie_give_the_bits_of_those_that_a_store_sums(
-    optimizer: str, numbers: dict[str, Any], clip: float | None
-) -> None:
-    outcomes = []
-    for store in (None, kvstore.create("local")):
-        gen = torch.Generator().manual_seed(0)
-        weights = [
-            Parameter(torch.randn(n, generator=gen)) for n in (100_000, 7, CACHED + 16_000, 64, 30_001)
-        ]
-        given = {"learning_rate": 0.01, "wd": 0.01, "clip_gradient": clip, **numbers}
-        with Trainer(weights, optimizer, given, kvstore=store) as trainer:
-            for batch_size in (3, 1, 4):
-                for w in weights:
-                    w.grad = torch.randn(w.shape, generator=gen)
-                trainer.step(batch_size)
-        outcomes.append([w.detach() for w in weights])
-    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
