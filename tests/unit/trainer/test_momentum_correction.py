@@ -226,8 +226,3 @@ def run_once(trainer: Trainer) -> Tensor:
     trainer.step(1)
     result: Tensor = parameter
     return result
-
-
-def test_lazy_updates_cannot_be_corrected() -> None:
-    with pytest.raises(ConfigurationError, match="lazy"):
-        create("sgd", lazy_update=True, momentum_correction=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.norms import Decision, Measured
@@ -85,16 +84,6 @@ def test_context_computes_in_the_dtype_that_amp_names() -> None:
     ):
         with trainer_of(dict(layer.named_parameters()), amp=amp) as trainer, trainer.context():
             assert layer(torch.ones(1, 4)).dtype == dtype
-
-
-def test_bfloat16_trains_without_a_loss_scale() -> None:
-    layer = torch.nn.Linear(4, 1)
-    trainer = trainer_of(dict(layer.named_parameters()), lr=0.1, amp={"dtype": torch.bfloat16})
-    before = layer.weight.detach().clone()
-    with trainer.context():
-        loss: Tensor = layer(torch.ones(1, 4)).sum()
-    assert trainer.update_params(loss).loss_scale == 1.0
-    torch.testing.assert_close(layer.weight.detach(), before - 0.1)
 
 
 def test_each_replica_without_a_store_has_its_own_norm() -> None:
