@@ -118,7 +118,9 @@ def skorch() -> None:
 
 
 def examples() -> None:
-    said = run(sys.executable, "-m", "kvtrainer.launch", "--", sys.executable, ROOT / "examples/digits.py")
+    said = run(
+        sys.executable, "-m", "kvtrainer.launch", "-n", "1", sys.executable, ROOT / "examples/digits.py"
+    )
     assert "all checks passed" in said
 
 

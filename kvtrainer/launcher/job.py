@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,9 @@ class Launcher:
         environ = {**self._environ, NUM_WORKERS: str(self._num_workers)}
         if self._server_commands:
             environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
+            if sys.stderr.isatty():
+                told = f"servers are ready; to look at them: kvtop {environ[SERVERS].replace(',', ' ')}"
+                self._events.output.put(2, "kvlaunch: ", told.encode())
         if self._remote is None:
             environ = environment(environ, "", self._num_workers)
         if self._viewer_command:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
 """What one server says; see `kvstore_server.facts`."""
+SILENT = 3.0
+"""Seconds without a sign after which a worker, which should give one each second, is taken to do nothing."""
 _WORST_FIRST = ("failed", "absent", "left", "here")
 
 
@@ -168,10 +170,7 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
     """Put together what servers say of one job, before and now."""
     known = [(before or now, now) for before, now in pairs if now is not None]
     first = known[0][1]
-    told = [
-        [(before["workers"][rank], now["workers"][rank]) for before, now in known]
-        for rank in range(min(first["num_workers"], len(first["workers"])))
-    ]
+    ranks = range(min(first["num_workers"], len(first["workers"])))
     return Job(
         first["name"],
         f"ssp({first['staleness']})" if first["mode"] == "ssp" else first["mode"],
@@ -179,21 +178,39 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
         max([now["rounds"] - before["rounds"] for before, now in known]) / seconds,
         max([now["updates"] for _, now in known]),
         max([now["keys"] for _, now in known]),
-        [_worker(own, seconds) for own in told],
+        [_worker(known, rank, seconds) for rank in ranks],
         [Wait(**one) for _, now in known for one in now["waits"]],
         list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
     )
 
 
-def _worker(told: Sequence[tuple[Facts, Facts]], seconds: float) -> Worker:
+def _late(job: Facts, rank: int) -> float:
+    """Return the seconds that others have waited for a rank so far, with the wait that is not over."""
+    late: float = job["workers"][rank]["late"]
+    return late + max([one["seconds"] for one in job["waits"] if rank in one["missing"]], default=0.0)
+
+
+def _waiting(job: Facts, rank: int) -> float:
+    """Return the seconds of the wait that a rank is in; it tells of that itself only when it is over."""
+    if job["mode"] != "sync":  # a wait is one rank's there, and does not say whose
+        return 0.0
+    waits = [one["seconds"] for one in job["waits"] if one["missing"] and rank not in one["missing"]]
+    return max(waits, default=0.0)
+
+
+def _worker(known: Sequence[tuple[Facts, Facts]], rank: int, seconds: float) -> Worker:
     """Put together what servers say of one worker, before and now."""
+    told = [(before["workers"][rank], now["workers"][rank]) for before, now in known]
     nows = [now for _, now in told]
+    silence = max([one["silence"] for one in nows])
     worst = min(nows, key=lambda one: _WORST_FIRST.index(one["state"]))
     before, now = max(told, key=lambda pair: pair[1]["says"].get("seconds", -1.0))
     says, said = now["says"], before["says"]
     passed = says.get("seconds", 0.0) - said.get("seconds", 0.0)
-    if passed <= 0:  # no news since: what holds for all the time so far
+    if passed <= 0 and silence < SILENT:  # no news since: what holds for all the time so far
         said, passed = {}, says.get("seconds", 0.0)
+    waiting = max([_waiting(now, rank) - _waiting(before, rank) for before, now in known])
+    waits = waiting / max(passed, seconds)
 
     def rate(name: str) -> float:
         return max(says.get(name, 0.0) - said.get(name, 0.0), 0.0) / passed if passed > 0 else 0.0
@@ -203,10 +220,10 @@ def _worker(told: Sequence[tuple[Facts, Facts]], seconds: float) -> Worker:
         state=worst["state"],
         why=worst["why"],
         address=worst["address"],
-        silence=max([one["silence"] for one in nows]),
-        late=_share(max([b["late"] - a["late"] for a, b in told]) / seconds),
-        waits=_share(rate("wait_seconds")),
-        works=_share(1.0 - rate("step_seconds")) if says.get("steps") else 0.0,
+        silence=silence,
+        late=_share(max([_late(now, rank) - _late(before, rank) for before, now in known]) / seconds),
+        waits=_share(rate("wait_seconds") + waits),
+        works=_share(1.0 - rate("step_seconds") - waits) if says.get("steps") and passed > 0 else 0.0,
         steps=rate("steps"),
         samples=rate("samples"),
         loss=says.get("loss"),

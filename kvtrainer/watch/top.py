@@ -15,7 +15,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.version import __version__
 from kvtrainer.comm.connection import look
 from kvtrainer.env import SERVERS, parse_address
-from kvtrainer.watch.job import Job, Look, Server, View, Worker, as_values, view_of
+from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
 from kvtrainer.watch.page import Page
 
 _DESCRIPTION = """\
@@ -159,9 +159,10 @@ def _workers_table(job: Job) -> Any:
     if slowest is not None and slowest.late >= 0.05:
         title += f"; waits for rank {slowest.rank} {slowest.late:.0%} of the time"
     heads = ("rank", "where", "state", "steps/s", "samples/s", "works", "waits", "late", "loss", "last sign")
-    table = Table(title=_plain(title, "italic"), title_justify="left", box=None, padding=(0, 1))
-    for head in heads:
-        table.add_column(head, no_wrap=True)
+    tight: Any = {"box": None, "padding": (0, 1), "collapse_padding": True, "pad_edge": False}
+    table = Table(title=_plain(title, "italic"), title_justify="left", **tight)
+    for head in heads:  # where a terminal is narrow, the hosts' names give way
+        table.add_column(head, no_wrap=head != "where", overflow="ellipsis")
     for one in job.workers:
         table.add_row(*_cells(one), style="bold red" if one.state == "failed" else None)
     return table
@@ -169,6 +170,7 @@ def _workers_table(job: Job) -> Any:
 
 def _cells(one: Worker) -> list[Any]:
     state = one.state if one.round < 0 else f"{one.state}, round {one.round}"
+    silent = "red" if one.silence >= SILENT else ""
     color = "red" if one.late >= 0.25 else "yellow" if one.late >= 0.05 else "green"
     return [
         str(one.rank),
@@ -180,7 +182,7 @@ def _cells(one: Worker) -> list[Any]:
         f"{one.waits:.0%}",
         f"[{color}]{one.late:.0%}[/]",
         "" if one.loss is None else f"{one.loss:.4g}",
-        _plain(one.why) if one.silence < 0 else f"{one.silence:.1f} s",
+        _plain(one.why) if one.silence < 0 else _plain(f"{one.silence:.1f} s", silent),
     ]
 
 

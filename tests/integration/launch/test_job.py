@@ -99,6 +99,16 @@ def test_a_terminal_is_told_at_once_what_is_started(
     assert capfd.readouterr().err == "kvlaunch: starts no servers, then 2 times: true 'a b'\n"
 
 
+def test_a_terminal_is_told_how_to_look_at_the_servers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert launch.main(["-n", "1", "-s", "2", "--", "sh", "-c", "echo $KVSTORE_SERVERS"]) == 0
+    out, err = capfd.readouterr()
+    servers = out.removeprefix("[w0] ").strip().split(",")
+    assert f"kvtop {servers[0]} {servers[1]}\n" in err
+
+
 def test_streams_stay_apart_and_a_last_line_without_end_is_printed(jobs: Jobs) -> None:
     code, out, err = jobs.run("printf 'a\\nb'; printf 'c\\nd' >&2")
     assert (code, out, err) == (0, "[w0] a\n[w0] b\n", "[w0] c\n[w0] d\n")

@@ -52,6 +52,26 @@ def test_the_slowest_worker_is_the_one_that_the_others_waited_for() -> None:
     assert view.jobs[0].slowest == view.jobs[0].workers[1]
 
 
+def test_a_wait_that_is_not_over_counts_for_who_is_missing_and_for_who_waits() -> None:
+    def facts(late: float, seconds: float, *waits: float) -> dict[str, Any]:
+        says = {"seconds": seconds, "steps": 5, "step_seconds": 1.0, "wait_seconds": 1.0}
+        open_waits = [{"what": "a round", "seconds": one, "missing": [1]} for one in waits]
+        return server(job([worker(0, 0.0, says), worker(1, late, says)], waits=open_waits))
+
+    first, second, third = facts(1.0, 10.0), facts(1.0, 12.0, 1.5), facts(3.0, 14.0)
+    waiting, missing = seen([first], [second]).jobs[0].workers
+    assert (waiting.late, waiting.waits, waiting.works) == (0.0, 0.75, 0.25)
+    assert (missing.late, missing.waits) == (0.75, 0.0)
+    assert seen([second], [third]).jobs[0].workers[1].late == 0.25, "it has been told of before"
+
+
+def test_a_worker_that_is_silent_does_nothing() -> None:
+    says = {"seconds": 10.0, "steps": 20, "step_seconds": 4.0, "wait_seconds": 1.0}
+    facts = server(job([worker(0, 0.0, says, silence=8.0)]))
+    [one] = seen([facts], [facts]).jobs[0].workers
+    assert (one.steps, one.works, one.waits) == (0.0, 0.0, 0.0)
+
+
 def test_nobody_is_slowest_where_nobody_waited() -> None:
     assert seen([server(job([worker(0)]))], [server(job([worker(0)]))]).jobs[0].slowest is None
 

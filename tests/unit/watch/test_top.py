@@ -27,9 +27,9 @@ def play(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[float]:
     return asked
 
 
-def shown(view: Any) -> str:
+def shown(view: Any, width: int = 120) -> str:
     written = io.StringIO()
-    pytest.importorskip("rich.console").Console(file=written, width=120).print(top.render(view))
+    pytest.importorskip("rich.console").Console(file=written, width=width).print(top.render(view))
     return written.getvalue()
 
 
@@ -82,6 +82,19 @@ def test_without_rich_it_says_what_to_install(
 def test_the_page_names_the_slow_worker() -> None:
     text = shown(seen([server(job([worker(0), worker(1)]))], [server(job([worker(0), worker(1, 1.0)]))]))
     assert "waits for rank 1 50%" in text
+
+
+def test_in_80_columns_all_is_shown_but_the_ends_of_hosts_names() -> None:
+    before, now = server(job([worker(0), worker(1)])), server(job([worker(0), worker(1, 1.5)], rounds=6))
+    view = seen([before], [now])
+    workers = [
+        one._replace(address="a-host-with-a-long-name:12345", steps=123.4, samples=12345.0, loss=0.012345)
+        for one in view.jobs[0].workers
+    ]
+    text = shown(view._replace(jobs=[view.jobs[0]._replace(workers=workers)]), 80)
+    for told in ("steps/s", "samples/s", "works", "waits", "late", "loss", "last sign", "12345", "0.01235"):
+        assert told in text
+    assert "a-hos" in text
 
 
 def test_the_page_shows_waits_errors_and_servers_that_are_silent() -> None:
