@@ -35,9 +35,12 @@ class Deal(NamedTuple):
         """Say where rows lie, counted from the first row of the first slice."""
         if self.is_plain:
             return rows
-        turn = rows // self.slices
-        dealt = (rows - turn * self.slices) * self.length + turn
-        return np.where(rows < self.slices * self.length, dealt, rows)
+        # row = turn * slices + hand lies at hand * length + turn, which needs no remainder.
+        whole = self.slices * self.length
+        dealt = rows // self.slices
+        dealt *= 1 - whole
+        dealt += rows * self.length
+        return np.where(rows < whole, dealt, rows)
 
     def rows(self, places: Ints) -> Ints:
         """Say which rows lie there, see `places`."""

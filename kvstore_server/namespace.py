@@ -36,14 +36,13 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import Contribution, Run, part_of
 from kvstore_server.rounds import Book, Given, Ints, Mode, Rounds, Wait, Waits
-from kvstore_server.rows import PACKED_ROWS, RowForm, read_payload, same_payload
+from kvstore_server.rows import PACKED_ROWS, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
 
-_ROW_FORM = RowForm()
 _CODECS_KEPT = 16
 """Descriptions of codecs that are remembered; a job has one."""
 
@@ -368,11 +367,11 @@ class Namespace:
         key = body.pushes[:, ::3].tobytes(), forms
         tables, which, starts, wrong, received = self._located.get(key, self._locate, slots, sizes, forms)
         if body.form:
-            form, places = self.form(body.form), self.shard.storage.slots
+            codec, places = self.codec(body.form), self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
             sources = [
                 read_payload(
-                    places[slot].unit.plan, places[slot].piece, sources[at][start : start + size], form
+                    places[slot].unit.plan, places[slot].piece, sources[at][start : start + size], codec
                 )
                 for slot, at, start, size in rows
             ]
@@ -623,14 +622,14 @@ class Namespace:
 
     # ---------------------------------------------------------------- optimizer
 
-    def form(self, packed: bytes) -> Codec | RowForm:
-        """The form of payloads that a push describes.
+    def codec(self, packed: bytes) -> Codec | None:
+        """The codec of payloads that a push describes; None of some rows.
 
         Raises:
             ConfigurationError: the description is not one of a codec.
         """
         if packed == PACKED_ROWS:
-            return _ROW_FORM
+            return None
         codec = self._codecs.get(packed)
         if codec is None:
             codec = make_codec(unpack_control(packed))

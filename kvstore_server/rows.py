@@ -27,7 +27,7 @@ from torch import Tensor
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.dealing import Ints
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import Plan, Slice
+from kvstore_server.plan import SIZES, Plan, Slice
 from kvstore_server.protocol.frames import pack_control
 
 ROWS = "rows"
@@ -57,10 +57,9 @@ Parts: TypeAlias = Mapping[int, RowSet | Tensor]
 Payload: TypeAlias = Tensor | Encoded | Parts
 """What a rank gives to a slice: plain numbers, compressed ones, or some parts."""
 _IDS, _BITS, _ALL = range(3)
-
-
-class RowForm:
-    """Stands where a codec stands, for contributions that give only some rows."""
+_INT, _BYTE = np.dtype("<i4"), np.dtype(np.uint8)
+_PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
+"""Numbers of so many bytes, which numpy reads for torch: it has no bfloat16."""
 
 
 def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
@@ -105,18 +104,18 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
     Raises:
         ProtocolError: the bytes do not fit the slice.
     """
-    [(count, slices)], at = _take_head(data, 0, 2, 1)
+    reader = _Reader(data)
+    count, slices = reader.take(_INT, 2).tolist()
     if not 0 < count <= len(piece.segments):
         raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
-    table, at = _take_head(data, at, 4, count)
     parts: dict[int, RowSet | Tensor] = {}
-    for position, size, form, _ in table:
+    for position, size, form, _ in reader.take(_INT, 4 * count).reshape(-1, 4).tolist():
         if not 0 <= position < len(piece.segments) or position in parts:
             raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
         if form == _ALL:
             if size != piece.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
-            parts[position], at = _take(data, at, torch_dtype(piece.dtype), size)
+            parts[position] = reader.numbers(piece.dtype, size)
         elif form in (_IDS, _BITS):
             num_rows = _num_rows(plan, piece, position, slices, is_joined)
             width = plan.rows(piece.segments[position].key).width
@@ -124,13 +123,12 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
                 raise ProtocolError(
                     f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
                 )
-            ids, at = _take_ids(data, at, size, num_rows, form == _BITS)
-            values, at = _take(data, at, torch_dtype(piece.dtype), size * width)
-            parts[position] = RowSet(ids, values.view(size, width))
+            ids = reader.ids(size, num_rows, form == _BITS)
+            parts[position] = RowSet(ids, reader.numbers(piece.dtype, size * width).view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
-    if at != len(data):
-        raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {at} of them are named")
+    if reader.at != len(data):
+        raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {reader.at} of them are named")
     return parts, slices
 
 
@@ -139,23 +137,23 @@ def num_slices(data: Tensor) -> int:
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
-def read_payload(plan: Plan, piece: Slice, payload: Tensor, form: Codec | RowForm) -> Encoded | Parts:
-    """View bytes as what a codec reads, or as some rows. Nothing large is copied.
+def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None) -> Encoded | Parts:
+    """View bytes as what a codec reads, or without one as some rows. Nothing large is copied.
 
     Raises:
         ProtocolError: rows are malformed, or no codec of that kind wrote the bytes.
         ShapeMismatchError: the payload has another size than the slice compressed.
     """
-    if isinstance(form, RowForm):
+    if codec is None:
         return decode_rows(plan, piece, payload.numpy().data)[0]
-    if payload.nbytes != form.encoded_nbytes(piece.used, piece.dtype):
+    if payload.nbytes != codec.encoded_nbytes(piece.used, piece.dtype):
         names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
         raise ShapeMismatchError(
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {payload.nbytes} bytes "
-            f"compressed by {form.spec()}"
+            f"compressed by {codec.spec()}"
         )
-    form.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
-    return Encoded(form, payload)
+    codec.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
+    return Encoded(codec, payload)
 
 
 def payload_nbytes(payload: Payload) -> int:
@@ -185,44 +183,44 @@ def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: b
     return int(block.starts[first + slices] - block.starts[first])
 
 
-def _take_ids(data: memoryview, at: int, count: int, num_rows: int, as_bits: bool) -> tuple[Tensor, int]:
-    """Read ids of rows; returns also where what follows them begins."""
-    size = -(-num_rows // 8) if as_bits else 4 * count
-    end = _end_of(data, at, size)
-    if as_bits:
-        bits = np.frombuffer(data, np.uint8, size, at)
-        [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
-    else:
-        ids = np.frombuffer(data, "<i4", count, at).astype(np.int64)
-    if len(ids) != count or not are_rows(ids, num_rows):
-        raise ProtocolError(f"the {count} rows of a slice are not distinct, ascending and below {num_rows}")
-    return torch.from_numpy(ids), end
+class _Reader:
+    """Reads bytes from front to back. All raise ProtocolError if what is asked for is not there."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.at = 0
+        """Where what is next begins."""
+        self._data = data
+
+    def take(self, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
+        """View the next so many numbers."""
+        size = dtype.itemsize * count
+        if size > len(self._data) - self.at:
+            raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
+        found = np.frombuffer(self._data, dtype, count, self.at)
+        self.at += -(-size // 8) * 8
+        return found
+
+    def numbers(self, dtype: str, count: int) -> Tensor:
+        """View the next so many numbers as a tensor."""
+        return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
+
+    def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:
+        """Copy ids of rows, so that what is checked holds whatever the peer writes there later."""
+        if as_bits:
+            bits = self.take(_BYTE, -(-num_rows // 8))
+            [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
+        else:
+            ids = self.take(_INT, count).astype(np.int64)
+        if len(ids) != count or not are_rows(ids, num_rows):
+            raise ProtocolError(
+                f"the {count} rows of a slice are not distinct, ascending and below {num_rows}"
+            )
+        return torch.from_numpy(ids)
 
 
 def are_rows(ids: Ints, num_rows: int) -> bool:
     """Whether ids are distinct, ascending and of so many rows."""
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
-
-
-def _take(data: memoryview, at: int, dtype: torch.dtype, count: int) -> tuple[Tensor, int]:
-    """View the next so many numbers; returns also where what follows them begins."""
-    end = _end_of(data, at, count * dtype.itemsize)
-    if not count:
-        return torch.empty(0, dtype=dtype), at
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=at), end
-
-
-def _take_head(data: memoryview, at: int, words: int, count: int) -> tuple[list[tuple[int, ...]], int]:
-    """Read so many tuples of int32; returns also where what follows them begins."""
-    end = _end_of(data, at, 4 * words * count)
-    return list(struct.iter_unpack(f"<{words}i", data[at : at + 4 * words * count])), end
-
-
-def _end_of(data: memoryview, at: int, size: int) -> int:
-    """Where what follows so many bytes begins. Raises ProtocolError if they are not there."""
-    if size > len(data) - at:
-        raise ProtocolError(f"a row-sparse slice of {len(data)} bytes ends too early")
-    return at + -(-size // 8) * 8
 
 
 def _raw(values: Tensor) -> np.ndarray[Any, Any]:

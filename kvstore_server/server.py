@@ -38,6 +38,7 @@ from kvstore_server.protocol.frames import (
     encode_reply,
     encode_reply_parts,
 )
+from kvstore_server.rows import PACKED_ROWS
 from kvstore_server.shard import Leases
 from kvstore_server.tcp import ipc_address, prepare
 
@@ -287,8 +288,8 @@ class Server:
             self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
             return
         body = request.body
-        if is_shared and isinstance(body, m.Contribute) and body.form:
-            # Not just numbers: what is checked now must still hold when it is used.
+        if is_shared and isinstance(body, m.Contribute) and body.form not in (b"", PACKED_ROWS):
+            # What a codec reads is checked now, and must still hold when it is used. Of rows the ids are copied.
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
         replies = self.service.handle(peer, request, now)

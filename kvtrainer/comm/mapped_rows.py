@@ -75,5 +75,5 @@ class MappedRows:
             return None
         ended = [marks[1].copy() for marks in self._marks]
         rows = self._rows.index_select(0, torch.from_numpy(self._deal.places(ids.numpy())))
-        begun = [marks[0] for marks in self._marks]
-        return rows if all(map(np.array_equal, begun, ended)) else None
+        is_still = [(marks[0] == own).all() for marks, own in zip(self._marks, ended, strict=True)]
+        return rows if all(is_still) else None

@@ -207,7 +207,7 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
             f"{flat[:_NAMED].tolist()}"
         )
     ids = flat.to(torch.int64).numpy()
-    if len(ids) and not (ids.min() >= 0 and ids.max() < num_rows):
+    if len(ids) and ids.view(np.uint64).max() >= num_rows:  # as such a number one below zero is a huge one
         wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")

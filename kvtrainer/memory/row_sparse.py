@@ -126,15 +126,20 @@ class RowSparseParameter(Parameter):
                 f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
                 "first, and keep it"
             )
-        ids, shape = flat_ids(self._name(), row_ids, self.shape[0])
+        with torch._C.DisableTorchFunctionSubclass():  # each of its own calls would go through that
+            (num_rows, *of_row), device = self.shape, self.device
+        ids, shape = flat_ids(self._name(), row_ids, num_rows)
+        which: Ordered | Tensor = ids
         rows = owner.row_sparse_read(self, ids)
         if rows is None:
-            ordered = put_in_order(ids.numpy(), self.shape[0])
-            rows = owner.row_sparse_pull(self, ordered.ids)
-            gathered: Tensor = _Gather.apply(self, rows.to(self.device), ordered)  # type: ignore[no-untyped-call]
+            which = put_in_order(ids.numpy(), num_rows)
+            rows = owner.row_sparse_pull(self, which.ids)
+        rows = rows.to(device)
+        if torch.is_grad_enabled():
+            gathered: Tensor = _Gather.apply(self, rows, which)  # type: ignore[no-untyped-call]
         else:
-            gathered = _Gather.apply(self, rows.to(self.device), ids)  # type: ignore[no-untyped-call]
-        return gathered.view(*shape, *self.shape[1:])
+            gathered = _of_each(rows, which)
+        return gathered.view(*shape, *of_row)
 
     def detach(self) -> Tensor:
         """All values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
@@ -375,16 +380,19 @@ def _source_of(flat: Tensor) -> Source:
     return lambda start, numel: flat[start : start + numel]
 
 
+def _of_each(rows: Tensor, ids: Ordered | Tensor) -> Tensor:
+    """Distribute the rows of ordered ids over all places where these were given; of others each has its own."""
+    return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
+
+
 class _Gather(torch.autograd.Function):
-    """Distributes rows over their places, if there is not one for each already; backwards, adds up those of each."""
+    """Gives rows to all places of their ids; backwards, adds up what comes from those of each."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: Ordered | Tensor) -> Tensor:
-        ctx.ids, ctx.shape = ids, tuple(parameter.shape)
-        if isinstance(ids, Tensor):
-            ctx.ids = ids.clone()  # a loop may use their memory again
-            return rows
-        return rows.index_select(0, ids.places().to(rows.device))
+        ctx.shape = tuple(parameter.shape)
+        ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids  # a loop may use their memory again
+        return _of_each(rows, ids)
 
     @staticmethod
     @once_differentiable

@@ -48,6 +48,17 @@ def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None
     assert torch.equal(back.values, rows.values)
 
 
+@pytest.mark.parametrize("num", [2, 99])  # as ids, as bits
+def test_ids_that_were_checked_hold_whatever_is_written_afterwards_where_they_came_from(num: int) -> None:
+    plan, piece = one_slice((100, 3))
+    rows = rows_of(num, 100, 3)
+    data = as_bytes(encode_rows(plan, piece, {0: rows}))
+    back = decode_rows(plan, piece, data)[0][0]
+    assert isinstance(back, RowSet)
+    data[:] = bytes(len(data))
+    assert torch.equal(back.ids, rows.ids)
+
+
 def test_a_slice_carries_the_numbers_of_some_keys_rows_of_others_and_nothing_of_the_rest() -> None:
     plan, piece = one_slice((10,), (7, 3), (5, 2), (100, 3))
     numbers, two, five = torch.arange(10.0), rows_of(2, 7, 3), rows_of(5, 5, 2)
