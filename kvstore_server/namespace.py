@@ -116,6 +116,8 @@ class Together(NamedTuple):
     """The bytes of the parts of each table."""
     places: Ints
     """Of each part, where peers can map it while it has not moved; -1 where they never can."""
+    firsts: Ints
+    """Of each table of which peers can map a part, the first such part."""
 
 
 class Namespace:
@@ -296,6 +298,8 @@ class Namespace:
         nbytes, position = self.rounds.slots.nbytes[slots], np.zeros(len(self.tables), np.int64)
         position[tables] = np.arange(len(tables))
         owners, none = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
+        places = np.array([self.shard.storage.places[slot] for slot in slots.tolist()], np.int64)
+        [mapped] = (places >= 0).nonzero()
         return Together(
             tables.copy(),
             numbers,
@@ -306,7 +310,8 @@ class Namespace:
             owners,
             slots.tolist(),
             np.bincount(owners, nbytes, len(tables)).astype(np.int64).tolist(),
-            np.array([self.shard.storage.places[slot] for slot in slots.tolist()], np.int64),
+            places,
+            mapped[np.unique(owners[mapped], return_index=True)[1]],
         )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
@@ -585,19 +590,18 @@ class Namespace:
         storage, places = self.shard.storage, some.places
         if storage.has_moved:
             places = np.array([storage.place(slot) for slot in some.resident], np.int64)
-        slots, versions = some.parts[:, 0], np.array([table.version for table in some.named])[some.owners]
-        found = np.stack((slots, versions, places), axis=1)[places >= 0]
-        is_whole = len(found) == len(places)
+        versions = np.array([table.version for table in some.named])[some.owners]
+        [mapped], [others] = (places >= 0).nonzero(), (places < 0).nonzero()
         if are_known and not storage.has_moved:
-            _, firsts = np.unique(some.owners[places >= 0], return_index=True)
-            found = found[firsts]
-            found[:, 2] = m.STILL
-        if is_whole:
+            mapped = some.firsts
+            places = np.full_like(places, m.STILL)
+        found = np.array((some.parts[mapped, 0], versions[mapped], places[mapped])).T
+        if not len(others):
             return [m.Shown(found)]
-        parts = some.parts[places < 0]
-        parts[:, 1] = versions[places < 0]
+        parts = some.parts[others]
+        parts[:, 1] = versions[others]
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
-        for payload, owner in zip(payloads, some.owners[places < 0].tolist(), strict=True):
+        for payload, owner in zip(payloads, some.owners[others].tolist(), strict=True):
             some.named[owner].bytes_out += payload.nbytes
         weights = m.Weights(parts, payloads, self.mode.is_sync)
         return [m.Shown(found), weights] if len(found) else [weights]
