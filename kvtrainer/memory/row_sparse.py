@@ -286,10 +286,13 @@ class RowTables:
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
         self._parameters: dict[int, list[RowSparseParameter]] = {}
+        self._keys: dict[int, int] = {}
+        """id of a parameter → its key."""
         for parameters in replicas:
             for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
                 if is_row_sparse(parameter):
                     self._parameters.setdefault(key, []).append(parameter)
+                    self._keys[id(parameter)] = key
         self.given: dict[int, Tensor] = {}
         """Key → new values that the store has not got yet, flat."""
         self.wanted: dict[int, Tensor] = {}
@@ -303,20 +306,19 @@ class RowTables:
 
     def key_of(self, parameter: RowSparseParameter) -> int:
         """The key of which this is a replica."""
-        return next(key for key, all in self._parameters.items() if any(one is parameter for one in all))
+        return self._keys[id(parameter)]
 
     def want(self, rows: Any) -> None:
         """Have rows fetched after the next step, and nothing else; see `Trainer.prefetch`."""
-        own = [one for all in self._parameters.values() for one in all]
         if not isinstance(rows, Mapping):
             if len(self._parameters) != 1:
                 raise ConfigurationError(
                     f"this Trainer has {len(self._parameters)} row-sparse parameters; give prefetch() a dict of them "
                     "and the ids that are wanted of each"
                 )
-            rows = {own[0]: rows}
+            rows = {parameters[0]: rows for parameters in self._parameters.values()}
         for parameter in rows:
-            if not any(one is parameter for one in own):
+            if id(parameter) not in self._keys:
                 raise ConfigurationError(
                     f"prefetch() takes RowSparseParameters of this Trainer, got {parameter!r:.80}"
                 )
