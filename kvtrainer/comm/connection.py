@@ -35,7 +35,7 @@ from kvstore_server.protocol.frames import (
     encode_request,
 )
 from kvstore_server.tcp import ipc_address, prepare, routing_id
-from kvtrainer.comm.window import Window
+from kvtrainer.comm.parts import Window
 
 _log = logging.getLogger(__name__)
 

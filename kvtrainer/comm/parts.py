@@ -2,6 +2,12 @@
 
 Parts are smaller the less a server has of a table: what is given and not yet answered is about one part, and so is the
 time in which a link carries nothing one way.
+
+Parts wait in this process until earlier ones are answered. One is answered with new weights when all workers have given
+it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet;
+what is urgent finds no long queue in the network. Where a round is not answered part by part, because some worker is
+late or has announced nothing, the rest of it goes after a while, and some of the next rounds go as a whole: twice as
+many each time that this happens.
 """
 
 from __future__ import annotations
@@ -20,6 +26,11 @@ _LEAST, LONGEST = 4 * _STEP, 256 * _STEP
 """Bytes of the smallest parts, for each costs some time; and of the longest ones, which keep a fast link busy."""
 _PARTS = 16
 """Parts of what a server has of a table: the first one on its way up and the last one down are a sixteenth each."""
+STALL = 0.25
+"""Seconds without an answer after which the rest of a round goes."""
+_UNDER_WAY = 2
+"""Parts that are on their way at once."""
+_MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
@@ -40,3 +51,53 @@ def cut(body: m.Contribute, most: int) -> Iterator[m.Contribute]:
             pushes[0, 0] |= (begin + len(part)) << m.PART
             pushes[0, 3] = len(part)
             yield replace(one, pushes=pushes, payloads=(part,))
+
+
+class Window:
+    """The parts of a round that are on their way to one server."""
+
+    def __init__(self) -> None:
+        self.until: float | None = None
+        """When what is held back goes all the same; None while nothing is."""
+        self._is_on = False
+        self._ahead = self._longest = 0
+        """Bytes that were sent and not answered, and those of the longest part of the round."""
+        self._skips, self._skipped = 1, 0
+        """Rounds to send as a whole after the next one that stalls, and those of them that are left."""
+
+    def holds(self, body: m.RequestBody, now: float) -> bool:
+        """Tell whether a message has to wait: a part, while enough of them are on their way."""
+        nbytes = _size_of_part(body) if self._is_on else 0
+        self._longest = max(self._longest, nbytes)
+        if not nbytes or self._ahead + nbytes <= self._longest * _UNDER_WAY:
+            return False
+        if self.until is None:
+            self.until = now + STALL
+        if now < self.until:
+            return True
+        self._is_on, self.until = False, None
+        self._skipped, self._skips = self._skips, min(2 * self._skips, _MOST_SKIPPED)
+        return False
+
+    def sent(self, body: m.RequestBody) -> None:
+        """Note that a message has gone."""
+        if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
+            # Weights that come rounded do not tell how much of what was sent they answer.
+            self._is_on = not (self._skipped or body.commits[0, 5] & m.WANTS_HALF)
+            self._skipped = max(self._skipped - 1, 0)
+            self._ahead, self._longest, self.until = 0, 0, None
+        elif self._is_on:
+            self._ahead += _size_of_part(body)
+
+    def answered(self, body: m.ReplyBody) -> None:
+        """Note what a server says."""
+        if self._is_on and isinstance(body, m.Weights):
+            self._ahead = max(self._ahead - int(body.parts[:, 3].sum()), 0)
+            self._skips, self.until = 1, None
+
+
+def _size_of_part(body: m.RequestBody) -> int:
+    """The bytes of a part of a slice; 0 of any other message."""
+    if not isinstance(body, m.Contribute) or len(body.pushes) != 1 or not body.pushes[0, 0] >> m.PART:
+        return 0
+    return int(body.pushes[0, 3])

@@ -33,7 +33,6 @@ from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
     Gradients,
-    GroupExchange,
     Outcome,
     PluginExchange,
     Shadowed,
@@ -41,6 +40,7 @@ from kvtrainer.sync.exchange import (
 )
 from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.overlap_pull import Awaited
+from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.rows import StoreRows
 from kvtrainer.sync.select import Selection, group_too_late
 
@@ -186,8 +186,7 @@ class Binding:
             # A round that fails on all workers unless all say the same: one that has not grown makes a step.
             exchange, former = self._left
             exchange.assign(former.arena.weights)
-            if isinstance(exchange, GroupExchange):
-                exchange.close()
+            exchange.close()
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
@@ -456,7 +455,7 @@ class Binding:
             self.awaited.end(error or KVStoreError("this Trainer was closed"))
         if self.holder is not None and self.holder.mapped is not None:
             self.holder.mapped.release()
-        if isinstance(self.exchange, GroupExchange):
+        if self.exchange is not None:
             self.exchange.close()
         if self._host is not None:
             self._host.close()

@@ -231,7 +231,7 @@ class BucketOverlap:
 
 def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[Layout]:
     """Fill buckets with keys (by index) in this order; each dtype has its own, in the order in which they are full."""
-    ends, full = _ends(plan), list[Layout]()
+    ends, full = key_ends(plan), list[Layout]()
     filled: dict[str, list[int]] = {}
     room: dict[str, float] = {}
     for key in order:
@@ -267,7 +267,7 @@ def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> Layou
     return Layout(plan.specs[by_place[0]].dtype, by_place, runs)
 
 
-def _ends(plan: Plan) -> dict[int, int]:
+def key_ends(plan: Plan) -> dict[int, int]:
     """Find where each key (by index) ends in its arena, with its padding."""
     by_place = sorted(range(len(plan.specs)), key=lambda key: (plan.specs[key].dtype, plan.key_offsets[key]))
     ends = {}

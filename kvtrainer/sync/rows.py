@@ -26,9 +26,9 @@ class StoreRows:
     def __init__(self, pulls: RowPulls, table: RemoteTable) -> None:
         self.are_read = False
         """They may be read where servers of this host have them."""
-        self._pulls, self._table = pulls, table
-        self._wanted: Mapping[int, Tensor] = {}
+        self.wanted: Mapping[int, Tensor] = {}
         """Key → ids of the rows that were asked for before."""
+        self._pulls, self._table = pulls, table
         self._asked: RowsAsked | None = None
         """Those that are still to come."""
         self._rows: dict[int, Tensor] = {}
@@ -43,9 +43,9 @@ class StoreRows:
         Nothing is asked for that can be read where servers have it.
         """
         self.drop()
-        self._wanted = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
-        if self._wanted:
-            self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in self._wanted.items()])
+        self.wanted = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
+        if self.wanted:
+            self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in self.wanted.items()])
 
     def pull(self, key: int, ids: Tensor) -> Tensor:
         """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
@@ -54,14 +54,14 @@ class StoreRows:
             KVStoreError: the store did not answer what it was asked, or answered with an error; it is asked anew
                 by the next call.
         """
-        if key not in self._wanted:
+        if key not in self.wanted:
             return self._fetch(key, ids)
         if self._asked is not None:
-            asked, self._asked, wanted = self._asked, None, self._wanted
-            self._wanted = {}
+            asked, self._asked, wanted = self._asked, None, self.wanted
+            self.wanted = {}
             self._rows = dict(zip(wanted, self._pulls.take(asked), strict=True))
-            self._wanted = wanted
-        have, rows = self._wanted[key], self._rows[key]
+            self.wanted = wanted
+        have, rows = self.wanted[key], self._rows[key]
         if torch.equal(have, ids):
             return rows.clone()
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
@@ -76,7 +76,7 @@ class StoreRows:
         """Forget rows that were asked for, because they change."""
         if self._asked is not None:
             self._pulls.drop(self._asked)
-        self._wanted, self._asked, self._rows = {}, None, {}
+        self.wanted, self._asked, self._rows = {}, None, {}
 
     def _fetch(self, key: int, ids: Tensor) -> Tensor:
         [rows] = self._pulls.pull([(self._table, key, ids)])

@@ -163,27 +163,34 @@ def select_store(
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
     compression_params, takes_half = _split(compression_params)
-    codec = _codec_for(store, compression_params)
-    ignored = None if codec is None else compression_params
+    chosen = Selection(
+        kvstore,
+        updates_weights=False,
+        allows_halves=True,
+        codec=_codec_for(store, compression_params),
+        reducer=_reducer_for(kvstore, replicas, devices),
+        takes_half=takes_half,
+        overlaps=overlap,
+        overlaps_pull=overlap_pull,
+        sums_hosts=hierarchy,
+    )
     if takes_half:
         _check_takes_half(store, update_on_kvstore)
-    reducer = _reducer_for(kvstore, replicas, devices)
     if store is None:
         if update_on_kvstore:
             raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-        return _no_store(ignored, reducer)
+        return _no_store(chosen)
     if is_nccl(store.name):
         check_on_cuda(devices, "the Trainer's parameters")
     if store.over_ranks:
         # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
-        halves = not update_on_kvstore
-        return Selection(kvstore, False, halves, reducer=reducer, over_ranks=True, overlaps=overlap)
+        return replace(chosen, allows_halves=not update_on_kvstore, over_ranks=True)
     if store.is_in_process:
         if is_joint and update_on_kvstore is None:
             update_on_kvstore = False
         _warn_of_workers(store)
         if isinstance(kvstore, str) and len(devices) == 1 and not update_on_kvstore:
-            return _no_store(ignored, reducer, is_alone_by_name=store.takes_ranks)
+            return _no_store(chosen, is_alone_by_name=store.takes_ranks)
     elif isinstance(kvstore, str) and store.is_on_servers:
         serve_role(os.environ)
     updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
@@ -194,30 +201,18 @@ def select_store(
             "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
             "update_on_kvstore=False step() needs the sums to update"
         )
-    chosen = Selection(
-        kvstore,
-        updates,
-        not updates,
-        codec=codec,
-        reducer=reducer,
-        takes_half=takes_half,
-        overlaps=overlap,
-        overlaps_pull=overlap_pull,
-        sums_hosts=hierarchy,
-    )
+    chosen = replace(chosen, updates_weights=updates, allows_halves=not updates)
     return _for_replicas(chosen, update_on_kvstore) if store.is_in_process and len(devices) > 1 else chosen
 
 
-def _no_store(
-    compression_params: Mapping[str, Any] | None, reducer: str, is_alone_by_name: bool = False
-) -> Selection:
+def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
     """Select no store at all, for a process that trains alone."""
-    if compression_params is not None:
+    if chosen.codec is not None:
         _log.warning(
             "compression_params %r have no effect: one process needs no store, so no gradient travels",
-            compression_params,
+            chosen.codec.spec(),
         )
-    return Selection(None, False, True, reducer=reducer, is_alone_by_name=is_alone_by_name)
+    return replace(chosen, kvstore=None, codec=None, is_alone_by_name=is_alone_by_name)
 
 
 def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:

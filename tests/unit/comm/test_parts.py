@@ -11,8 +11,7 @@ import zmq
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_request, encode_reply
 from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.parts import LONGEST, size_of_parts
-from kvtrainer.comm.window import STALL, Window
+from kvtrainer.comm.parts import LONGEST, STALL, Window, size_of_parts
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
 
@@ -187,7 +186,7 @@ def test_rounded_weights_keep_no_part_waiting(window: Window) -> None:
 def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
     is_answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtrainer.comm.window.STALL", 3600.0 if is_answered else 0.05)
+    monkeypatch.setattr("kvtrainer.comm.parts.STALL", 3600.0 if is_answered else 0.05)
     bodies: list[Any] = [ANNOUNCEMENT, *[part(number) for number in range(6)], contribution([], 3, 0, 8)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.setsockopt(zmq.LINGER, 0)
