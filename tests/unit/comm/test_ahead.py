@@ -82,13 +82,17 @@ class Job:
     def round(
         self, mine: dict[str, Tensor] | None, others: dict[str, Tensor], **said: Any
     ) -> list[list[float]]:
-        """A round of both workers; the new weights."""
-        both = [
-            Contribution([self.tables[0]], None if mine is None else [mine], [self.outs[0]], 1.0, **said),
-            Contribution([self.tables[1]], [others], [self.outs[1]], 1.0, **said),
-        ]
-        play(self.clients, both)
+        """A round of both workers, of which the first one says something more, or both; the new weights."""
+        play(
+            self.clients,
+            [self.given(0, mine, **said), self.given(1, others, assign=said.get("assign", False))],
+        )
         return self.weights()
+
+    def given(self, rank: int, values: dict[str, Tensor] | None, **said: Any) -> Contribution:
+        """A worker's part in a round."""
+        given = None if values is None else [values]
+        return Contribution([self.tables[rank]], given, [self.outs[rank]], 1.0, **said)
 
     def weights(self) -> list[list[float]]:
         """The distinct numbers of each key that the first worker has."""
@@ -181,15 +185,9 @@ def test_a_commit_that_leaves_out_slices_that_were_sent_begins_anew(
 ) -> None:
     grads = job.filled(2.0)
     job.send_ahead(grads)
-    both = [
-        Contribution(
-            [job.tables[0]], None if is_vetoed else [grads], [job.outs[0]], 1.0, absent=absent, veto=is_vetoed
-        ),
-        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
-    ]
-    play(job.clients, both)
+    given = None if is_vetoed else grads
+    assert job.round(given, job.filled(1.0), absent=absent, veto=is_vetoed) == weights
     assert job.begins_anew()
-    assert job.weights() == weights
 
 
 def test_values_that_replace_the_weights_are_not_taken_from_gradients(job: Job) -> None:
@@ -202,12 +200,7 @@ def test_values_that_replace_the_weights_are_not_taken_from_gradients(job: Job) 
 def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None:
     job.send_ahead(job.filled(2.0))
     rows = {(0, 2): RowSet(torch.tensor([1, 599]), torch.full((2, 80), 4.0))}
-    both = [
-        Contribution([job.tables[0]], [job.filled(2.0)], [job.outs[0]], 1.0, rows=rows),
-        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
-    ]
-    play(job.clients, both)
-    assert job.weights() == [[3.0], [3.0], [1.0, 5.0]]
+    assert job.round(job.filled(2.0), job.filled(1.0), rows=rows) == [[3.0], [3.0], [1.0, 5.0]]
 
 
 def test_rows_count_though_the_numbers_beside_them_are_as_they_were_sent(job: Job) -> None:
@@ -215,12 +208,7 @@ def test_rows_count_though_the_numbers_beside_them_are_as_they_were_sent(job: Jo
     grads = job.filled(2.0, 0.0, 2.0)
     job.send_ahead(grads)
     rows = {(0, 1): RowSet(torch.tensor([3]), torch.full((1, 2), 4.0))}
-    both = [
-        Contribution([job.tables[0]], [grads], [job.outs[0]], 1.0, rows=rows),
-        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
-    ]
-    play(job.clients, both)
-    assert job.weights() == [[3.0], [1.0, 5.0], [3.0]]
+    assert job.round(grads, job.filled(1.0), rows=rows) == [[3.0], [1.0, 5.0], [3.0]]
 
 
 def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
@@ -228,12 +216,7 @@ def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
     job.send_ahead(grads)
     wrong = job.filled(2.0, 2.0, 9.0)
     lent = torch.full((SPECS[2].numel,), 2.0)
-    both = [
-        Contribution([job.tables[0]], [wrong], [job.outs[0]], 1.0, lent={2: lent}),
-        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0),
-    ]
-    play(job.clients, both)
-    assert job.weights() == [[3.0]] * 3
+    assert job.round(wrong, job.filled(1.0), lent={2: lent}) == [[3.0]] * 3
     assert job.generations() == [(0,)] * job.num_slices
 
 
@@ -258,28 +241,20 @@ def test_what_comes_late_does_not_take_the_place_of_what_counts(job: Job) -> Non
     job.send_ahead(job.filled(2.0))
     job.loses = lambda body: False
     client = job.clients[0]
-    both = [
-        Contribution([job.tables[at]], [job.filled(4.0 - at)], [job.outs[at]], 1.0)
-        for at in range(len(job.tables))
-    ]
-    ticket = client.rounds.start(both[0])
-    for server, body in [sent for sent in job.sent if sent[1] in late]:
-        client._session.send(server, client._session.next_number(), body)
-    other = job.clients[1].rounds.start(both[1])
-    for server, body in [sent for sent in job.sent if sent[1] in late]:
-        client._session.send(server, client._session.next_number(), body)
-    client.rounds.wait(ticket)
-    job.clients[1].rounds.wait(other)
+    tickets = []
+    for rank in range(2):
+        tickets.append(job.clients[rank].rounds.start(job.given(rank, job.filled(4.0 - rank))))
+        for server, body in [sent for sent in job.sent if sent[1] in late]:
+            client._session.send(server, client._session.next_number(), body)
+    for one, ticket in zip(job.clients, tickets, strict=True):
+        one.rounds.wait(ticket)
     assert job.weights() == [[7.0]] * 3
     assert job.round(job.filled(1.0), job.filled(1.0)) == [[2.0]] * 3
 
 
 def test_after_a_round_that_failed_nothing_of_it_counts(job: Job) -> None:
     job.send_ahead(job.filled(2.0))
-    both = [
-        Contribution([job.tables[0]], [job.filled(2.0)], [job.outs[0]], 1.0),
-        Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0, assign=True),
-    ]
+    both = [job.given(0, job.filled(2.0)), job.given(1, job.filled(1.0), assign=True)]
     assert all(play(job.clients, both, KVStoreError))
     job.send_ahead(job.filled(3.0), 0)
     assert job.round(job.filled(3.0), job.filled(1.0)) == [[4.0]] * 3
@@ -302,11 +277,7 @@ def test_the_residual_of_a_key_that_is_left_out_stays_though_zeros_of_it_were_se
     job.round(job.filled(1.25), job.filled(0.0))
     grads = job.filled(0.0, 1.25, 1.25)
     job.send_ahead(grads)
-    both = [
-        Contribution([job.tables[0]], [grads], [job.outs[0]], 1.0, absent=frozenset({0})),
-        Contribution([job.tables[1]], [job.filled(0.0)], [job.outs[1]], 1.0),
-    ]
-    play(job.clients, both)
+    job.round(grads, job.filled(0.0), absent=frozenset({0}))
     residuals = job.table.compressor.residuals()
     assert [residuals[key].unique().tolist() for key in range(3)] == [[0.75], [1.5], [1.5]]
 
@@ -360,14 +331,11 @@ def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given
         is_vetoed, is_assigned = draw.random() < 0.1, draw.random() < 0.1
         absent = frozenset() if is_assigned else absent
         given = [0.0 if key in absent else one for key, one in enumerate(mine)]
-        gives = None if is_vetoed and not is_assigned else [job.filled(*given)]
-        first = Contribution(
-            [job.table], gives, [job.outs[0]], 1.0, absent=absent, veto=gives is None, assign=is_assigned
-        )
-        second = Contribution([job.tables[1]], [job.filled(1.0)], [job.outs[1]], 1.0, assign=is_assigned)
+        gives = None if is_vetoed and not is_assigned else job.filled(*given)
+        first = job.given(0, gives, absent=absent, veto=gives is None, assign=is_assigned)
         ticket = client.rounds.start(first)
         repeat()
-        other = job.clients[1].rounds.start(second)
+        other = job.clients[1].rounds.start(job.given(1, job.filled(1.0), assign=is_assigned))
         client.rounds.wait(ticket)
         job.clients[1].rounds.wait(other)
         if gives is not None:

@@ -106,18 +106,21 @@ def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_envi
         select_store(type, False)
 
 
+WAYS = {"overlap": "overlaps", "overlap_pull": "overlaps_pull", "hierarchy": "sums_hosts"}
+"""Options about the ways of gradients and weights, and where a selection says so."""
+way = pytest.mark.parametrize("option", WAYS)
+
+
+@way
 @pytest.mark.parametrize("given", ["dist_sync", "dist"])
-@pytest.mark.parametrize("asked", [None, False, True])
-def test_gradients_go_during_the_backward_pass_only_where_that_is_asked_for(
-    given: str, asked: bool | None
-) -> None:
-    assert select_store(GIVEN[given](), asked, overlap=True).overlaps
-    assert not select_store(GIVEN[given](), asked).overlaps
+def test_gradients_and_weights_go_another_way_only_where_that_is_asked_for(given: str, option: str) -> None:
+    for asked in WAYS:
+        selection = select_store(GIVEN[given](), True, **{asked: True})  # type: ignore[arg-type]
+        assert getattr(selection, WAYS[option]) is (asked == option)
 
 
-def test_weights_come_during_the_forward_pass_only_where_that_is_asked_for() -> None:
-    assert select_store("dist_sync", overlap_pull=True).overlaps_pull
-    assert not select_store("dist_sync", overlap=True).overlaps_pull
+def test_gradients_go_during_the_backward_pass_whoever_updates() -> None:
+    assert all(select_store("dist_sync", asked, overlap=True).overlaps for asked in (None, False))
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -129,69 +132,40 @@ def test_weights_come_later_only_from_servers_that_update_them(
         select_store("dist_sync", None if by_environment else False, overlap_pull=True)
 
 
-both = pytest.mark.parametrize("option", ["overlap", "overlap_pull"])
-
-
-@both
+@way
 @pytest.mark.parametrize(
     "given", ["no kvstore", "one device", "local object", "device object", "plugin object"]
 )
-def test_overlap_needs_servers(given: str, option: str) -> None:
+def test_another_way_needs_servers(given: str, option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option}=True needs servers"):
         select_store(GIVEN[given](), **{option: True})
 
 
-@both
+@way
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_overlap_needs_synchronous_rounds(type: str, option: str) -> None:
+def test_another_way_needs_synchronous_rounds(type: str, option: str) -> None:
     with pytest.raises(ConfigurationError, match="synchronous rounds"):
         select_store(type, **{option: True})
 
 
-@both
+@pytest.mark.parametrize("option", ["overlap", "overlap_pull"])
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cpu")])
 def test_overlap_needs_one_cpu_device(devices: tuple[str, ...], option: str) -> None:
     with pytest.raises(ConfigurationError, match="on one CPU device"):
         select_store("dist_sync", devices=[torch.device(name) for name in devices], **{option: True})
 
 
-@both
+@way
 @pytest.mark.parametrize("given", [1, "yes", None])
-def test_overlap_is_true_or_false(given: Any, option: str) -> None:
+def test_another_way_is_true_or_false(given: Any, option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option} must be True or False"):
         select_store("dist_sync", **{option: given})
-
-
-@pytest.mark.parametrize("given", ["dist_sync", "dist"])
-def test_hosts_are_summed_only_where_that_is_asked_for(given: str) -> None:
-    assert select_store(GIVEN[given](), hierarchy=True).sums_hosts
-    assert not select_store(GIVEN[given]()).sums_hosts
-
-
-@pytest.mark.parametrize(
-    "given", ["no kvstore", "one device", "local object", "device object", "plugin object"]
-)
-def test_sums_of_hosts_need_servers(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="hierarchy=True needs servers"):
-        select_store(GIVEN[given](), hierarchy=True)
-
-
-@pytest.mark.parametrize("type", ["dist_async", "dist_ssp"])
-def test_sums_of_hosts_need_synchronous_rounds(type: str) -> None:
-    with pytest.raises(ConfigurationError, match="synchronous rounds"):
-        select_store(type, hierarchy=True)
 
 
 @pytest.mark.parametrize("other", ["overlap", "overlap_pull"])
 def test_sums_of_hosts_and_overlap_exclude_each_other(other: str) -> None:
     with pytest.raises(ConfigurationError, match=f"hierarchy=True or {other}=True"):
         select_store("dist_sync", hierarchy=True, **{other: True})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("hierarchy", [1, "yes", None])
-def test_hierarchy_is_true_or_false(hierarchy: Any) -> None:
-    with pytest.raises(ConfigurationError, match="hierarchy must be True or False"):
-        select_store("dist_sync", hierarchy=hierarchy)
 
 
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
