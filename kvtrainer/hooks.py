@@ -28,6 +28,7 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, Unregistered
 from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.scaling import make_precision, unscale
+from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise
 from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
 from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
 from kvtrainer.stages import make_limits
@@ -37,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 Values = list[Any] | dict[str, list[Any]]
 """One for each parameter group; of several optimizers by their names."""
-_BY_BATCH = ("cyclic", "OneCycle")
-"""Policies that go by batch only."""
 
 
 class Priority(IntEnum):
@@ -443,11 +442,12 @@ class ValueHook(Hook):
     ) -> None:
         if not isinstance(by_epoch, bool | None):
             raise ArgumentTypeError(f"by_epoch must be True, False or None, got {by_epoch!r:.80}")
-        by_batch = self.policy in _BY_BATCH
+        by_batch = self.policy is not None and is_stepwise(self.policy)
         if by_epoch and by_batch:
             raise ConfigurationError(f"the policy {self.policy!r} goes by batch; leave by_epoch out")
         self.by_epoch = not by_batch if by_epoch is None else by_epoch
-        ratio = (0.9 if self._value == "momentum" else 0.1) if warmup_ratio is None else warmup_ratio
+        usual = WARMUP_OF_MOMENTUM if self._value == "momentum" else ScheduleSpec.warmup_ratio
+        ratio = usual if warmup_ratio is None else warmup_ratio
         ScheduleSpec(warmup=warmup, warmup_iters=warmup_iters, warmup_ratio=ratio)  # checks them
         self.warmup, self.warmup_ratio, self.warmup_by_epoch = warmup, ratio, warmup_by_epoch
         self.warmup_epochs = warmup_iters if warmup_by_epoch else None

@@ -24,10 +24,9 @@ from kvtrainer.schedules.torch_schedule import PlateauSchedule, bound_by
 
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
-_WARMUP_OF_MOMENTUM = 0.9
+WARMUP_OF_MOMENTUM = 0.9
 """Where a warm-up of momentum begins unless it is said otherwise."""
 _STEPWISE = ("cyclic", "onecycle")
-"""Policies that MMCV has by iteration only."""
 _INFINITE = 10**9
 """What mmengine calls INF: an end that never comes."""
 _PLATEAU = "ReduceOnPlateau"
@@ -145,9 +144,8 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
     if not isinstance(policy, str):
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
     max_epochs, max_iters, length = (rest.pop(key, None) for key in _RUN)
-    is_stepwise = policy.replace("_", "").lower() in _STEPWISE
-    by_epoch = _goes_by_epoch(rest, not is_stepwise)
-    if by_epoch and is_stepwise:
+    by_epoch = _goes_by_epoch(rest, not is_stepwise(policy))
+    if by_epoch and is_stepwise(policy):
         raise ConfigurationError(f"the policy {policy!r} goes by step; leave by_epoch out, or give False")
     if max_iters is None and max_epochs and length:
         max_iters = int(max_epochs * length)
@@ -157,7 +155,7 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
     if name == "momentum" and "warmup" in warm:
-        warm.setdefault("warmup_ratio", _WARMUP_OF_MOMENTUM)
+        warm.setdefault("warmup_ratio", WARMUP_OF_MOMENTUM)
     if length is not None and warm.get("warmup_by_epoch"):
         warm |= {"warmup_iters": warm.get("warmup_iters", 0) * length, "warmup_by_epoch": False}
     # Epochs may differ in length, so they are counted wherever that will do.
@@ -165,6 +163,11 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
         length = None
     by = "epoch" if by_epoch else "step"
     return ScheduleSpec(name, policy, by, end=end, epoch_length=length, **when, **warm, options=rest)
+
+
+def is_stepwise(policy: str) -> bool:
+    """Return whether MMCV has a policy by iteration only."""
+    return policy.replace("_", "").lower() in _STEPWISE
 
 
 def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:

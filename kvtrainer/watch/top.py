@@ -14,7 +14,7 @@ from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.version import __version__
 from kvtrainer.comm.connection import look
-from kvtrainer.env import SERVERS, parse_address
+from kvtrainer.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
 from kvtrainer.watch.page import Page
 
@@ -34,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(argv)
     try:
-        addresses = [parse_address(text) for text in options.servers or _told_servers()]
+        addresses = read_servers(os.environ, options.servers or None)
     except ConfigurationError as error:
         parser.error(str(error))
     if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):
         parser.error(
             f"{options.http[0]} can be reached from other hosts; add --allow-public-bind if they may look"
         )
-    if not addresses:
+    if addresses is None:
         parser.error(f"no servers to look at: name them, or set {SERVERS}")
     views = follow(addresses, options.interval)
     try:
@@ -76,10 +76,6 @@ def follow(
         now = Look(clock(), look(addresses, interval))
         yield view_of(before, now, addresses)
         before = now
-
-
-def _told_servers() -> list[str]:
-    return [text for text in os.environ.get(SERVERS, "").split(",") if text]
 
 
 def _print_once(view: View, as_json: bool) -> int:

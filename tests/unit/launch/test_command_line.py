@@ -1,16 +1,20 @@
-"""kvlaunch's command line as far as it starts nothing: wrong usage, help, version."""
+"""kvlaunch's command line, with nothing that it starts: what a launcher is given, wrong usage, help, version."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore_server import cli
 from kvstore_server.version import __version__
 from kvtrainer import launch
+from kvtrainer.env import PROGRESS
+from kvtrainer.launcher.job import Limits
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
@@ -19,6 +23,71 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
         launch.main(list(arguments))
     assert caught.value.code == code
     return "".join(capsys.readouterr())
+
+
+Call = Callable[..., tuple[list[str], dict[str, str], Limits]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs kvlaunch as far as a launcher; what that is given: the workers' command, environment and limits."""
+    given: list[tuple[Any, ...]] = []
+
+    class Noted:
+        def __init__(self, *arguments: Any) -> None:
+            given.append(arguments)
+
+        def run(self) -> int:
+            return 0
+
+    def run(*arguments: str) -> tuple[list[str], dict[str, str], Limits]:
+        assert launch.main(list(arguments)) == 0
+        command, _, _, environ, limits, *_ = given[-1]
+        return command, environ, limits
+
+    monkeypatch.setattr(launch, "Launcher", Noted)
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-s", "3"], ["-n", "5", "--", "-s"], ["--version"], ["--help"], ["--", "-n"], ["--bogus=1", "x"]],
+)
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_everything_after_the_name_of_the_command_is_the_commands(
+    launched: Call, separator: list[str], command: list[str]
+) -> None:
+    assert launched("-n1", "--servers", "0", *separator, "printf", "<%s>", *command)[0] == [
+        "printf",
+        "<%s>",
+        *command,
+    ]
+
+
+def test_variables_of_the_command_line_are_in_the_environment(
+    launched: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTRAINER_Y", "kept")
+    _, environ, _ = launched("-n", "1", "--env", "KVTRAINER_X=a=b", "--env", "KVTRAINER_Y", "true")
+    assert (environ["KVTRAINER_X"], environ["KVTRAINER_Y"]) == ("a=b", "kept")
+
+
+@pytest.mark.parametrize(("flags", "seconds"), [([], 8.0), (["--linger=0.5"], 0.5), (["-s", "0"], 2.0)])
+def test_after_a_death_that_nobody_could_announce_the_others_get_the_time_of_silence_unless_one_is_given(
+    launched: Call, monkeypatch: pytest.MonkeyPatch, flags: list[str], seconds: float
+) -> None:
+    monkeypatch.setenv("KVSTORE_DEAD_AFTER", "3")
+    *_, limits = launched("-n", "1", *flags, "true")
+    assert limits.linger_unheard == seconds
+
+
+def test_a_terminal_is_told_at_once_what_is_started(
+    launched: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, environ, _ = launched("-n", "2", "-s", "0", "--", "true", "a b")
+    assert capsys.readouterr().err == "kvlaunch: starts no servers, then 2 times: true 'a b'\n"
+    assert environ[PROGRESS] == "1"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +41,14 @@ def test_json_is_one_view(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert asked == [0.1, 0.1]
 
 
-def test_servers_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("said", ["tcp://127.0.0.1:7000,tcp://127.0.0.1:7001", "@servers"])
+def test_servers_come_from_the_environment_as_workers_take_them(
+    said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     play(monkeypatch, None, None)
-    monkeypatch.setenv("KVSTORE_SERVERS", "tcp://127.0.0.1:7000,tcp://127.0.0.1:7001")
+    monkeypatch.chdir(tmp_path)
+    Path("servers").write_text("tcp://127.0.0.1:7000\ntcp://127.0.0.1:7001\n")
+    monkeypatch.setenv("KVSTORE_SERVERS", said)
     assert top.main(["--json", "--interval", "0.1"]) == 1, "nobody answered"
     told = json.loads(capsys.readouterr().out)
     assert [one["address"] for one in told["servers"]] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
