@@ -146,8 +146,8 @@ class Optimizer:
     """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
     _said_low_precision: bool = False
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
         own = vars(cls)
         cls.name = own.get("name") or cls.__name__.lower()
         # One derived from a class that takes pieces may have another `update`.

@@ -237,6 +237,19 @@ def test_a_subclass_of_a_built_in_does_not_take_its_name(caplog: pytest.LogCaptu
     assert create("mine").registered_name == "mine"
 
 
+def test_a_class_may_have_another_base_that_takes_arguments_of_its_own() -> None:
+    class Labelled:
+        label: ClassVar[str]
+
+        def __init_subclass__(cls, label: str = "") -> None:
+            cls.label = label
+
+    class Named(Optimizer, Labelled, label="mine"):
+        """Nothing of its own."""
+
+    assert (Named.label, Named.name) == ("mine", "named")
+
+
 def test_registering_a_name_again_warns_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     register(type("Twice", (Optimizer,), {}))
     with caplog.at_level(logging.WARNING):
