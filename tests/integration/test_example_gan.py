@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,15 @@ def trained(folder: Path, *options: str, until: int = 3) -> dict[str, Any]:
 def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected["state_dict"].items():
         assert torch.equal(found["state_dict"][name], value), name
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_classifier() -> Iterator[None]:
+    """Train the classifier that reads drawn digits, the same in every run, once for all of them."""
+    plain = example("digits_plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "train", functools.cache(plain.train))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -94,13 +94,14 @@ def main(listener: socket.socket) -> None:
 
 
 def _preload() -> None:
-    """Import what children need; they share it."""
+    """Import what children need; they share it, and the garbage collector passes over it."""
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sklearn.datasets")  # examples read it where it is installed
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _serve(

@@ -112,23 +112,31 @@ class ForkServer:
             self._channel.send(json.dumps({"reap": pid}).encode())
             return int(self._answer())
 
+    def close(self) -> None:
+        """Have the children of this process ended."""
+        self._channel.close()
+
     def _answer(self) -> bytes:
         answer = self._channel.recv(64)
         assert answer, "the fork server ended"
         return answer
 
 
+def inherited() -> dict[str, str]:
+    """The environment of this process for a child, without what it says about a job and about threads."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+
+
 def serve_forks() -> str:
     """Start a fork server, which ends with this process; returns its address."""
     address = f"kvtrainer-forks-{uuid.uuid4().hex}"
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{address}")
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno())],
             cwd=ROOT,
-            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**inherited(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             pass_fds=(listener.fileno(),),
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -140,7 +148,9 @@ def serve_forks() -> str:
 @functools.cache
 def fork_server() -> ForkServer:
     """The fork server of this run of tests; one of this process where there is none yet."""
-    return ForkServer(os.environ.get(ADDRESS) or serve_forks())
+    server = ForkServer(os.environ.get(ADDRESS) or serve_forks())
+    atexit.register(server.close)
+    return server
 
 
 def piped_fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Path, stderr: int) -> Fork:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from kvtrainer.errors import KVStoreError
-from tests.support.forks import Fork, fork_server
+from tests.support.forks import Fork, fork_server, inherited
 from tests.support.limits import JOB_LIMIT, LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -129,10 +129,7 @@ def _group(rank: int, workers: int, folder: Path) -> Iterator[None]:
 
 
 def _environ(folder: Path) -> dict[str, str]:
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "OMP_"))
-    }
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", FOLDER: str(folder)}
+    return {**inherited(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", FOLDER: str(folder)}
 
 
 def _file(folder: Path, rank: int) -> Path:

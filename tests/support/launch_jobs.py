@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.forks import inherited
 from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -63,13 +64,12 @@ class Jobs:
         job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
         job["viewer"] = ["sh", "-c", viewer, "viewer"] if viewer else []
         job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
         name, _, value = self.token.partition("=")
         process = subprocess.Popen(
             [*prefix, sys.executable, "-S", "-c", DRIVER, json.dumps(job)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**inherited, "PYTHONPATH": str(ROOT), **(environ or {}), name: value},
+            env={**inherited(), "PYTHONPATH": str(ROOT), **(environ or {}), name: value},
             cwd=ROOT,
         )
         self._started.append(process)

@@ -165,7 +165,6 @@ def try_out_in_a_group(rank: int, ranks: int) -> Results:
 
 def all_outcomes() -> Outcomes:
     """Try out every combination; starts a server, and a job of two ranks."""
-    check_probes()
     with servers() as started:
         outcomes = {case: try_out(case) for case in cases(places(started.of(1)))}
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ import torch
 
 from kvstore_server.server import Server
 from kvtrainer.kvstore import DistKVStore
-from tests.support.forks import Fork, piped_fork
+from tests.support.forks import Fork, inherited, piped_fork
 from tests.support.limits import DEAD_AFTER, LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +56,7 @@ class Process:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._unread = b""
         self._address = ""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
-        environ = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        environ = {**inherited(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         self.popen: Fork | subprocess.Popen[bytes]
         if command[0] == sys.executable and command[1] in ("-m", "-c"):
             self.popen = piped_fork(command[1:], environ, cwd or ROOT, self._stderr.fileno())

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.launch_jobs import Jobs
-from tests.support.processes import Processes
 
 
 @pytest.fixture
@@ -15,9 +14,3 @@ def jobs() -> Iterator[Jobs]:
     started = Jobs()
     yield started
     started.close()
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
