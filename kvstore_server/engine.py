@@ -87,8 +87,8 @@ class Answer(NamedTuple):
     waiter: Waiter
     wanted: int
     """The weights of all, and nothing else: the flags of a worker that wants or maps them. 0: what `commits` want."""
-    commits: Sequence[Committed] = ()
-    timeout: float = 0.0
+    commits: list[Committed]
+    timeout: float
 
 
 class Pending(NamedTuple):
@@ -868,15 +868,15 @@ def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: boo
     flags, waiters = given.flags[ended.tables].tolist(), [given.waiters[number] for number in ended.numbers]
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
-        return [Answer(rank, first, flags[0])]
+        return [Answer(rank, first, flags[0], [], 0.0)]
     rounds, versions = book.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
-    found: list[Answer] = []
-    for waiter, at in given.waiting(ended.numbers).items():
-        said = given.said[ended.numbers[at[0]]]
-        assert said is not None
-        rows = [Committed(ended.numbers[i], rounds[i], versions[i], flags[i]) for i in at]
-        found.append(Answer(rank, waiter, 0, rows, said.timeout))
-    return found
+    found: dict[Waiter, Answer] = {}
+    for waiter, *row in zip(waiters, ended.numbers, rounds, versions, flags, strict=True):
+        said = given.said[row[0]]
+        if waiter is not None and said is not None:
+            own = found.setdefault(waiter, Answer(rank, waiter, 0, [], said.timeout))
+            own.commits.append(Committed(*row))
+    return list(found.values())
 
 
 def _outcomes(

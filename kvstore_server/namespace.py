@@ -5,6 +5,7 @@ Namespaces share a server without seeing each other: each has its own keys, roun
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -42,9 +43,6 @@ from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
-
-_CODECS_KEPT = 16
-"""Descriptions of codecs that are remembered; a job has one."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,6 @@ class Namespace:
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
-        self._codecs: dict[bytes, Codec] = {}
         self._declaring: dict[int, tuple[str, list[TensorSpec]]] = {}
         """Rank → the table that it declares now, and the keys of it that have come."""
         self.budget = budget
@@ -632,15 +629,7 @@ class Namespace:
         Raises:
             ConfigurationError: the description is not one of a codec.
         """
-        if packed == PACKED_ROWS:
-            return None
-        codec = self._codecs.get(packed)
-        if codec is None:
-            codec = make_codec(unpack_control(packed))
-            if len(self._codecs) >= _CODECS_KEPT:
-                self._codecs.clear()
-            self._codecs[packed] = codec
-        return codec
+        return None if packed == PACKED_ROWS else _codec_of(packed)
 
     def set_optimizer(self, rank: int, spec: bytes) -> None:
         """Note the optimizer that a rank names; another algorithm than before starts with fresh state.
@@ -744,6 +733,12 @@ class Namespace:
             "joined": sorted(self.rounds.joined(number)),
             "waiting_for": shared.missing_ranks(number) if shared.num_committed[number] else [],
         }
+
+
+@functools.lru_cache(maxsize=16)
+def _codec_of(packed: bytes) -> Codec:
+    """The codec that a push describes; a job has one."""
+    return make_codec(unpack_control(packed))
 
 
 def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:

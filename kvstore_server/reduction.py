@@ -357,10 +357,13 @@ class Sums:
     def _scratch(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         """Flat memory on the device of `like`; the next call with the same number overwrites it."""
         kept = self._memory.get((like.device, dtype, number))
-        if kept is None or kept.numel() < numel:
-            kept = torch.empty(numel, dtype=dtype, device=like.device)
-            self._memory[like.device, dtype, number] = kept
-        return part_of(kept, 0, numel)
+        room = 0 if kept is None else kept.numel()
+        if kept is None or room < numel:
+            kept = self._memory[like.device, dtype, number] = torch.empty(
+                numel, dtype=dtype, device=like.device
+            )
+            room = numel
+        return kept if room == numel else kept[:numel]
 
     def _numbers(
         self, body: Tensor, span: Span, one: Contribution, source: Source, is_further: bool

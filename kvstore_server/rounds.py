@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -308,15 +309,6 @@ class Given:
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
-    def waiting(self, tables: Sequence[int]) -> dict[Waiter, list[int]]:
-        """The requests that wait for any of some tables, and for which of them, by position."""
-        found: dict[Waiter, list[int]] = {}
-        for at, table in enumerate(tables):
-            waiter = self.waiters[table]
-            if waiter is not None:
-                found.setdefault(waiter, []).append(at)
-        return found
-
     def begin_anew(self, table: int) -> None:
         """Forget the slices of a table that are here in generation 0."""
         first, end = self._slots.first[table : table + 2].tolist()
@@ -358,7 +350,7 @@ class Book:
         self.given: dict[int, Given] = {}
         self.mismatches: dict[int, int] = {}
         self.num_ended, self.waited = 0, 0.0
-        self.lateness: dict[int, float] = {}
+        self.lateness: defaultdict[int, float] = defaultdict(float)
         self._slots = slots
         self._same_payload = same_payload
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -583,7 +575,7 @@ class Book:
         since = {rank: said.since for rank, given in self.given.items() if (said := given.said[one])}
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
-            self.lateness[rank] = self.lateness.get(rank, 0.0) + at - first
+            self.lateness[rank] += at - first
         self.num_ended += bool(since)
         self.waited += last - first
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
@@ -681,9 +673,8 @@ class Rounds:
 
     def book(self, rank: int, table: int, round_: int = -1) -> Book:
         """The book of which a rank means that round of a table, or its present one."""
-        if self._is_sync or not round_ or not self.shared.number(table):
-            return self.shared
-        return self.lane(rank, np.array([table]), np.array([round_]))
+        [(book, _)] = self.books(rank, np.array([table]), np.array([round_]))
+        return book
 
     def lane(self, rank: int, tables: Ints, rounds: Ints) -> Book:
         """The lane of a rank, in which it means those rounds of some tables.

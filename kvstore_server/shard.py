@@ -37,7 +37,6 @@ from kvstore_server.reduction import (
     Run,
     Sums,
     left_out_by_all,
-    part_of,
 )
 from kvstore_server.rows import Parts, Payload, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
@@ -217,7 +216,8 @@ class Shard:
         """
         if any([one.scale != 1.0 for one in contributions]):
             self._check_factors(contributions)
-        by_rows = self._sums.given_as_rows(contributions)
+        has_rows = any([given.rows for given in contributions])
+        by_rows = self._sums.given_as_rows(contributions) if has_rows else ()
         for key in by_rows:
             home = self.storage.homes[key]
             rows = self._sums.sum_of_rows([home], contributions)
@@ -408,10 +408,13 @@ class Shard:
                     slice(at + numel - start, after - start) for (at, numel), after in rows if after <= stop
                 ]
 
-            part, where = slice(start, stop), (start - place.start, stop - place.start)
-            given = self._pieces(chunk, i, j, grad, lent) if lent else part_of(grad, *where)
+            part, own, given = slice(start, stop), weight, grad
+            if part != place:
+                where = slice(start - place.start, stop - place.start)
+                own, given = weight[where], grad[where]
+            pieces = self._pieces(chunk, i, j, grad, lent) if lent else given
             state = states.view(i, part)
-            apply_update(optimizer, part_of(weight, *where), given, state, hyper, padding, scale)
+            apply_update(optimizer, own, pieces, state, hyper, padding, scale)
             states.keep(i, j, part, state)
 
     def _pieces(

@@ -383,23 +383,24 @@ def _encode_contribute(body: m.Contribute) -> list[Frame]:
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
-    body = memoryview(frames[0])
-    if len(body) < _CONTRIBUTE.size:
-        raise ProtocolError(f"a contribution cannot have a body of {len(body)} bytes")
+    body = frames[0]
+    nbytes, begin = len(body), _CONTRIBUTE.size
+    if nbytes < begin:
+        raise ProtocolError(f"a contribution cannot have a body of {nbytes} bytes")
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
-    split = m.PUSH_WORDS * num_pushes
-    size = split + m.COMMIT_WORDS * num_commits
-    if min(num_pushes, num_commits) < 0 or _CONTRIBUTE.size + 8 * size != len(body):
+    split = begin + _WORD.itemsize * m.PUSH_WORDS * num_pushes
+    size = split + _WORD.itemsize * m.COMMIT_WORDS * num_commits
+    if num_pushes < 0 or num_commits < 0 or size != nbytes:
         raise ProtocolError(
-            f"a contribution of {len(body)} bytes cannot hold {num_pushes} slices and {num_commits} commits"
+            f"a contribution of {nbytes} bytes cannot hold {num_pushes} slices and {num_commits} commits"
         )
     if not 0 <= timeout < math.inf or math.isinf(rescale):
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
     if not hold >= 0:
         raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
-    words = np.frombuffer(body, _WORD, size, _CONTRIBUTE.size)
-    pushes, commits = words[:split].reshape(-1, m.PUSH_WORDS), words[split:].reshape(-1, m.COMMIT_WORDS)
-    if (commits[:, 5] & ~m.ALL_FLAGS).any():
+    pushes = np.ndarray((num_pushes, m.PUSH_WORDS), _WORD, body, begin)
+    commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
+    if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
     payload, factor = _payload(frames[2], pushes[:, 3]), None if math.isnan(rescale) else rescale
     extra = memoryview(frames[1])

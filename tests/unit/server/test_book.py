@@ -212,7 +212,7 @@ def test_the_latest_request_of_a_rank_is_the_one_to_answer(book: Book) -> None:
 def test_who_waits_is_found_by_request_with_its_tables(book: Book) -> None:
     commit(book, 0, 0, 1, waiter=7)
     commit(book, 0, 2, waiter=8)
-    assert book.of(0).waiting(range(3)) == {Waiter(b"0", 7): [0, 1], Waiter(b"0", 8): [2]}
+    assert book.of(0).waiters == [Waiter(b"0", 7), Waiter(b"0", 7), Waiter(b"0", 8)]
 
 
 def test_contributions_come_in_rank_order_whatever_arrived_first(book: Book) -> None:
