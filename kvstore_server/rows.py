@@ -30,8 +30,7 @@ from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.plan import SIZES, Plan, Slice
 from kvstore_server.protocol.frames import pack_control
 
-ROWS = "rows"
-PACKED_ROWS = pack_control({"type": ROWS})
+PACKED_ROWS = pack_control({"type": "rows"})
 """What takes the place of a codec's description for such payloads."""
 
 
@@ -272,9 +271,7 @@ def pack_rows(
         for block, where, own in places.by_server(numbers):
             here = given if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
             for first, end, part in block.cut(own):
-                some = RowSet(torch.from_numpy(own), here)
-                if len(block.pieces) > end - first:
-                    some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
+                some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
                 found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
     packed = {}
     for index, (parts, slices) in found.items():

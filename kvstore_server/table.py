@@ -520,9 +520,7 @@ class Table:
         """Write rows of a block in as few parts as have room for them."""
         found = []
         for at, end, part in block.cut(rows.ids.numpy()):
-            some, piece = rows, block.pieces[at]
-            if end - at < len(block.pieces):
-                some = RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
+            piece, some = block.pieces[at], RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
             data = encode_rows(self.plan, piece, {0: some}, end - at)
             found.append(RowPart(self.unit.slots[piece.index], data, m.ROWS))
         return found
