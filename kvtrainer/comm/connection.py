@@ -156,20 +156,20 @@ class Connection:
                 reply = None if server is None else self._reply_of(server, ready)
                 if server is not None and reply is not None:
                     return server, reply
-            pause = deadline - time.monotonic()
+            now, stall = time.monotonic(), deadline
             if self._is_watching or any(self._queues):
                 self._watch_queues()
-            stall = min([one.until for one in self._windows if one.until is not None], default=deadline)
-            for ready, event in self._poller.poll(max(0, int(1000 * min(pause, stall - time.monotonic())))):
+                stall = min([one.until for one in self._windows if one.until is not None], default=deadline)
+            for ready, event in self._poller.poll(max(0, int(1000 * (min(deadline, stall) - now)))):
                 if event & _OUT and ready in self._index:
                     self._flush(self._index[ready])
                 if event & ~_OUT:
                     self._ready.append(ready)
-            if not self._ready and stall <= time.monotonic() < deadline:
+            if not self._ready and stall < deadline and stall <= time.monotonic():
                 for server, window in enumerate(self._windows):
                     if window.until is not None:
                         self._flush(server)
-            if not self._ready and pause <= 0:
+            if not self._ready and now >= deadline:
                 for channel in self._channels.values():
                     channel.tell()
                 return None
