@@ -47,9 +47,12 @@ figures: $(PLOTS)/.ready
 notebooks: $(PLOTS)/.ready
 	$(PLOTS)/bin/python -m pytest -n 0 tests/integration/test_notebooks.py
 
+# Compiled modules are kept, whatever the environment says: else each of many processes compiles them anew.
+test test-transports test-full: export PYTHONDONTWRITEBYTECODE =
+
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first.
 test: $(READY)
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # Each test of a job takes one of these ways; here all take all.
 test-transports: $(READY)
