@@ -171,7 +171,7 @@ class Engine:
         waiter, body = Waiter(peer, request.number), request.body
         try:
             answer = self._handlers.get(type(body))
-            if answer is None:
+            if answer is None and isinstance(body, m.Hello | m.Look):
                 return _reply(waiter, self._answer_anybody(peer, body, now))
             if request.run != self.config.run:
                 raise ServerLostState(
@@ -181,6 +181,8 @@ class Engine:
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank
             session.last_heard = now
+            if answer is None:
+                raise ProtocolError(f"{type(body).__name__} is not a request")
             space.messages_in += not isinstance(body, m.Heartbeat)
             sender = Sender(space, rank, waiter, session.token, now)
             if space.recording.active is None:
@@ -192,13 +194,11 @@ class Engine:
             _log.exception("request %s failed", type(body).__name__)
             return [_failed(waiter, self._fault(error))]
 
-    def _answer_anybody(self, peer: bytes, body: m.RequestBody, now: float) -> m.Welcome | m.Info:
+    def _answer_anybody(self, peer: bytes, body: m.Hello | m.Look, now: float) -> m.Welcome | m.Info:
         """Answer what is asked in no session."""
         if isinstance(body, m.Hello):
             return self._hello(peer, body, now)
-        if isinstance(body, m.Look):
-            return m.Info(self._facts_at(now))
-        raise ProtocolError(f"{type(body).__name__} is not a request")
+        return m.Info(self._facts_at(now))
 
     def _fault(self, error: Exception) -> KVStoreError:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")

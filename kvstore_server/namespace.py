@@ -367,7 +367,12 @@ class Namespace:
             one if one.dtype is torch.uint8 else one.view(torch.uint8) for one in body.payloads
         ]
         key = body.pushes[:, ::3].tobytes(), forms
-        tables, which, starts, wrong, received = self._located.get(key, self._locate, slots, sizes, forms)
+        located = (
+            self._locate(slots, sizes, forms)  # rows hardly ever have the sizes of another round
+            if body.form == PACKED_ROWS
+            else self._located.get(key, self._locate, slots, sizes, forms)
+        )
+        tables, which, starts, wrong, received = located
         if body.form:
             codec, places = self.codec(body.form), self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)

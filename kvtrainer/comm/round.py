@@ -264,10 +264,10 @@ class Leg:
         One that leaves a gap is not kept: if what was to fill that is lost, the weights come again as a whole.
         """
         (slot, end), layout = m.place_of(word), self.layout
-        at = layout.slots.get(slot, -1)
-        table = layout.table[at]
-        if at < 0 or not end:
+        at = layout.slots.get(slot)
+        if at is None or not end:
             return []
+        table = layout.table[at]
         if -1 < self.came[table] < version and table in self.open:
             self.drop_former(table)
         if not self.is_coming[at] or end - len(raw) != self.levels.get(at, 0):

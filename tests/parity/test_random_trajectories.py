@@ -42,7 +42,7 @@ WD = 0.05
 RESCALE, BOUND = 0.5, 0.4
 """Of gradients; the bound is Gluon's."""
 
-RATES = (0.05, 0.02, 0.1, 0.3, 0.08, 0.01, 0.2, 0.04, 0.07, 0.15)
+RATES = (0.05, 0.02, 0.1, 0.3, 0.08, 0.01, 0.2, 0.04, 0.07, 0.06)
 BATCHES = (4.0, 3.0, 8.0, 1.0, 5.0)
 MULTIPLIERS: dict[int, dict[str, dict[str, float]]] = {
     0: {"lr_mult": {"body_weight": 0.5, "norm_gamma": 2.0}, "wd_mult": {"sliced_weight": 3.0}},
