@@ -195,6 +195,10 @@ class _Momentum(_Elementwise):
             _correct_momentum(buffer, state, lr, read_correction(given) or Correction())
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
+    def updates_rows(self, hyper: Hyper) -> bool:
+        """Whether `lazy_update` is on, or without momentum and decay other rows stay as they are in any case."""
+        return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
+
 
 def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
     """Multiply the momentum by new / old if the rate has changed enough since the last update, and note it."""
@@ -211,7 +215,8 @@ def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Corr
 class SGD(_Momentum):
     """`m = momentum * m - lr * g; w += m`; unlike torch's, lr is inside m.
 
-    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows),
+    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows, as
+    always without momentum and weight decay),
     momentum_correction None (True, or {"threshold": 1.1, "min_lr": 1e-7}: when the learning rate of a key changes by
     more than that factor, m is multiplied by new / old, as in Detectron, so that m has the new rate inside; not if the
     old one was min_lr or less). With it the state also has 'last_lr', the learning rate of the last update.

@@ -20,7 +20,6 @@ from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore import LocalKVStore
 
 WIDTH = 64
-OPTIONS = {"learning_rate": 0.1, "lazy_update": True}
 
 
 class Counting(Loopback):
@@ -69,12 +68,15 @@ def row_sparse(num_rows: int) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]]
     return table, table.row_sparse_data
 
 
-def bytes_of_a_step(make: Callable[[int], Any], num_rows: int, touched: int, dense: int = 0) -> int:
+def bytes_of_a_step(
+    make: Callable[[int], Any], num_rows: int, touched: int, dense: int = 0, **options: Any
+) -> int:
     """Bytes of the third step and the pull of its rows; the first ones make the store and begin to keep weights."""
     table, look_up = make(num_rows)
     others = [nn.Parameter(torch.ones(10)) for _ in range(dense)]
     store = CountingStore()
-    trainer = Trainer([*others, table], "sgd", OPTIONS, kvstore=store, update_on_kvstore=True)
+    options = {"learning_rate": 0.1, **options}
+    trainer = Trainer([*others, table], "sgd", options, kvstore=store, update_on_kvstore=True)
     before = 0
     for _ in range(3):
         before = store.transport.nbytes if hasattr(store, "transport") else 0
@@ -97,8 +99,9 @@ def test_twice_as_many_rows_that_are_touched_cost_twice_as_much(make: Callable[[
     assert (many - few) / 80 == pytest.approx(2 * (WIDTH + 1) * 4, rel=0.02)
 
 
-def test_the_whole_table_would_cost_a_hundred_times_as_much() -> None:
-    assert bytes_of_a_step(embedding, 16_000, 40) < 2 * 16_000 * WIDTH * 4 / 100
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "lazy_update": True}])
+def test_the_whole_table_would_cost_a_hundred_times_as_much(options: dict[str, Any]) -> None:
+    assert bytes_of_a_step(embedding, 16_000, 40, **options) < 2 * 16_000 * WIDTH * 4 / 100
 
 
 def test_keys_that_are_left_out_cost_nothing_beside_rows() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
+from kvstore_server.optimizer.apply import updates_rows_alone
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 
@@ -25,6 +26,7 @@ LAZY = [
     for name, options, _ in CASES.values()
     if options.get("lazy_update") or name in ("adagrad", "ftrl", "groupadagrad")
 ]
+LAZY += [("sgd", {"learning_rate": 0.1}), ("nag", {"learning_rate": 0.1, "momentum": 0.0})]
 
 
 each_lazy = pytest.mark.parametrize(
@@ -49,6 +51,15 @@ def close(result: Tensor, expected: list[float]) -> bool:
 def test_rows_end_where_mxnet_ends_by_lazy_updates_or_as_a_dense_gradient(case: str) -> None:
     name, options, expected = CASES[case]
     assert close(trajectory(create(name, **options)), expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "nag"])
+@pytest.mark.parametrize(("options", "expected"), [({}, True), ({"wd": 0.1}, False), ({"momentum": 0.9}, False)])
+def test_descent_updates_rows_alone_where_nothing_moves_the_others(
+    name: str, options: dict[str, float], expected: bool
+) -> None:
+    optimizer = create(name, **{"momentum": 0.0, **options})
+    assert updates_rows_alone(optimizer, optimizer.hyper) == expected
 
 
 def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> None:
