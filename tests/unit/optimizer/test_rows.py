@@ -54,7 +54,9 @@ def test_rows_end_where_mxnet_ends_by_lazy_updates_or_as_a_dense_gradient(case: 
 
 
 @pytest.mark.parametrize("name", ["sgd", "nag"])
-@pytest.mark.parametrize(("options", "expected"), [({}, True), ({"wd": 0.1}, False), ({"momentum": 0.9}, False)])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, True), ({"wd": 0.1}, False), ({"momentum": 0.9}, False)]
+)
 def test_descent_updates_rows_alone_where_nothing_moves_the_others(
     name: str, options: dict[str, float], expected: bool
 ) -> None:
