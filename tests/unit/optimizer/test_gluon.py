@@ -248,17 +248,20 @@ def test_a_bound_of_zero_is_none(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wd", "rows"),
+    ("name", "options", "rows"),
     [
-        ("sgd", 0.0, False),
-        ("adam", 0.0, False),
-        ("adagrad", 0.1, False),
-        ("ftrl", 0.1, True),
-        ("nag", 0.0, False),
+        ("sgd", {}, True),
+        ("sgd", {"wd": 0.1}, False),
+        ("sgd", {"momentum": 0.9}, False),
+        ("nag", {"momentum": 0.0}, True),
+        ("nag", {}, False),
+        ("adam", {}, False),
+        ("adagrad", {"wd": 0.1}, False),
+        ("ftrl", {"wd": 0.1}, True),
     ],
 )
 def test_which_optimizers_update_only_the_rows_of_a_row_sparse_gradient(
-    name: str, wd: float, rows: bool
+    name: str, options: dict[str, float], rows: bool
 ) -> None:
-    optimizer = create(name, wd=wd)
+    optimizer = create(name, **options)
     assert optimizer.updates_rows(optimizer.hyper) is rows

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
-from kvstore_server.optimizer.apply import updates_rows_alone
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 
@@ -51,17 +50,6 @@ def close(result: Tensor, expected: list[float]) -> bool:
 def test_rows_end_where_mxnet_ends_by_lazy_updates_or_as_a_dense_gradient(case: str) -> None:
     name, options, expected = CASES[case]
     assert close(trajectory(create(name, **options)), expected)
-
-
-@pytest.mark.parametrize("name", ["sgd", "nag"])
-@pytest.mark.parametrize(
-    ("options", "expected"), [({}, True), ({"wd": 0.1}, False), ({"momentum": 0.9}, False)]
-)
-def test_descent_updates_rows_alone_where_nothing_moves_the_others(
-    name: str, options: dict[str, float], expected: bool
-) -> None:
-    optimizer = create(name, **{"momentum": 0.0, **options})
-    assert updates_rows_alone(optimizer, optimizer.hyper) == expected
 
 
 def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> None:
