@@ -53,7 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=suite.positive, default=2)
     parser.add_argument("--servers", type=suite.positive, default=2)
     parser.add_argument("--rounds", type=suite.positive, default=12, help="timed steps of a job")
-    return step_jobs.add_options(parser, repetitions=2, transports="auto,tcp")
+    return step_jobs.add_options(parser, repetitions=1, transports="auto,tcp")
 
 
 if __name__ == "__main__":
