@@ -24,11 +24,8 @@ from kvtrainer.launcher.processes import Child, Events, Put, inherited
 LISTENS = b"kvstore-server: listening on "
 """What a server prints before its address."""
 _LAST_OUTPUT_WAIT = 1.0
-TO_REPORT = 10.0
-"""Seconds that processes need to end with a traceback, once they know that another one is dead.
-
-Workers ask all servers, for up to 5 s, what became of a round that was under way.
-"""
+TO_REPORT = 5.0
+"""Seconds that processes need to end with a traceback, once they know that another one is dead."""
 
 
 @dataclass(frozen=True)
