@@ -66,3 +66,16 @@ def jobs() -> Iterator[Servers]:
 
     with servers() as started:
         yield started
+
+
+@pytest.fixture
+def sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers of this process wait long for answers, for tests that count bytes.
+
+    A busy machine answers late, and what a worker sends again is counted again.
+    """
+    from kvtrainer import env
+    from kvtrainer.comm import session
+
+    monkeypatch.setattr(session, "REPEAT_AFTER", 60.0)
+    monkeypatch.setenv(env.DEAD_AFTER, "240")

@@ -126,6 +126,7 @@ def test_a_sum_is_made_within_hosts_first_and_then_over_hosts(jobs: Servers, nam
         assert all(np.array_equal(mine, right) for mine, right in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("sent_once")
 def test_a_host_sends_one_gradient_and_gets_weights_once(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[int]:
         loop = Loop(kv, rank, PAIRS)

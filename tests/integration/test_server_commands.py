@@ -84,6 +84,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.usefixtures("sent_once")
 def test_profiles_of_all_servers_and_workers_are_written_and_hold_every_round(
     jobs: Servers, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_rank_0_alone_can_profile_the_servers_and_waits_for_nobody(jobs: Servers
     assert _events(tmp_path / "rank1_x.json")[0]["name"] == "Stats"
 
 
+@pytest.mark.usefixtures("sent_once")
 def test_counters_say_how_many_bytes_of_each_table_came_and_went(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[dict[str, Any]]:
         kv.init("w", torch.zeros(SHAPE))
