@@ -1,10 +1,11 @@
-"""Ask one server whether it answers, as a container's probe does every few seconds: quickly, and without torch.
+"""Ask servers what they do, in no session: quickly, and without torch, which takes seconds to import.
 
     python -m kvstore_server.probe tcp://127.0.0.1:5555
 
-A connection alone says little, because a thread of ZeroMQ accepts it whatever the server does. This asks for the facts
-of `kvstore_server.facts`, which the serving loop itself has to answer. Exit codes: 0 it answered, 1 it did not, 2 wrong
-usage. The two messages are written out here, since the protocol's module needs torch; a test compares them.
+This asks one server whether it answers, as a container's probe does every few seconds. A connection alone says little,
+because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts of `kvstore_server.facts`, which
+the serving loop itself has to answer. Exit codes: 0 it answered, 1 it did not, 2 wrong usage. kvtop shows these facts.
+The three messages are written out here, since the protocol's module needs torch; a test compares them.
 """
 
 from __future__ import annotations
@@ -13,45 +14,97 @@ import argparse
 import re
 import struct
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgpack
 import zmq
 
+from kvstore_server.errors import KVStoreError, ProtocolError, VersionMismatchError, from_wire
 from kvstore_server.version import PROTOCOL_VERSION
 
 HEADER = struct.Struct("<2sBB4xQQQ")
-LOOK, INFO = 25, 18
-"""Kinds of these two messages."""
+LOOK, INFO, FAILED = 25, 18, 16
+"""Kinds of these messages."""
+MAX_FRAME = 1024 * 1024 + 64 * 1024
+"""No frame of an answer is larger."""
+
+
+def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
+    """Ask servers what they do, in no session; blocks up to `timeout` seconds.
+
+    Returns for each what it says, as of `kvstore_server.facts`; None where it did not answer in time.
+
+    Raises:
+        ProtocolError: one answered what no server answers.
+        KVStoreError: one answered that it cannot say, as one of another version does.
+    """
+    deadline = time.monotonic() + timeout
+    with zmq.Context() as context:
+        sockets = [_asking(context, address) for address in addresses]
+        try:
+            found: list[Mapping[str, Any] | None] = []
+            for socket in sockets:
+                has_answered = socket.poll(max(0, int(1000 * (deadline - time.monotonic()))))
+                found.append(facts_in(socket.recv_multipart()) if has_answered else None)
+        finally:
+            for socket in sockets:
+                socket.close()
+    return found
+
+
+def _asking(context: Any, address: str) -> Any:
+    """A socket that has asked the server at an address for its facts."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    socket.connect(address)
+    socket.send_multipart(question())
+    return socket
 
 
 def question() -> list[bytes]:
-    """Return the frames of a request for facts, in no session."""
+    """Return the frames of a request for facts."""
     return [HEADER.pack(b"KV", PROTOCOL_VERSION, LOOK, 0, 1, 0), msgpack.packb([])]
+
+
+def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
+    """Return what a server's answer says. Raises as `look`."""
+    if len(frames) != 2 or len(frames[0]) != HEADER.size or frames[0][:2] != b"KV":
+        raise ProtocolError("what answers is no kvstore-server")
+    _, version, kind, *_ = HEADER.unpack(frames[0])
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatchError(
+            f"the server speaks protocol version {version}, this side {PROTOCOL_VERSION}; install the same release of "
+            "kvtrainer on both"
+        )
+    try:
+        values = msgpack.unpackb(frames[1], max_ext_len=0)
+    except Exception as error:  # msgpack raises a family of unrelated classes on hostile input
+        raise ProtocolError(f"the answer of {len(frames[1])} bytes cannot be decoded: {error}") from None
+    match values:
+        case [str(code), str(text), *_] if kind == FAILED:
+            raise from_wire(code, text)
+        case [dict(facts)] if kind == INFO:
+            return facts
+    raise ProtocolError(f"a server does not answer with {values!r:.80} in a message of kind {kind}")
 
 
 def ask(address: str, seconds: float) -> str:
     """Return why the server at an address does not serve; empty if it does. Blocks up to so many seconds."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, "[" in address)
-        socket.connect(address)
-        socket.send_multipart(question())
-        if not socket.poll(int(1000 * seconds)):
-            return f"no answer within {seconds:g} s"
-        head = socket.recv_multipart()[0]
-    if len(head) != HEADER.size or head[:2] != b"KV":
-        return "what answers is no kvstore-server"
-    _, version, kind, *_ = HEADER.unpack(head)
-    if version != PROTOCOL_VERSION or kind != INFO:
-        return f"it refuses to tell; it speaks protocol version {version}, this side {PROTOCOL_VERSION}"
-    return ""
+    try:
+        [facts] = look([address], seconds)
+    except KVStoreError as error:
+        return str(error)
+    return f"no answer within {seconds:g} s" if facts is None else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` by default) and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvstore_server.probe", description=__doc__.partition("\n")[0]
+        prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )
     parser.add_argument("server", type=_address, help="tcp://HOST:PORT")
     parser.add_argument(

@@ -164,6 +164,8 @@ class LocalCluster:
         failed: list[Child] = []
         deadline = float("inf")
         while workers.alive and (left := deadline - time.monotonic()) > 0:
+            for group in (servers, workers):
+                group.ensure_guardian()
             ended = exited([*servers.alive, *workers.alive], min(left, 1.0))
             if not failed:
                 done = [

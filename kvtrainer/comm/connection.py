@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from kvstore_server.channel import Channel, connect
-from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, from_wire
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
@@ -372,33 +372,6 @@ class _Heartbeats:
         finally:
             for socket in sockets:
                 socket.close(linger=0)
-
-
-def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
-    """Ask servers what they do, in no session; blocks up to `timeout` seconds.
-
-    Returns for each what it says, as of `kvstore_server.facts`; None where it did not answer in time.
-
-    Raises:
-        KVStoreError: one answered that it cannot say, as one of another version does.
-    """
-    found: list[Mapping[str, Any] | None] = [None] * len(addresses)
-    deadline = time.monotonic() + timeout
-    with zmq.Context() as context:
-        sockets = [_dealer(context, address, routing_id()) for address in addresses]
-        try:
-            for number, socket in enumerate(sockets):
-                socket.send_multipart(encode_request(m.Request(0, 0, 1 + number, m.Look())), zmq.NOBLOCK)
-            for at, socket in enumerate(sockets):
-                if socket.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-                    body = decode_reply(socket.recv_multipart(copy=False)).body
-                    if isinstance(body, m.Failed):
-                        raise from_wire(body.code, body.text)
-                    found[at] = body.values if isinstance(body, m.Info) else None
-        finally:
-            for socket in sockets:
-                socket.close(linger=0)
-    return found
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:

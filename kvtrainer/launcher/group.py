@@ -73,6 +73,17 @@ class Group:
             reader.start()
             self._readers.append(reader)
 
+    def ensure_guardian(self) -> None:
+        """Start another guardian if this one was killed.
+
+        Raises:
+            ClusterError: that has happened too often.
+        """
+        if not self._guardian.ensure():
+            raise ClusterError(
+                "the guardian process keeps dying, and this program, when killed, would leave processes behind"
+            )
+
     def close(self) -> None:
         """End all processes, and what they have left behind; returns when nothing is left of them."""
         try:

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
+from kvstore_server.probe import look
 from kvstore_server.version import __version__
-from kvtrainer.comm.connection import look
 from kvtrainer.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
 from kvtrainer.watch.page import Page

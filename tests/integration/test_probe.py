@@ -1,4 +1,4 @@
-"""The probe of a server: its two messages are those of the protocol, and what it says is true."""
+"""The probe of a server: its messages are those of the protocol, and what it says is true."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import pytest
 import zmq
 
 from kvstore_server import probe
+from kvstore_server.errors import VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import encode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, encode_reply, encode_request
 from kvstore_server.version import PROTOCOL_VERSION
 from tests.support.limits import LIMIT, SOON
 from tests.support.stores import Servers
 
 
-def test_its_question_and_the_kind_of_answer_that_it_expects_are_the_protocols() -> None:
+def test_its_question_and_the_answers_that_it_understands_are_the_protocols() -> None:
     assert probe.question() == [bytes(one) for one in encode_request(m.Request(0, 0, 1, m.Look()))]
-    head = bytes(encode_reply(m.Reply(1, m.Info({})))[0])
-    assert probe.HEADER.unpack(head)[:3] == (b"KV", PROTOCOL_VERSION, probe.INFO)
-    refused = bytes(encode_reply(m.Reply(1, m.Failed("protocol", "no")))[0])
-    assert probe.HEADER.unpack(refused)[2] != probe.INFO
+    told = {"jobs": [{"name": "a", "rounds": 3, "late": 0.5}]}
+    assert probe.facts_in([bytes(one) for one in encode_reply(m.Reply(1, m.Info(told)))]) == told
+    refused = encode_reply(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
+    with pytest.raises(VersionMismatchError, match="another version"):
+        probe.facts_in([bytes(one) for one in refused])
+    assert probe.MAX_FRAME == MAX_FRAME
 
 
 def test_servers_that_run_answer(jobs: Servers) -> None:
@@ -36,7 +39,17 @@ def test_servers_that_run_answer(jobs: Servers) -> None:
         (None, "no answer within 0.5 s"),
         ([b"HTTP/1.1 400"], "is no kvstore-server"),
         ([probe.HEADER.pack(b"KV", 99, probe.INFO, 0, 1, 0), b"\x80"], "speaks protocol version 99"),
-        (encode_reply(m.Reply(1, m.Failed("protocol", "no"))), "refuses to tell"),
+        ([probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0)], "is no kvstore-server"),
+        ([probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0), b"\xc1"], "cannot be decoded"),
+        (
+            [probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0), b"\x91\x01"],
+            "does not answer with",
+        ),
+        (encode_reply(m.Reply(1, m.Heartbeat())), "does not answer with"),
+        (
+            encode_reply(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),
+            "no Look is known here",
+        ),
     ],
 )
 def test_anything_else_is_one_line_and_exit_code_1(
@@ -70,6 +83,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "kvstore_server.probe: error: " in capsys.readouterr().err
 
 
-def test_it_imports_neither_torch_nor_numpy() -> None:
-    script = "import sys, kvstore_server.probe; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["kvstore_server.probe", "kvtrainer.watch.top"])
+def test_what_looks_at_servers_imports_neither_torch_nor_numpy(module: str) -> None:
+    script = f"import sys, {module}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=LIMIT).returncode == 0

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 import kvtrainer
-from kvtrainer.comm.connection import look
+from kvstore_server.probe import look
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.watch import top

@@ -148,6 +148,28 @@ def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
         assert first.outcome() == ["go"]
 
 
+def test_guardians_that_are_killed_in_a_run_are_replaced(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(*jobs.token.split("="))
+    fifo = tmp_path / "go"
+    os.mkfifo(fifo)
+
+    def guardians() -> set[int]:
+        return set(jobs.pids("launcher/guardian.py"))
+
+    with local_cluster(workers=1, servers=0) as cluster:
+        run = Call(lambda: cluster.run(Path.read_text, fifo))
+        assert eventually(lambda: len(guardians()) == 2), "one for the servers, one for the workers"
+        killed = guardians()
+        for one in killed:
+            os.kill(one, signal.SIGKILL)
+        assert eventually(lambda: len(guardians() - killed) == 2)
+        fifo.write_text("go")
+        assert run.outcome() == ["go"]
+    assert eventually(lambda: jobs.alive() == [])
+
+
 # Wrong use.
 
 
