@@ -230,9 +230,13 @@ class Engine:
         for pending, error in errors:
             if error is not None:
                 out += pending.fail(error)
-        waits = sorted(self._pending(space), key=lambda one: one.since)
+        # Of rounds only the one that has waited longest: there may be one of each of thousands of tables.
+        shared = space.rounds.shared
+        oldest = shared.oldest()
+        waits = sorted(self._pending(space, oldest), key=lambda one: one.since)
         if waits and space.slow_reports.is_due(now - waits[0].since, now):
-            more = f", and {len(waits) - 1} more waits," if len(waits) > 1 else ""
+            others = len(waits) - len(oldest) + int(np.count_nonzero(shared.num_committed)) - 1
+            more = f", and {others} more waits," if others else ""
             who = _who(space, waits[0].missing, now)
             _log.warning(
                 "namespace %r: %s%s has waited %.0f s: %s",
@@ -467,25 +471,29 @@ class Engine:
         if False in alike or not some.is_ascending:
             others = [n for n, is_alike in zip(some.numbers, alike, strict=True) if not is_alike]
             some = space.together(np.sort(some.tables[alike]))
-        changed: dict[int, tuple[bytes, Sequence[Mapping[str, Any]]]] = {}
+        packed: list[bytes] = []
+        hypers: list[Sequence[Mapping[str, Any]]] = []
+        left: list[int] = []
         for table in some.named:
             try:
                 hyper = table.hyper.common(book.given)
-                changed[table.number] = hyper, () if optimizer is None else table.hypers((), optimizer, hyper)
+                hypers.append(() if optimizer is None else table.hypers((), optimizer, hyper))
             except KVStoreError as error:
                 out += self._fail(space, book, table, error)
-        if not changed:
+            else:
+                packed.append(hyper)
+                left.append(table.number)
+        if not left:
             return None, others
-        if len(changed) < len(some.numbers):
-            some = space.together(np.array(list(changed)))
+        if len(left) < len(some.numbers):
+            some = space.together(np.array(left))
         scale = 1.0 if optimizer is None else optimizer.rescale_grad
         try:
             given = space.contributions(book, some, scale)
             if optimizer is None:
                 space.shard.assign_sum(given)
             else:
-                units = [table.unit for table in some.named]
-                space.shard.update(given, optimizer, [hypers for _, hypers in changed.values()], units)
+                space.shard.update(given, optimizer, hypers, [table.unit for table in some.named])
         except KVStoreError as error:  # nothing has changed
             for table in some.named:
                 out += self._fail(space, book, table, error)
@@ -495,8 +503,9 @@ class Engine:
             for table in some.named:
                 out += self._fail(space, book, table, table.break_off(error))
             return None, others
-        for table, (hyper, _) in zip(some.named, changed.values(), strict=True):
-            table.changed(hyper)
+        end = None
+        for table, hyper in zip(some.named, packed, strict=True):
+            end = table.changed(hyper, end)
         return some, others
 
     def _apply(self, space: Namespace, book: Book, table: Table, decision: Decision | None) -> bool:

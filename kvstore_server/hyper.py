@@ -142,6 +142,8 @@ class AgreedOptions:
         Raises:
             PlanMismatchError: two of them disagree on a number.
         """
+        if not self._sent and not news:
+            return b""
         sent = {rank: packed for rank, packed in {**self._sent, **news}.items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"

@@ -536,6 +536,12 @@ class Book:
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
 
+    def oldest(self) -> list[int]:
+        """The table whose open round has been waited for longest; none where nobody waits."""
+        every = [enumerate(given.said) for given in self.given.values()]
+        said = [(terms.since, table) for of_rank in every for table, terms in of_rank if terms is not None]
+        return [min(said)[1]] if said else []
+
     def late(self, now: float) -> list[int]:
         """The tables for whose open rounds somebody waits who has lost patience."""
         if now < self._patience:

@@ -705,6 +705,10 @@ class Shard:
         unit.hypers = hypers
         for slot in self.storage.slots[unit.first : unit.end]:
             own = [hypers[segment.key] for segment in slot.piece.segments]
+            before = slot.block.hypers[slot.first - 1] if slot.first else None
+            # Neighbours with equal numbers share them: then no update has to compare them.
+            if before is not None and own[0] == before:
+                own = [before if row is own[0] else row for row in own]
             slot.block.hypers[slot.first : slot.last] = own
             slot.block.hyper_ids[slot.first : slot.last] = list(map(id, own))
 

@@ -371,13 +371,20 @@ class Table:
         )
         return self.conflict
 
-    def changed(self, hyper: bytes) -> None:
-        """Count a round of all ranks that has changed all keys of the table."""
+    def changed(self, hyper: bytes, end: RoundEnd | None = None) -> RoundEnd:
+        """Count a round of all ranks that has changed all keys of the table; returns how it ended.
+
+        Args:
+            end: How that of another table ended, which both share where it is the same.
+        """
         self.shard.undos.pop(self.unit, None)
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(self.unit.keys)
-        self.ends[ALL], self._last_rank = RoundEnd(self.version, hyper=hyper), ALL
+        if end is None or end.version != self.version or end.hyper != hyper:
+            end = RoundEnd(self.version, hyper=hyper)
+        self.ends[ALL], self._last_rank = end, ALL
+        return end
 
     def _contributions(self, parts: Parts, optimizer: Optimizer | None) -> list[Contribution]:
         """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""

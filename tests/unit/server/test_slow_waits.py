@@ -66,6 +66,19 @@ def test_a_server_says_of_many_waits_how_many_there_are(caplog: pytest.LogCaptur
     assert "rank 1 (h1)" in line
 
 
+def test_of_many_open_rounds_the_one_is_named_that_waits_longest(caplog: pytest.LogCaptureFixture) -> None:
+    job = EngineJob(2, SYNCHRONOUS)
+    for rank in (0, 1):
+        job.ask(rank, m.Register("u", (("k", (1,), "float32", 0, False),), False))
+    commits = m.matrix([(1, 0, 0, 0, -1, 0)], m.COMMIT_WORDS)
+    job.ask(0, m.Contribute(m.matrix((), m.PUSH_WORDS), (), commits))
+    job.tick(5.0, alive=[0, 1])
+    job.commit(0, 1, 1.0)
+    job.tick(6.0, alive=[0, 1])
+    [line] = lines(caplog)
+    assert re.findall(r"round \d of '\w'|\d+ more|[\d.]+ s:", line) == ["round 0 of 'u'", "1 more", "11 s:"]
+
+
 def test_a_server_names_who_is_missing_at_a_barrier(caplog: pytest.LogCaptureFixture) -> None:
     job = EngineJob(2, SYNCHRONOUS)
     job.ask(0, m.Gather(0, 600.0))
