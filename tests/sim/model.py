@@ -315,10 +315,9 @@ class SyncModel(Model):
         if commit.round > self.open:
             raise Violation(f"{commit} came while {self.open} is open")
         if commit.round < self.open:
-            later = self.outcomes[commit.round + 1 :]
-            if APPLIED in later or VETOED in later:
-                return None  # every rank knew how it had ended before it gave anything to the later one
-            return [(commit.to, self._answer(commit, is_again=True))]
+            return (
+                None if self._is_history(commit.round) else [(commit.to, self._answer(commit, is_again=True))]
+            )
         if rank in self.committed:
             self._seen["repeated"] += 1
             self.waiting[rank] = commit.to
@@ -338,6 +337,10 @@ class SyncModel(Model):
         outcome = self._outcome()
         return self._hold() if outcome == HELD else self._end(outcome)
 
+    def _is_history(self, round_: int) -> bool:
+        """Whether every rank knew how a round had ended before it gave anything to a later one, which did not fail."""
+        return not {APPLIED, VETOED}.isdisjoint(self.outcomes[round_ + 1 :])
+
     def resolve(self, resolve: m.Resolve) -> Told:
         if resolve.round < self.open:
             self._seen["resolved again"] += self.outcomes[resolve.round] != FAILED
@@ -348,8 +351,10 @@ class SyncModel(Model):
         decision = Decision(resolve.coef, resolve.clip_value, resolve.skip)
         return self._end(VETOED if resolve.skip else APPLIED, decision)
 
-    def abort(self, rank: int, to: To, abort: m.Abort) -> Told:
+    def abort(self, rank: int, to: To, abort: m.Abort) -> Told | None:
         told: Told = []
+        if self._is_history(abort.round):
+            return None
         if abort.round == self.open:
             told = self._end(FAILED)
         elif abort.undo and abort.round == self.open - 1 and self.can_undo:

@@ -32,6 +32,8 @@ Mutants = dict[str, list[tuple[Any, str, Wrong]]]
 SYNC: Mutants = {}
 ASYNC: Mutants = {}
 """Mutant → (class or module, attribute, what stands there instead; it is given what stood there before)."""
+SHOWN_BY = {"begun_by_one_process_and_ended_by_another": 123, "left_out_and_summed": 165}
+"""A schedule in which a mutant shows that few of them show: others are tried where it does not show it any more."""
 
 
 def replaces(where: Any, attribute: str, among: Mutants = SYNC, of: str = "") -> Callable[[Wrong], Wrong]:

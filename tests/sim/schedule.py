@@ -344,7 +344,7 @@ class Schedule(ABC):
 class SyncSchedule(Schedule):
     """Rounds for which all ranks are needed."""
 
-    STEPS = 90
+    STEPS = 180
 
     def _options(self) -> SimOptions:
         rng = self.rng
@@ -431,7 +431,7 @@ def _sent(reply: m.Reply) -> m.Reply:
 class AsyncSchedule(Schedule):
     """Contributions that count one by one, with and without a bound on how far ranks drift."""
 
-    STEPS = 150
+    STEPS = 300
 
     def _options(self) -> SimOptions:
         rng = self.rng

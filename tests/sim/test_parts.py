@@ -13,6 +13,7 @@ import torch
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Mode
+from tests.sim.test_interleavings import blocks
 from tests.support.engines import EngineJob
 from tests.support.messages import contribution
 
@@ -126,7 +127,7 @@ class Schedule:
         assert float(last[0]) == self.total
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+@pytest.mark.parametrize("first", blocks(SEEDS, BLOCK))
 def test_every_round_counts_once_or_not_at_all(first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + BLOCK):

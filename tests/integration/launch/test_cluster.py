@@ -88,7 +88,8 @@ def test_runs_of_one_cluster_meet_on_its_servers_and_a_failed_one_leaves_nothing
         assert isinstance(cause, WorkerTraceback)
         assert cause.rank == 1
         assert f"then rank 0: {WorkerLostError.__module__}.{WorkerLostError.__name__}: " in cause.text
-        assert cluster.run(sum_of_ranks) == [[11.0, 11.0]] * 2
+        assert [found[2] for found in cluster.run(place)] == [*cluster.servers] * 2
+        assert not {*cluster.servers} & {*before}
 
 
 # Failures.

@@ -11,11 +11,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtrainer import launch
-from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, line_of
+from kvtrainer.env import read_topology
+from kvtrainer.launcher.job import Launcher, Limits
+from tests.support.launch_jobs import READY, ROOT, SERVER, STUBBORN, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
-from tests.support.processes import Processes, eventually
+from tests.support.processes import Members, Processes, eventually, new_name, round_of, together
 
 # What workers find.
 
@@ -65,21 +68,18 @@ def test_a_viewer_that_fails_leaves_the_job_alone(jobs: Jobs, tmp_path: Path) ->
     assert (code, err) == (0, "[v0] no such port\n")
 
 
-def test_the_page_of_a_job_shows_its_workers(processes: Processes) -> None:
-    command = (
-        "import kvtrainer, signal; kv = kvtrainer.kvstore.create('dist_sync'); kv.barrier(); signal.pause()"
-    )
-    worker = [sys.executable, "-c", command]
+def test_the_page_of_a_job_shows_its_workers(processes: Processes, members: Members) -> None:
     flags = ["-n", "1", "-s", "1", "--dashboard", "0"]
+    worker = ["sh", "-c", f'echo "to $KVSTORE_SERVERS"; exec sleep {FOREVER}']
     job = processes.start([sys.executable, "-m", "kvtrainer.launch", *flags, "--", *worker])
-    said = ""
-    while "the page is at " not in said:
-        said = job.line()
-    assert said.startswith("[v0] ")
-    url = said.rpartition(" ")[2]
+    said: dict[str, str] = {}
+    while len(said) < 2:
+        line = job.line()
+        said |= {line[:4]: line.rpartition(" ")[2]} if "the page is at " in line or "] to " in line else {}
+    members.join([said["[w0]"]], 0, 1, new_name())
 
     def workers() -> list[str]:
-        with urllib.request.urlopen(f"{url}view.json", timeout=LIMIT) as answer:
+        with urllib.request.urlopen(f"{said['[v0]']}view.json", timeout=LIMIT) as answer:
             views = json.load(answer)
         return [one["state"] for job in (views[-1]["jobs"] if views else ()) for one in job["workers"]]
 
@@ -95,10 +95,9 @@ def test_a_terminal_is_told_how_to_look_at_the_servers(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert launch.main(["-n", "1", "-s", "2", "--", "sh", "-c", "echo $KVSTORE_SERVERS"]) == 0
-    out, err = capfd.readouterr()
-    servers = out.removeprefix("[w0] ").strip().split(",")
-    assert f"kvtop {servers[0]} {servers[1]}\n" in err
+    servers = [[sys.executable, "-I", "-S", "-c", SERVER, index] for index in "01"]
+    assert Launcher(["true"], 1, servers, os.environ, Limits(LIMIT)).run() == 0
+    assert "kvtop tcp://127.0.0.1:5000 tcp://127.0.0.1:5001\n" in capfd.readouterr().err
 
 
 def test_streams_stay_apart_and_a_last_line_without_end_is_printed(jobs: Jobs) -> None:
@@ -271,25 +270,20 @@ def test_a_python_that_is_given_by_its_path_is_meant(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-SCRIPT = """
-import sys, torch, kvtrainer
-torch.set_num_threads(1)
-kv = kvtrainer.kvstore.create("dist_sync")
-kv.init("w", torch.zeros(3))
-out = torch.empty(3)
-kv.pushpull("w", torch.full((3,), 10.0 ** kv.rank), out=out)
-sys.stdout.write(f"{kv.rank} {kv.num_workers} {out.tolist()}\\n")  # at once, or the lines of workers get mixed up
-"""
-
-
-def test_workers_of_torchrun_join_the_servers_of_a_list(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    with Processes() as processes:
-        listed = ",".join(server.address for server in processes.servers(2))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        job = processes.start([*torchrun, str(script)], env={"KVSTORE_SERVERS": listed})
-        lines = sorted([job.line(), job.line()])
-        assert lines == [f"{rank} 2 [11.0, 11.0, 11.0]" for rank in range(2)]
-        code, err = job.end()
-        assert code == 0, err
+def test_workers_of_torchrun_join_the_servers_of_a_list(
+    processes: Processes, members: Members, tmp_path: Path
+) -> None:
+    servers = processes.servers(2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    listed = {"KVSTORE_SERVERS": ",".join(server.address for server in servers)}
+    job = processes.start([*torchrun, "--no-python", "sh", "-c", f"env > {tmp_path}/$RANK"], env=listed)
+    code, err = job.end()
+    assert code == 0, err
+    found = [
+        dict(line.partition("=")[::2] for line in (tmp_path / rank).read_text().splitlines()) for rank in "01"
+    ]
+    places = [read_topology(environ) for environ in found]
+    stores = [members.join(place.servers, place.rank, place.num_workers, "torchrun") for place in places]
+    together(*(lambda kv=kv: kv.init("w", torch.zeros(3)) for kv in stores))
+    sums = together(*(lambda kv=kv: round_of(kv, "w", torch.full((3,), 10.0**kv.rank)) for kv in stores))
+    assert [one.tolist() for one in sums] == [[11.0, 11.0, 11.0]] * 2
