@@ -400,7 +400,8 @@ class Table:
         """Count a round that has changed the weights."""
         keys = self.unit.keys
         if all(one.absent for one in given):
-            keys = frozenset(key for key in keys if any(key not in one.absent for one in given))
+            first = self.unit.first_key  # a Shard numbers the keys of all of its tables
+            keys = frozenset(key for key in keys if any(first + key not in one.absent for one in given))
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(keys)

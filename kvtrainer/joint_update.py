@@ -76,18 +76,21 @@ class JointUpdate:
         """
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
-        taken = _Snapshot(self.instance)
+        taken, masters = _Snapshot(self.instance), _cloned(self._masters)
         try:
             with self._lent(scale, present, decision), self._grouped(hypers):
                 if again is None:
                     self.instance.step()
                 else:
                     self.instance.step(again)
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # an interrupt, too: the next step would apply the same gradients once more
             for dtype, flat in weights.items():
                 flat.copy_(former[dtype])
+            self._masters = masters
             taken.restore()
-            if isinstance(error, KVStoreError):
+            if isinstance(error, KVStoreError) or not isinstance(error, Exception):
                 raise
             raise OptimizerError(
                 f"optimizer {type(self.instance).__name__} raised {type(error).__name__}: {error}; the step was not "

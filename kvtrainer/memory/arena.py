@@ -467,8 +467,9 @@ def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> N
     """Note which parameters lie where; those that are gone are forgotten before there would be more."""
     # A WeakValueDictionary does the same, at eight times the price.
     if len(_placed) >= len(addresses):
-        for address in [address for address, there in _placed.items() if there() is None]:
-            del _placed[address]
+        for address, there in list(_placed.items()):  # other threads build Trainers, too
+            if there() is None:
+                _placed.pop(address, None)
     _placed.update(zip(addresses, map(weakref.ref, parameters), strict=True))
 
 

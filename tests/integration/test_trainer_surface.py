@@ -183,6 +183,25 @@ def test_a_group_that_all_workers_add_is_trained_and_saved_with_the_others(
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+@SITES
+def test_of_more_groups_the_parameters_that_all_leave_out_stay_as_they_are_and_no_others(
+    jobs: Servers, in_store: bool
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        given = [Parameter(torch.full((size,), 2.0)) for size in (3, 4, 5)]
+        trainer = Trainer(given[:2], "sgd", {"learning_rate": 0.5}, kvstore=kv, update_on_kvstore=in_store)
+        for used in (given[:2], [given[1], given[2]], [given[0], given[1]]):
+            if used[-1] is given[2]:
+                trainer.add_param_group({"params": given[2:]})
+            for parameter in given:
+                parameter.grad = torch.ones_like(parameter) if any(parameter is one for one in used) else None
+            trainer.step(1, ignore_stale_grad=True)
+        return values(given)
+
+    # Each of the two workers gives 1, so a step takes 1 away: of the three there were 2, 3 and 1.
+    assert jobs.results(2, 2, body) == [[0.0, -1.0, 1.0]] * 2
+
+
 @pytest.mark.parametrize("in_store", [True, False])
 def test_a_worker_that_does_not_add_the_group_makes_the_step_fail_on_all_until_it_does(
     jobs: Servers, in_store: bool

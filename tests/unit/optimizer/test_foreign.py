@@ -249,6 +249,32 @@ def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
     assert trainer.param_groups[0]["k"] == 1
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_what_breaks_off_behind_the_update_is_as_if_it_had_not_begun(
+    kind: type[BaseException], dtype: torch.dtype
+) -> None:
+    class Failing(Plain):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            if self.fails:
+                raise kind("no")
+
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    options = {"a": 2.0**-12, "b": 0.0, "c": None, "multi_precision": dtype is torch.float16}
+    trainer = Trainer([weight], Failing, options, kvstore=None)
+    for Failing.fails in (False, True, False):
+        weight.grad = torch.ones_like(weight)
+        if Failing.fails:
+            with pytest.raises((OptimizerError, kind)):
+                trainer.step()
+        else:
+            trainer.step()
+    assert weight.tolist() == [1 - 2 * 2.0**-12] * 3
+
+
 def test_multipliers_of_parameters_divide_a_group_for_the_step_alone() -> None:
     model = net()
     model.bias.lr_mult = 0.5  # type: ignore[assignment]
