@@ -56,17 +56,13 @@ def run_kvtrainer_job(
     timeout: float,
     checkout: str = "",
     environ: Mapping[str, str] | None = None,
-    flags: Sequence[str] = (),
 ) -> Measured:
     """Run `command --out FILE` as every worker of a job under kvlaunch; return what FILE holds then.
 
     The job runs on the packages in the folder `checkout`, by default in that of this file.
-
-    Args:
-        flags: More of them, for kvlaunch.
     """
     folder = os.path.abspath(checkout or FOLDER)
-    launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), *flags, "--"]
+    launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
     common = {**(environ or {}), "PYTHONPATH": folder}
     with Processes() as job:
         job.start([*launch, *command, "--out", str(job.out)], common, folder)
@@ -178,8 +174,8 @@ class Processes:
         environ: Mapping[str, str],
         folder: str | None = None,
         serves: bool = False,
-    ) -> None:
-        """Start one process in a folder; its output is kept for the case of a failure.
+    ) -> int:
+        """Start one process in a folder and return its number; its output is kept for the case of a failure.
 
         One that `serves` is ended when all others have ended.
         """
@@ -195,6 +191,13 @@ class Processes:
         self._running.append(process)
         if serves:
             self._serving.append(process)
+        return process.pid
+
+    def check(self) -> None:
+        """Raise JobError if one has ended."""
+        for process in self._running:
+            if process.poll() is not None:
+                raise JobError(f"{process.args!r} ended with code {process.returncode}:\n{self._tail()}")
 
     def wait(self, timeout: float, prepare: Callable[[int], object] = lambda number: None) -> Measured:
         """Return what worker 0 wrote when all have ended well.

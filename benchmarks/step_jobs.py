@@ -34,8 +34,6 @@ TORCH = {
     "gloo DDP": "buckets",
     "gloo per tensor": "tensors",
 }
-WATCHED = f"{suite.OURS} watched"
-"""With a page that asks the servers once a second."""
 PUSHPULL, MPICH, MXNET, MXNET_IPC = "pushpull", "mpich", "mxnet", "mxnet ipc"
 STATES = {"adam": 6, "sgd": 2, "momentum": 4}
 """How often an optimizer reads or writes a weight or state, the gradient aside."""
@@ -164,10 +162,7 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
     store = "pushpull" if system.endswith(PUSHPULL) else "trainer"
     checkout = options.before if system == BEFORE else ""
     environ = {"KVSTORE_TRANSPORT": _transport(system)}
-    flags = ["--dashboard", "127.0.0.1:0"] * (system == WATCHED)
-    return harness.run_kvtrainer_job(
-        [*command, store], job.workers, job.servers, limit, checkout, environ, flags
-    )
+    return harness.run_kvtrainer_job([*command, store], job.workers, job.servers, limit, checkout, environ)
 
 
 @functools.lru_cache(maxsize=16)
@@ -211,4 +206,4 @@ def _python(system: str, options: argparse.Namespace) -> str:
 
 def _transport(system: str) -> str:
     words = system.removesuffix(PUSHPULL).split()
-    return words[1] if words[0] == suite.OURS and system != WATCHED and len(words) > 1 else "auto"
+    return words[1] if words[0] == suite.OURS and len(words) > 1 else "auto"

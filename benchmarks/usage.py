@@ -65,7 +65,7 @@ class Marks:
 def measure(pids: Sequence[int]) -> Usage:
     """Usage of processes and all their descendants."""
     total = Usage()
-    for pid in _with_descendants(pids):
+    for pid in with_descendants(pids):
         with contextlib.suppress(OSError):
             total += _measure_one(pid)
     return total
@@ -73,7 +73,7 @@ def measure(pids: Sequence[int]) -> Usage:
 
 def _forget_peaks(pids: Sequence[int]) -> None:
     """Have peaks of processes and their descendants begin at what they occupy now."""
-    for pid in _with_descendants(pids):
+    for pid in with_descendants(pids):
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
@@ -89,7 +89,7 @@ def _measure_one(pid: int) -> Usage:
     return Usage((int(fields[11]) + int(fields[12])) / _TICKS, status.get("VmHWM", 0), pss)
 
 
-def _with_descendants(pids: Sequence[int]) -> set[int]:
+def with_descendants(pids: Sequence[int]) -> set[int]:
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,14 @@ WORKERS = join("dist_sync")
 class Run:
     """What a script prepares, and a loop as anybody writes it."""
 
-    def __init__(self, examples: int = 64, **options: Any) -> None:
+    def __init__(
+        self,
+        examples: int = 64,
+        prepare: Callable[[KVStoreAccelerator], object] = lambda accelerator: None,
+        **options: Any,
+    ) -> None:
         self.accelerator = KVStoreAccelerator(WORKERS, **options)
+        prepare(self.accelerator)
         self.data = Examples(examples)
         net = make_net(rank_of_process())
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -112,6 +119,23 @@ def accumulated(folder: Path) -> dict[str, Any]:
 def in_bfloat16(folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state()  # accelerate allows one precision in a process: these are the last cases
     return trained(mixed_precision="bf16")
+
+
+def overflowing(folder: Path) -> dict[str, Any]:
+    """The scaler of float16, which accelerate itself makes for GPUs alone; worker 1 overflows in the first step."""
+
+    def with_scaler(accelerator: KVStoreAccelerator) -> None:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        accelerator.follow(WORKERS, {})
+
+    run, skipped = Run(prepare=with_scaler), []
+    for step, (x, y) in enumerate(run.loader):
+        loss = nn.functional.mse_loss(run.net(x), y)
+        run.accelerator.backward(loss * (1e38 if WORKERS.rank == 1 and step == 0 else 1.0))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        skipped.append(run.accelerator.optimizer_step_was_skipped)
+    return {**run.found(), "skipped": skipped, "scale": run.accelerator.scaler.get_scale()}
 
 
 def uneven(folder: Path) -> dict[str, Any]:
@@ -224,6 +248,7 @@ CASES = (
     clipped_by_value,
     measured,
     accumulated,
+    overflowing,
     uneven,
     refused,
     by_skorch,

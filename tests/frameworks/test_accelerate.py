@@ -85,6 +85,16 @@ def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job, case: str)
     assert found[0]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
+def test_an_overflow_on_one_worker_skips_the_step_of_all(job: Job) -> None:
+    found = job.of("overflowing")
+    batches = batches_of(found)
+    expected = train_plainly(sgd, 1, epoch_batches=lambda epoch: batches(epoch)[1:])
+    for one in found:
+        assert one["skipped"] == [True, False, False, False]
+        assert one["scale"] == 2.0**7
+        assert one["weights"] == pytest.approx(expected, **CLOSE)
+
+
 @pytest.mark.parametrize(("case", "limit"), [("clipped_by_norm", 0.3), ("measured", float("inf"))])
 def test_the_norm_is_that_of_the_gradient_of_all_workers_before_it_is_limited(
     job: Job, case: str, limit: float
