@@ -534,8 +534,10 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
     if key in contribution.lent:
         return contribution.lent[key][start : start + numel]
     assert contribution.values is not None
-    flat = contribution.values[layout.at[layout.table[at]]][piece.dtype]
-    return flat[piece.offset : piece.offset + (piece.used if layout.begin[at] >= 0 else piece.length)]
+    arenas = contribution.values[layout.at[layout.table[at]]]
+    if layout.begin[at] >= 0:
+        return _part(arenas, piece)
+    return arenas[piece.dtype][piece.offset : piece.offset + piece.length]
 
 
 def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> list[list[int]]:

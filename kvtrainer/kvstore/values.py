@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,9 +46,35 @@ class RowPull(NamedTuple):
     outs: Sequence[Tensor]
 
 
+class Values(NamedTuple):
+    """Tensors of some keys: the first one of each, and the others of those that have several.
+
+    There is no list for each key: of thousands, the garbage collector would look at all of them again and again.
+    """
+
+    first: list[Tensor]
+    others: dict[int, list[Tensor]]
+    """By position of the key."""
+
+    def lists(self) -> Iterator[list[Tensor]]:
+        """Yield all tensors of each key."""
+        for at, one in enumerate(self.first):
+            yield [one, *self.others.get(at, ())]
+
+    @classmethod
+    def of(cls, lists: Iterable[list[Tensor]]) -> Values:
+        """Tensors of keys that have one at least each."""
+        found = cls([], {})
+        for at, (one, *others) in enumerate(lists):
+            found.first.append(one)
+            if others:
+                found.others[at] = others
+        return found
+
+
 def flat_view(tensor: Tensor) -> Tensor | None:
-    """View a tensor as flat memory on the CPU; None where that takes a copy."""
-    if not tensor.is_cpu or not tensor.is_contiguous():
+    """View a tensor as flat memory on the CPU; None where that takes a copy, or it is sparse."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -56,7 +82,7 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def targets_of(
-    found: Iterable[tuple[Entry, Sequence[Tensor]]],
+    entries: Sequence[Entry], outs: Values
 ) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, Tensor]]]:
     """Choose where new values of keys are received: in the first `out` of each, if that is flat and of its dtype.
 
@@ -64,17 +90,19 @@ def targets_of(
     """
     arenas: list[dict[str, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
-    for entry, outs in found:
-        flat, rest = flat_view(outs[0]) if outs[0].dtype is entry.dtype else None, outs[1:]
+    for at, (entry, first) in enumerate(zip(entries, outs.first, strict=True)):
+        flat = flat_view(first) if first.dtype is entry.dtype else None
         if flat is None:
-            flat, rest = torch.empty(entry.spec.numel, dtype=entry.dtype), outs
+            flat = torch.empty(entry.spec.numel, dtype=entry.dtype)
+            others.append((first.detach(), flat))
         arenas.append({entry.spec.dtype: flat})
-        others += [(out.detach(), flat) for out in rest]
+        if at in outs.others:
+            others += [(out.detach(), flat) for out in outs.others[at]]
     return arenas, others
 
 
-def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
-    """Bring (key, value) or (keys, values) into a list of pairs; a key may appear more than once.
+def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]:
+    """Bring (key, value) or (keys, values) into keys and what each of them has; a key may appear more than once.
 
     Keys are not checked here, but by `check_keys` where they are not known.
 
@@ -87,12 +115,18 @@ def pair(key: Any, value: Any, what: str) -> list[tuple[Key, list[Tensor]]]:
         check_keys(key)
         got = f"{len(value)} values" if isinstance(value, list | tuple) else f"{type(value).__name__}"
         raise ConfigurationError(f"{len(key)} keys need a list of {len(key)} values in {what}, got {got}")
-    return [
+    first: list[Tensor] = []
+    others: dict[int, list[Tensor]] = {}
+    for at, item in enumerate(value):
         # A single dense tensor is by far the most frequent value.
-        (one, [item] if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_meta else
-         _replicas(one, item, what))
-        for one, item in zip(key, value, strict=True)
-    ]  # fmt: skip
+        if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_meta:
+            first.append(item)
+        else:
+            one, *more = _replicas(key[at], item, what)
+            first.append(one)
+            if more:
+                others[at] = more
+    return key, Values(first, others)
 
 
 def check_keys(keys: Sequence[Any]) -> None:

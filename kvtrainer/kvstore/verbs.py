@@ -41,6 +41,7 @@ from kvtrainer.kvstore.replicas import (
 from kvtrainer.kvstore.values import (
     Entry,
     RowPull,
+    Values,
     as_sparse,
     check_key,
     check_keys,
@@ -49,8 +50,8 @@ from kvtrainer.kvstore.values import (
     flat_view,
     is_sparse,
     mismatch,
-    pair,
     read_row_pulls,
+    read_values,
     spec_of,
     targets_of,
     write_rows,
@@ -63,8 +64,7 @@ from kvtrainer.profiler import Profiler
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""
 
-Pairs = Sequence[tuple[Key, list[Tensor]]]
-Found = list[tuple[Entry, list[Tensor]]]
+Found = tuple[list[Entry], Values]
 """Keys that are known, each once, with their tensors, which were checked."""
 _Store = TypeVar("_Store", bound="TableKVStore")
 
@@ -149,12 +149,13 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: a key exists already, or is of another type than the keys before it.
             PlanMismatchError: workers give different shapes or dtypes.
         """
-        self._create(pair(key, value, "value"), None)
+        self._create(*read_values(key, value, "value"), Values([], {}))
 
     @by_one_thread
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Create keys as `init` does and write rank 0's values to `out` on every worker."""
-        self._create(pair(key, value, "value"), pair(key, out, "out"))
+        keys, values = read_values(key, value, "value")
+        self._create(keys, values, read_values(key, out, "out")[1])
 
     @by_one_thread
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
@@ -188,13 +189,15 @@ class TableKVStore(KVStoreBase):
         """
         if out is None:
             raise ConfigurationError("pull needs out=…: the tensor, or list of tensors, to write to")
-        pairs = pair(key, out, "out")
+        keys, outs = read_values(key, out, "out")
         copies: list[tuple[Tensor, Tensor]] = []
-        if any([one.layout is not torch.strided for _, outs in pairs for one in outs]):
-            pairs, copies = self._without_sparse(pairs, ignore_sparse)
-        wanted = self._find(pairs, is_out=True)
-        arenas, others = targets_of(wanted)
-        self._client.rounds.pull([entry.table for entry, _ in wanted], arenas)
+        if any(
+            [one.layout is not torch.strided for some in (outs.first, *outs.others.values()) for one in some]
+        ):
+            keys, outs, copies = self._without_sparse(keys, outs, ignore_sparse)
+        entries, outs = self._find(keys, outs, is_out=True)
+        arenas, others = targets_of(entries, outs)
+        self._client.rounds.pull([entry.table for entry in entries], arenas)
         for target, flat in others:
             target.copy_(flat.view(target.shape))
         for sparse, dense in copies:
@@ -428,26 +431,29 @@ class TableKVStore(KVStoreBase):
 
     # ---------------------------------------------------------------- the way of a value
 
-    def _find(self, pairs: Pairs, is_out: bool = False) -> Found:
+    def _find(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
         """Find known keys and check their tensors, which are read or written to; those of a repeated key are joined."""
-        found: dict[Key, tuple[Entry, list[Tensor]]] = {}
-        key_type = type(next(iter(self._entries), None))
-        for key, tensors in pairs:
+        entries: list[Entry] = []
+        more, key_type = values.others, type(next(iter(self._entries), None))
+        for at, (key, first) in enumerate(zip(keys, values.first, strict=True)):
             entry = self._entries.get(key) if type(key) is key_type else None
             if entry is None:
-                self._refuse(key, [one for one, _ in pairs])
-            for tensor in tensors:
+                self._refuse(key, keys)
+            for tensor in (first, *more[at]) if at in more else (first,):
                 if tensor.shape != entry.spec.shape or not (is_out or tensor.dtype is entry.dtype):
                     raise mismatch(entry.spec, tensor)
                 if is_out and (tensor.layout is not torch.strided or not tensor.is_contiguous()):
                     check_out(entry.spec, tensor)
             if self._only_cuda:
-                check_on_cuda([one.device for one in tensors], f"the values of key {entry.spec.key!r}")
-            if key in found:
-                found[key][1].extend(tensors)
-            else:
-                found[key] = entry, tensors
-        return list(found.values())
+                devices = [one.device for one in (first, *more.get(at, ()))]
+                check_on_cuda(devices, f"the values of key {entry.spec.key!r}")
+            entries.append(entry)
+        if len(set(entries)) == len(entries):
+            return entries, values
+        joined: dict[Entry, list[Tensor]] = {}
+        for entry, tensors in zip(entries, values.lists(), strict=True):
+            joined.setdefault(entry, []).extend(tensors)
+        return list(joined), Values.of(joined.values())
 
     def _give(self, verb: str, key: Any, value: Any, out: Any, priority: int) -> None:
         """Give values to the next round of their keys; with `out`, wait and write the new values there.
@@ -459,9 +465,12 @@ class TableKVStore(KVStoreBase):
         """
         client, optimizer, by_rows = self._client, self._optimizer, []
         try:
-            pushed = self._find(pair(key, value, "value"))
-            outs = [] if out is None else self._find(pair(key, out, "out"), is_out=True)
-            for entry, replicas in pushed if self.group is not None else ():
+            entries, given = self._find(*read_values(key, value, "value"))
+            arenas: list[dict[str, Tensor]] | None = None
+            others: list[tuple[Tensor, Tensor]] = []
+            if out is not None:
+                arenas, others = targets_of(*self._find(*read_values(key, out, "out"), is_out=True))
+            for entry, replicas in zip(entries, given.lists(), strict=True) if self.group is not None else ():
                 if all(map(is_sparse, replicas)) and self._goes_by_rows(entry):
                     by_rows.append(entry.spec.key)
         except Exception as error:
@@ -469,9 +478,9 @@ class TableKVStore(KVStoreBase):
                 self.group.report(verb, error)
             raise
         if self.group is not None:
-            pushed = self._sum_over_ranks(self.group, verb, pushed, by_rows)
+            given = self._sum_over_ranks(self.group, verb, entries, given, by_rows)
         if optimizer is not None:
-            integers = [entry.spec for entry, _ in pushed if entry.spec.dtype in INTEGERS]
+            integers = [entry.spec for entry in entries if entry.spec.dtype in INTEGERS]
             if integers and self._engine is not None and not self._engine.has_updater:
                 raise ConfigurationError(
                     f"key {integers[0].key!r} is {integers[0].dtype}, which {optimizer.registered_name!r} cannot "
@@ -483,72 +492,77 @@ class TableKVStore(KVStoreBase):
                 f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
                 "set_optimizer on every worker before the first push"
             )
-        arenas, others = targets_of(outs)
         values: list[Mapping[str, Tensor]] = []
         rows: dict[tuple[int, int], RowSet] = {}
-        for at, (entry, replicas) in enumerate(pushed):
+        for at, (entry, first) in enumerate(zip(entries, given.first, strict=True)):
             # It may be the caller's memory only if the caller waits for the end.
-            merged = self._merge(entry, replicas, is_lent=bool(outs))
+            merged = self._merge(entry, first, given.others.get(at, ()), is_lent=arenas is not None)
             if isinstance(merged, RowSet):
                 rows[at, 0] = merged
                 values.append({})
             else:
                 values.append({entry.spec.dtype: merged})
-        tables = [entry.table for entry, _ in pushed]
-        received = arenas if outs else None
-        ticket = client.rounds.start(Contribution(tables, values, received, rows=rows, priority=priority))
-        if self._engine is None and not outs:
+        tables = [entry.table for entry in entries]
+        ticket = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
+        if self._engine is None and arenas is None:
             return
         try:
             client.rounds.wait(ticket)
         finally:
             if self._replicas is not None:
-                applied = [entry for entry, _ in pushed if not ticket.is_lost(entry.table)]
+                applied = [entry for entry in entries if not ticket.is_lost(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
         for target, flat in others:
             target.copy_(flat.view(target.shape))
 
-    def _sum_over_ranks(self, group: RankGroup, verb: str, pushed: Found, by_rows: Sequence[str]) -> Found:
+    def _sum_over_ranks(
+        self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]
+    ) -> Values:
         """Sum values over all ranks, by rows where every rank gives a key so. Raises as `_give`."""
         said = {
-            "keys": [entry.spec.key for entry, _ in pushed],
+            "keys": [entry.spec.key for entry in entries],
             "optimizer": None if self._optimizer is None else self._optimizer.spec(),
             "sparse": by_rows,
             "bucket_size_mb": group.buckets.size_mb,
         }
         rows_only = frozenset.intersection(*(frozenset(one["sparse"]) for one in group.agree(verb, said)))
-        summed: Found = []
-        for entry, values in pushed:
+        summed: list[Tensor] = []
+        for entry, values in zip(entries, given.lists(), strict=True):
             spec = entry.spec
             if spec.key in rows_only:
                 mine = merge_rows(spec, values)
                 counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)]))]
                 ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
-                summed.append((entry, [as_sparse(spec, ids, total.to(entry.dtype))]))
+                summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
             else:
-                flat = self._merge(entry, [densified(spec, one) for one in values], is_lent=False)
+                first, *others = [densified(spec, one) for one in values]
+                flat = self._merge(entry, first, others, is_lent=False)
                 assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
-                summed.append((entry, [flat.view(spec.shape)]))
-        return summed
+                summed.append(flat.view(spec.shape))
+        return Values(summed, {})
 
-    def _merge(self, entry: Entry, replicas: Sequence[Tensor], is_lent: bool) -> Tensor | RowSet:
+    def _merge(self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_lent: bool) -> Tensor | RowSet:
         """Sum the replicas of a key: flat, or rows where it is pushed by rows. Raises as `push`.
 
         The sum may be the caller's own memory if that `is_lent`.
         """
         spec = entry.spec
-        sparse = [one.layout is not torch.strided for one in replicas]
+        is_compressed = self._replicas is not None and spec.dtype not in INTEGERS
+        flat = None if others or is_compressed else flat_view(first)
+        if flat is not None:
+            return flat if is_lent else flat.clone()
+        replicas = [first, *others]
+        sparse = [is_sparse(one) for one in replicas]
         if all(sparse):
             if self._goes_by_rows(entry):
                 return merge_rows(spec, replicas)
             return dense_sum(spec, replicas).view(-1)
         if any(sparse):
             replicas = [densified(spec, one) for one in replicas]
-        if self._replicas is not None and spec.dtype not in INTEGERS:
+        if self._replicas is not None and is_compressed:
             return self._replicas.merge(spec.key, replicas)
-        flat = flat_view(replicas[0]) if len(replicas) == 1 else None
-        return merge(replicas, self._reducer) if flat is None else flat if is_lent else flat.clone()
+        return merge(replicas, self._reducer)
 
     def _goes_by_rows(self, entry: Entry) -> bool:
         """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""
@@ -564,20 +578,21 @@ class TableKVStore(KVStoreBase):
         return False
 
     def _without_sparse(
-        self, pairs: Pairs, ignore_sparse: bool
-    ) -> tuple[list[tuple[Key, list[Tensor]]], list[tuple[Tensor, Tensor]]]:
-        """Take sparse tensors out of what a pull writes to.
+        self, keys: Sequence[Key], outs: Values, ignore_sparse: bool
+    ) -> tuple[list[Key], Values, list[tuple[Tensor, Tensor]]]:
+        """Take sparse tensors, and keys that have no others, out of what a pull writes to.
 
         Returns also those that get a copy afterwards, each with its dense source.
 
         Raises:
             ConfigurationError: there is one, and it is neither to be ignored nor can be written to.
         """
-        dense: list[tuple[Key, list[Tensor]]] = []
+        left: list[Key] = []
+        dense: list[list[Tensor]] = []
         copies: list[tuple[Tensor, Tensor]] = []
-        for key, outs in pairs:
+        for key, tensors in zip(keys, outs.lists(), strict=True):
             kept = []
-            for one in outs:
+            for one in tensors:
                 if not is_sparse(one):
                     kept.append(one)
                 elif not ignore_sparse:
@@ -597,8 +612,9 @@ class TableKVStore(KVStoreBase):
                         stacklevel=4,
                     )
             if kept:
-                dense.append((key, kept))
-        return dense, copies
+                left.append(key)
+                dense.append(kept)
+        return left, Values.of(dense), copies
 
     def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
         """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
@@ -619,20 +635,23 @@ class TableKVStore(KVStoreBase):
                 write_rows(out, rows)
         return results
 
-    def _create(self, values: Pairs, outs: Pairs | None) -> None:
-        """Register keys and give them rank 0's values. Raises as `init`; nothing has been sent then."""
+    def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
+        """Register keys and give them rank 0's values; `outs` may be empty.
+
+        Raises as `init`; nothing has been sent then.
+        """
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         integers = INTEGERS if self._engine is not None else ()
         try:
-            check_keys([key for key, _ in values])
-            for key, replicas in values:
+            check_keys(keys)
+            for key, replicas in zip(keys, values.lists(), strict=True):
                 self._check_new(key, seen)
                 seen.add(str(key))
                 if self._only_cuda and self.group is not None:
                     check_on_cuda([one.device for one in replicas], f"the values of key {key!r}")
                 specs.append(spec_of(key, replicas[0], integers))
-            for spec, (_, tensors) in zip(specs, outs or (), strict=False):
+            for spec, tensors in zip(specs, outs.lists(), strict=False):
                 for tensor in tensors:
                     check_out(spec, tensor)
         except Exception as error:
@@ -640,8 +659,8 @@ class TableKVStore(KVStoreBase):
                 self.group.report("init", error)
             raise
         # Before a key is registered, because from then on the other workers wait for this one's value.
-        rows = zip(specs, values, strict=True)
-        flats = [merge([densified(spec, replicas[0])]) for spec, (_, replicas) in rows]
+        rows = zip(specs, values.first, strict=True)
+        flats = [merge([densified(spec, first)]) for spec, first in rows]
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
             flats = [flat.clone() for flat in flats]
@@ -650,14 +669,14 @@ class TableKVStore(KVStoreBase):
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
-        arenas, others = targets_of(zip(entries, [tensors for _, tensors in outs or ()], strict=False))
+        arenas, others = targets_of(entries if outs.first else (), outs)
         for table in tables:
             table.compressor = self._compressor(table)
         mine = None
         if self._connected.options.rank == 0:
             mine = [{spec.dtype: flat} for spec, flat in zip(specs, flats, strict=True)]
         self._client.rounds.initialise(Contribution(tables, mine, arenas or None))
-        self._entries.update({key: entry for (key, _), entry in zip(values, entries, strict=True)})
+        self._entries.update(zip(keys, entries, strict=True))
         for target, flat in others:
             target.copy_(flat.view(target.shape))
 
@@ -687,9 +706,11 @@ class TableKVStore(KVStoreBase):
 
     def _settled(self, key: Key) -> RemoteTable:
         """The table of a key, after this worker's own push of it."""
-        [(entry, _)] = self._find([(key, [])])
-        self._client.rounds.settle(entry.table)
-        return entry.table
+        if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
+            self._refuse(key, [key])
+        table = self._entries[key].table
+        self._client.rounds.settle(table)
+        return table
 
     def _set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
         """As LocalKVStore.set_updater."""
