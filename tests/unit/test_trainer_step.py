@@ -242,7 +242,7 @@ def test_optimizer_derived_from_one_that_takes_gradients_in_place_may_write_to_i
 
 @pytest.mark.parametrize("uok", STORES)
 def test_steps_of_many_parameters_give_the_garbage_collector_no_work(uok: bool | None) -> None:
-    parameters, runs = [zeros() for _ in range(2_000)], 0
+    parameters, runs = [zeros() for _ in range(1_000)], 0
     trainer = trainer_of(parameters, uok)
 
     def count(phase: str, info: dict[str, int]) -> None:

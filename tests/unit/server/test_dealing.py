@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ def plan_of(*shapes: tuple[int, ...], servers: int, row_sparse: bool = True, **o
     return make_plan(specs, servers, **options)
 
 
+@functools.cache
 def popular(rows: int, exponent: float, draws: int) -> np.ndarray:
     """The distinct ids of a batch that is drawn by Zipf's law."""
     sums = np.cumsum(np.arange(1.0, rows + 1) ** -exponent)

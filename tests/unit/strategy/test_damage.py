@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from kvtrainer.errors import KVStoreError, StateFileError
+from kvtrainer.strategy import Strategy
 from tests.support.strategies import AMP, SCHEDULE, Make, Net, steps
 
 MARKS = ("kvtrainer_format", "kvtrainer_checksum")
@@ -54,12 +56,23 @@ def exact(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
-@pytest.fixture
-def path(make: Make, tmp_path: Path) -> Path:
-    """A checkpoint after six passes."""
-    run = Run(make, 1, 6)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a checkpoint after six passes."""
+    folder = tmp_path_factory.mktemp("saved")
+    before = torch.get_rng_state()
+    run = Run(functools.partial(Strategy, kvstore="device", work_dir=str(folder)), 1, 6)
     extra = {"meta": {"iter": 6}, "data": {"seen": torch.arange(3), "names": ["a", None, b"b"]}}
-    run.strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt=extra)
+    run.strategy.save_checkpoint(str(folder / "a.pt"), extra_ckpt=extra)
+    run.strategy.close()
+    torch.set_rng_state(before)
+    return (folder / "a.pt").read_bytes()
+
+
+@pytest.fixture
+def path(saved: bytes, tmp_path: Path) -> Path:
+    """A file of that checkpoint."""
+    (tmp_path / "a.pt").write_bytes(saved)
     return tmp_path / "a.pt"
 
 
@@ -109,7 +122,7 @@ def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
         assert run.state() == right
         steps(run.model, run.trainer, 3)
         before, outcomes = run.state(), Counter[str]()
-        for _ in range(100):
+        for _ in range(50):
             path.write_bytes(damaged(whole, numbers))
             try:
                 found = run.strategy.resume(str(path))
@@ -123,7 +136,7 @@ def test_every_random_damage_is_refused_and_changes_nothing_or_does_no_harm(
                 before = run.state()
     finally:
         logging.disable(logging.NOTSET)
-    assert outcomes["refused"] > 66
+    assert outcomes["refused"] > 33
 
 
 def test_an_old_files_record_that_is_marked_as_a_folder_is_refused(make: Make, path: Path) -> None:
