@@ -5,7 +5,8 @@ The numbers are those of MXNet's nightly tests (dist_sync_kvstore.py) and of run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ TABLE = (3_000, 24)
 STEPS = 3
 
 Size = tuple[int, int]
+GRID = [(workers, servers) for workers in (1, 2, 3, 7) for servers in (1, 2, 3)]
 KINDS = pytest.mark.parametrize("kind", ["gradient", "weight"])
 
 
@@ -38,6 +40,12 @@ def size(request: pytest.FixtureRequest) -> Size:
     """Numbers of workers and servers."""
     workers, servers = request.param
     return workers, servers
+
+
+def some_of(some: Iterable[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Give the parameters of all cases, of which `make test` runs some."""
+    chosen = [*some]
+    return [pytest.param(*one, marks=() if one in chosen else pytest.mark.full) for one in every]
 
 
 def total(size: Size) -> int:
@@ -181,8 +189,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "gradient", "weight"])
-@pytest.mark.parametrize("in_store", [None, True, False])
+KINDS_AND_SITES = ["dense", "gradient", "weight"], [None, True, False]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "in_store"),
+    some_of(pairwise(FAST, *KINDS_AND_SITES), itertools.product(GRID, *KINDS_AND_SITES)),
+)
 def test_a_step_subtracts_the_sum_or_the_site_of_the_update_is_refused(
     jobs: Servers, size: Size, kind: str, in_store: bool | None
 ) -> None:
@@ -204,12 +217,15 @@ def test_a_step_subtracts_the_sum_or_the_site_of_the_update_is_refused(
     assert jobs.results(*size, body) == [expected] * size[0]
 
 
+JOBS = [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3), ("dist_sync", 3, 2)]
+CASES_AND_KINDS = [*itertools.product(GOLDEN, ["gradient", "weight"])]
+
+
 @pytest.mark.parametrize(
     ("job", "case", "kind"),
-    pairwise(
-        [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3), ("dist_sync", 3, 2)],
-        GOLDEN,
-        ["gradient", "weight"],
+    some_of(
+        [(JOBS[at % len(JOBS)], *one) for at, one in enumerate(CASES_AND_KINDS)],
+        [(job, *one) for job in JOBS for one in CASES_AND_KINDS],
     ),
 )
 def test_tables_follow_mxnets_trajectories(

@@ -68,18 +68,6 @@ def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.
     assert not announcements(bench)
 
 
-def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
-    bench = Bench(1, lambda *_: [])
-    ticket = bench.start()
-    number = ticket.legs[0].number
-    bench.servers.reply(0, number, part(bench, 0, slice(3, None), 4.0, 4))
-    bench.servers.reply(0, number, part(bench, 0, slice(3), 5.0, 4), after=1.0)
-    bench.session.wait(ticket.open, lambda _: None, 0.0, 100.5)
-    assert not bench.out.any()
-    bench.rounds.wait(ticket)
-    assert bench.out.unique().tolist() == [4.0, 5.0]
-
-
 def test_weights_of_a_higher_version_take_the_place_of_all_that_came_before() -> None:
     bench = Bench(1, lambda *_: [])
     ticket = bench.start()
