@@ -206,6 +206,7 @@ class StepPipeline:
         if summed is not None and self.limits.checks_finite and not self.memory.is_finite():
             summed = None
         self._is_vetoed, self._reduced = summed is None, summed or fresh
+        self.memory.forget_gradients()
         if summed is not None:
             if self.loss_scaler is not None and any(summed) and not any(fresh):
                 self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
@@ -553,6 +554,7 @@ class StepPipeline:
             return skipped
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
+                device.tracker.forget()  # it may evaluate the loss again
                 update.apply(scale, own, numbers, decision, again)
             else:
                 lent, device.lent = device.lent, {}

@@ -29,7 +29,6 @@ from torch.nn import Parameter
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
-from kvtrainer.memory.gradients import gradient_of
 from kvtrainer.memory.kept_sums import KeptSums
 
 LONG = 128 << 10
@@ -131,12 +130,13 @@ class Arena:
         return runs
 
     @torch.no_grad()
-    def gather_grads(self, present: Sequence[bool], lends: Collection[int] = ()) -> dict[int, Tensor]:
-        """Copy `.grad` of the parameters that are `present` into `grads`, and zero the pieces of the others.
-
-        A present parameter must have a dense gradient; any memory format will do.
+    def gather_grads(
+        self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int] = ()
+    ) -> dict[int, Tensor]:
+        """Copy the gradients of the parameters that are `present` into `grads`, and zero the pieces of the others.
 
         Args:
+            given: every parameter's gradient; of a present one dense, in any memory format.
             lends: keys (by index) of which long gradients are left where they are. Returns those by key, flat; what is
                 in their pieces does not count.
         """
@@ -144,7 +144,7 @@ class Arena:
         self.zeros = frozenset()
         for key in self.long.intersection(lends) if lends else ():
             parameter = self._parameters[key]
-            grad = parameter.grad if present[key] else None
+            grad = given[key] if present[key] else None
             if grad is None or grad.dtype != parameter.dtype or grad.is_neg():
                 continue
             if grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
@@ -156,11 +156,11 @@ class Arena:
         for keys, place, gaps in self._runs:
             if all(present[keys]):
                 parts: list[Any] = [None] * (2 * len(gaps) + 1)
-                parts[::2], parts[1::2] = map(gradient_of, self._parameters[keys]), gaps
+                parts[::2], parts[1::2] = given[keys], gaps
                 torch.cat(parts, out=place)
                 single[keys] = [False] * (keys.stop - keys.start)
         if here := list(compress(pieces, single)):
-            torch._foreach_copy_(here, list(map(gradient_of, compress(self._parameters, single))))
+            torch._foreach_copy_(here, list[Any](compress(given, single)))
         if not all(present):
             absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
             if absent:

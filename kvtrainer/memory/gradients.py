@@ -28,7 +28,7 @@ from kvtrainer.errors import ConfigurationError
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
-gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
+_gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
 _FEW = 512
 
 
@@ -69,6 +69,8 @@ class GradientTracker:
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._used_versions = [0] * count
         self._to_drop: Collection[int] = ()
+        self._seen: list[Tensor | None] | None = None
+        """The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others."""
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
 
@@ -113,7 +115,7 @@ class GradientTracker:
         Args:
             with_zeros: Whether gradients count, too, that were set to zero since they were consumed.
         """
-        grads = map(gradient_of, self._parameters)
+        grads = self._seen = list(map(_gradient_of, self._parameters))
         rows = zip(among, grads, self._fired, self._used, strict=True)
         found = [
             asked and grad is not None and (fired or used is None or used() is not grad)
@@ -125,8 +127,16 @@ class GradientTracker:
             i for i, (asked, is_in) in enumerate(zip(among, found, strict=True)) if asked and not is_in
         ]
         for i in missing:
-            found[i] = self._is_zeroed(self._parameters[i].grad, i)
+            found[i] = self._is_zeroed(grads[i], i)
         return found
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Return every parameter's gradient, read again if it may be another one than `fresh` has seen."""
+        return list(map(_gradient_of, self._parameters)) if self._seen is None else self._seen
+
+    def forget(self) -> None:
+        """Hold no gradient that `fresh` has seen, and read them again: others may be assigned first."""
+        self._seen = None
 
     def participating(self) -> list[bool]:
         """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'; watches those.
@@ -144,7 +154,8 @@ class GradientTracker:
 
     def consume(self, used: Sequence[bool]) -> None:
         """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
-        count, grads = len(self._parameters), list(map(gradient_of, compress(self._parameters, used)))
+        count, grads = len(self._parameters), list[Any](compress(self.gradients(), used))
+        self._seen = None
         try:
             versions, have_versions = list(map(_version_of, grads)), True
         except (AttributeError, RuntimeError):
@@ -165,7 +176,7 @@ class GradientTracker:
 
     def close(self) -> None:
         """Remove the hooks. Gradients are left as they are; `attach` starts watching again, for nobody who listens."""
-        self._listener = None
+        self._listener = self._seen = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -246,6 +257,7 @@ def _before_accumulation(
     tracker = tracker_ref()
     if tracker is None:
         return None
+    tracker._seen = None
     if tracker._to_drop:
         tracker._drop_used()
     if grads[0] is None:

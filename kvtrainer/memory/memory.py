@@ -69,12 +69,12 @@ class DeviceMemory:
             ConfigurationError: a gradient is sparse in another way than by rows.
         """
         self.arena.check_in_place()
+        grads = self.tracker.gradients()
         by_rows = self._by_rows(present) if self._sparse else []
         dense = [is_in and i not in by_rows for i, is_in in enumerate(present)] if by_rows else present
         try:
-            self.lent = self.arena.gather_grads(dense, lends)
+            self.lent = self.arena.gather_grads(grads, dense, lends)
         except RuntimeError:
-            grads = [parameter.grad for parameter in self.parameters]
             found = {i for i, is_in in enumerate(present) if is_in and _is_sparse(grads[i])}
             if found <= self._sparse:
                 raise
@@ -313,8 +313,14 @@ class Memory:
             # Gradients do not come back to parameters that were moved, which is then what has to be said.
             self.check_in_place()
         if stale:
+            self.forget_gradients()
             raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh))
         return fresh
+
+    def forget_gradients(self) -> None:
+        """Hold no gradient that `fresh` has seen, and read them again for `gather`: others may be assigned first."""
+        for device in self.devices:
+            device.tracker.forget()
 
     def succeed(self, former: Memory) -> None:
         """Take the place of a memory of the first of these parameters: what is new there is new here alone."""

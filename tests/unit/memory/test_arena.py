@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ def expected_arenas(plan: Plan, values: list[Tensor]) -> dict[str, Tensor]:
     for spec, offset, value in zip(plan.specs, plan.key_offsets, values, strict=True):
         arenas[spec.dtype][offset : offset + spec.numel] = value.detach().reshape(-1)
     return arenas
+
+
+def gather(arena: Arena, parameters: Sequence[Parameter], present: Sequence[bool]) -> None:
+    arena.gather_grads([p.grad for p in parameters], present)
 
 
 def test_values_survive_and_lie_where_the_plan_says_with_zero_padding() -> None:
@@ -124,9 +129,9 @@ def test_gradients_are_gathered_in_row_major_order_and_absent_pieces_are_zero() 
         p.grad = torch.randn(p.shape).to(p.dtype)
     conv.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     arena = arena_of(parameters)
-    arena.gather_grads([True] * len(parameters))
+    gather(arena, parameters, [True] * len(parameters))
     present = [i % 3 != 0 for i in range(len(parameters))]
-    arena.gather_grads(present)
+    gather(arena, parameters, present)
     values = [
         p.grad if here and p.grad is not None else torch.zeros_like(p)
         for p, here in zip(parameters, present, strict=True)
@@ -151,7 +156,7 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
     parameters[3].grad = torch.randn(1).to(torch.float32).expand(4)
     arena = arena_of(parameters)
     for _ in range(2):
-        arena.gather_grads([at != absent for at in range(len(parameters))])
+        gather(arena, parameters, [at != absent for at in range(len(parameters))])
         values = [torch.zeros_like(p) if at == absent else p.grad for at, p in enumerate(parameters)]
         for dtype, flat in expected_arenas(plan_for(parameters), values).items():  # type: ignore[arg-type]
             assert torch.equal(arena.grads[dtype], flat)
@@ -176,7 +181,7 @@ def test_arena_built_in_inference_mode_can_still_be_trained() -> None:
         assert not arena.grads["float32"].any()
         arena.mark_updated(None)
     (parameter * 2).sum().backward()
-    arena.gather_grads([True])
+    gather(arena, [parameter], [True])
     arena.weights["float32"].add_(arena.grads["float32"])
     assert parameter.tolist() == [3, 3, 3]
 
@@ -231,7 +236,7 @@ def test_cuda_parameters_alias_the_arena_with_storages_of_their_own(dtype: torch
     assert [p.untyped_storage().nbytes() for p in parameters] == [p.nbytes for p in parameters]
     for p in parameters:
         p.grad = torch.ones_like(p)
-    arena.gather_grads([True] * len(parameters))
+    gather(arena, parameters, [True] * len(parameters))
     (flat,) = arena.grads.values()
     assert flat.sum().item() == sum(math.prod(p.shape) for p in parameters)
     (weights,) = arena.weights.values()

@@ -184,6 +184,23 @@ def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None
     assert not is_fresh(tracker)
 
 
+def test_gradients_are_those_that_were_seen_until_a_backward_pass_or_somebody_says_that_there_may_be_others() -> (
+    None
+):
+    p = ones()
+    tracker = watch(p)
+    backward(p, 3)
+    assert is_fresh(tracker)
+    tracker.consume([True])
+    assert is_fresh(tracker) is False
+    backward(p, 5)
+    assert [grad.tolist() for grad in tracker.gradients() if grad is not None] == [[5, 5]]
+    assert is_fresh(tracker)
+    p.grad = torch.full((2,), 7.0)
+    tracker.forget()
+    assert [grad.tolist() for grad in tracker.gradients() if grad is not None] == [[7, 7]]
+
+
 def test_autograd_grad_neither_freshens_nor_drops() -> None:
     p = ones()
     tracker = watch(p)

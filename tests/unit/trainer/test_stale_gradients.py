@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,30 @@ def test_stale_parameters_are_all_named_and_nothing_changes(uok: bool | None) ->
     after = trainer.state_dict()["state"]
     assert [float(state["step"]) for state in after.values()] == [1, 1, 1]
     assert all(after[i]["momentum_buffer"].equal(before[i]["momentum_buffer"]) for i in range(3))
+
+
+def test_gradients_that_a_refused_step_has_seen_are_freed_when_the_loop_drops_them() -> None:
+    used, missing = zeros(), zeros()
+    trainer = trainer_of({"a": used, "b": missing}, None)
+    backward(used)
+    assert used.grad is not None
+    gradient = weakref.ref(used.grad)
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
+    trainer.zero_grad()
+    assert gradient() is None
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_a_gradient_that_is_assigned_after_a_refused_step_is_the_one_that_counts(uok: bool | None) -> None:
+    used, other = zeros(), zeros()
+    trainer = trainer_of({"a": used, "b": other}, uok)
+    backward(used, 5)
+    with pytest.raises(StaleGradientError):
+        trainer.step(1)
+    used.grad, other.grad = torch.ones(2), torch.ones(2)
+    trainer.step(1)
+    assert [used.tolist(), other.tolist()] == [[-1, -1]] * 2
 
 
 def test_stale_first_step_opens_no_store() -> None:
