@@ -600,7 +600,9 @@ class Engine:
         some = space.together(np.array(pull.tables, np.int64))
         for table in some.named:
             _check_ready(table)
-        behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
+        behind: list[int] = []
+        if space.rounds.begun or space.rounds.bound is not None:
+            behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
         if behind:
             at_once = [number for number in pull.tables if number not in behind]
             some = space.together(np.array(at_once, np.int64))

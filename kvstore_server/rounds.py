@@ -653,7 +653,7 @@ class Rounds:
         self.begun: set[int] = set()
         """Tables of which some slices may be those of the open round already: until it is over nobody reads them."""
         self._is_sync = is_sync
-        self._bound = bound
+        self.bound = bound
         self._same_payload = same_payload
         self._lanes: dict[int, Book] = {}
         self._clocks: dict[int, list[int]] = {}
@@ -735,10 +735,10 @@ class Rounds:
         """The ranks because of which this one may not read now."""
         if table in self.begun:
             return self.shared.missing_ranks(table)
-        if self._bound is None or self._is_sync:
+        if self.bound is None or self._is_sync:
             return []
         clocks = self.clocks(table)
-        least = clocks[rank] - self._bound
+        least = clocks[rank] - self.bound
         return [r for r, clock in enumerate(clocks) if clock < least and self._takes_part(r, table)]
 
     def missing_from_join(self, table: int) -> list[int]:

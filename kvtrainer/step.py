@@ -381,7 +381,8 @@ class StepPipeline:
         rescale = self.groups.optimizer.rescale_grad
         if batch_size is None:
             return rescale
-        if not is_number(batch_size) or not 0 < batch_size < math.inf:
+        is_known = type(batch_size) in (int, float) or is_number(batch_size)  # numpy has numbers, too
+        if not is_known or not 0 < batch_size < math.inf:
             raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}")
         return rescale / float(batch_size)
 

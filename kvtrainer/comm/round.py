@@ -217,7 +217,7 @@ class Leg:
 
         Returns the tables of which all have come now.
         """
-        layout = self.layout
+        layout, is_coming, came = self.layout, self.is_coming, self.came
         finished = []
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
@@ -226,10 +226,13 @@ class Leg:
             if at is None:
                 finished += self._take_part(slot, version, kind, source[start : start + nbytes])
                 continue
-            if -1 < self.came[layout.table[at]] < version and layout.table[at] in self.open:
-                self.drop_former(layout.table[at])
-            end = at + 1 if kind != m.ROWS else layout.end_of_rows(at, source[start : start + nbytes])
-            news = self.is_coming.count(1, at, end)
+            table = layout.table[at]
+            if -1 < came[table] < version and table in self.open:
+                self.drop_former(table)
+            end, news = at + 1, is_coming[at]
+            if kind == m.ROWS:
+                end = layout.end_of_rows(at, source[start : start + nbytes])
+                news = is_coming.count(1, at, end)
             if not news:
                 continue
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
@@ -248,9 +251,8 @@ class Leg:
                     runs[-1] = source, first, last + nbytes, to
                 else:
                     runs.append((source, start, start + nbytes, begin))
-            self.is_coming[at:end] = bytes(end - at)
-            table = layout.table[at]
-            self.came[table] = version
+            is_coming[at:end] = bytes(end - at)
+            came[table] = version
             self.coming[table] -= news
             if not self.coming[table]:
                 finished.append(table)
