@@ -24,6 +24,7 @@ from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name
+from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
 """Slices that fill their pages, others that two servers share a page of, and one that is too short."""
@@ -78,9 +79,9 @@ BORN = [at in LONG for at in range(len(SHAPES))]
 NOT_BORN = [False] * len(SHAPES)
 
 
-def alone(processes: Processes, members: Members, servers: int = 2, **options: Any) -> Worker:
+def alone(jobs: Servers, members: Members, servers: int = 2, **options: Any) -> Worker:
     """A worker of its own job after two steps: the second one has found gradients that can be born, and asked."""
-    worker = Worker(members.join(processes.servers(servers), 0, 1, new_name()), 0, **options)
+    worker = Worker(members.join(jobs.of(servers), 0, 1, new_name()), 0, **options)
     worker.steps(2)
     return worker
 
@@ -94,7 +95,7 @@ def on_two(
 
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_weights_are_the_same_to_the_bit_whether_gradients_are_born_in_shared_memory_or_copied(
-    processes: Processes, members: Members, optimizer: str
+    jobs: Servers, members: Members, optimizer: str
 ) -> None:
     def train(worker: Worker) -> tuple[list[Tensor], list[bool]]:
         worker.steps(4)
@@ -102,7 +103,7 @@ def test_weights_are_the_same_to_the_bit_whether_gradients_are_born_in_shared_me
         assert all(map(torch.equal, worker.grads, drawn))
         return worker.weights(), are_born(worker)
 
-    servers = processes.servers(3)
+    servers = jobs.of(3)
     found = on_two(members, servers, train, optimizer=optimizer)
     found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
     assert [where for _, where in found] == [BORN, BORN, NOT_BORN, NOT_BORN]
@@ -131,13 +132,13 @@ def _add(worker: Worker) -> None:
 
 @pytest.mark.parametrize("edit", [_clip, _write, _replace, _add])
 def test_whatever_a_loop_does_to_gradients_before_the_step_counts(
-    processes: Processes, members: Members, edit: Callable[[Worker], None]
+    jobs: Servers, members: Members, edit: Callable[[Worker], None]
 ) -> None:
     def train(worker: Worker) -> list[Tensor]:
         worker.steps(3, edit)
         return worker.weights()
 
-    servers = processes.servers(2)
+    servers = jobs.of(2)
     found = on_two(members, servers, train)
     found += on_two(members, servers, train, zero_copy=False)
     assert all(all(map(torch.equal, weights, found[0])) for weights in found)
@@ -145,9 +146,9 @@ def test_whatever_a_loop_does_to_gradients_before_the_step_counts(
 
 @pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.detach(), lambda g: g[3:], lambda g: g.numpy()])
 def test_a_gradient_that_a_loop_keeps_is_not_overwritten(
-    processes: Processes, members: Members, keep: Callable[[Tensor], Any]
+    jobs: Servers, members: Members, keep: Callable[[Tensor], Any]
 ) -> None:
-    worker = alone(processes, members)
+    worker = alone(jobs, members)
     worker.steps()
     kept = [keep(grad) for grad in worker.grads]
     before = copy.deepcopy(kept)
@@ -163,9 +164,9 @@ def test_a_gradient_that_a_loop_keeps_is_not_overwritten(
 
 
 def test_gradients_that_are_zeroed_in_place_and_added_to_stay_where_they_are(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
-    worker = alone(processes, members)
+    worker = alone(jobs, members)
     worker.steps()
     places = [grad.data_ptr() for grad in worker.grads]
     worker.trainer.zero_grad(set_to_none=False)
@@ -176,10 +177,8 @@ def test_gradients_that_are_zeroed_in_place_and_added_to_stay_where_they_are(
         torch.testing.assert_close(grad, one + other)
 
 
-def test_servers_make_no_memory_for_gradients_that_a_loop_assigns(
-    processes: Processes, members: Members
-) -> None:
-    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+def test_servers_make_no_memory_for_gradients_that_a_loop_assigns(jobs: Servers, members: Members) -> None:
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     maps = Path("/proc/self/maps")
     for _ in range(3):
         for parameter in worker.parameters:
@@ -194,8 +193,8 @@ def test_servers_make_no_memory_for_gradients_that_a_loop_assigns(
     assert are_born(worker) == BORN
 
 
-def test_a_gradient_with_a_graph_of_its_own_is_left_alone(processes: Processes, members: Members) -> None:
-    worker = alone(processes, members)
+def test_a_gradient_with_a_graph_of_its_own_is_left_alone(jobs: Servers, members: Members) -> None:
+    worker = alone(jobs, members)
     worker.trainer.zero_grad()
     total = torch.stack([p.pow(3).sum() for p in worker.parameters]).sum()
     with warnings.catch_warnings():
@@ -206,8 +205,8 @@ def test_a_gradient_with_a_graph_of_its_own_is_left_alone(processes: Processes, 
     worker.trainer.zero_grad()
 
 
-def test_hooks_of_a_loop_see_the_gradient_that_stays(processes: Processes, members: Members) -> None:
-    worker = alone(processes, members)
+def test_hooks_of_a_loop_see_the_gradient_that_stays(jobs: Servers, members: Members) -> None:
+    worker = alone(jobs, members)
     seen: list[Tensor | None] = []
     worker.parameters[0].register_hook(lambda grad: 2 * grad)
     worker.parameters[0].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
@@ -218,9 +217,9 @@ def test_hooks_of_a_loop_see_the_gradient_that_stays(processes: Processes, membe
 
 
 def test_a_forked_process_that_writes_gradients_changes_its_own_alone(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
-    worker = alone(processes, members)
+    worker = alone(jobs, members)
     drawn = worker.backward()
 
     def write() -> None:
@@ -238,8 +237,8 @@ def test_a_forked_process_that_writes_gradients_changes_its_own_alone(
     worker.trainer.step(1)
 
 
-def test_a_copy_of_a_gradient_has_memory_of_its_own(processes: Processes, members: Members) -> None:
-    worker = alone(processes, members)
+def test_a_copy_of_a_gradient_has_memory_of_its_own(jobs: Servers, members: Members) -> None:
+    worker = alone(jobs, members)
     drawn = worker.backward()
     copied = copy.deepcopy(worker.grads)
     worker.trainer.step(1)
@@ -266,8 +265,8 @@ def test_gradients_stay_when_their_server_was_killed_and_when_the_trainer_is_clo
     assert all(map(torch.equal, worker.grads, drawn))
 
 
-def test_closing_leaves_gradients_readable_and_writable(processes: Processes, members: Members) -> None:
-    worker = alone(processes, members)
+def test_closing_leaves_gradients_readable_and_writable(jobs: Servers, members: Members) -> None:
+    worker = alone(jobs, members)
     drawn = worker.backward()
     worker.trainer.close()
     assert all(map(torch.equal, worker.grads, drawn))
@@ -278,13 +277,13 @@ def test_closing_leaves_gradients_readable_and_writable(processes: Processes, me
 
 
 def test_a_worker_that_cannot_map_the_memory_copies_and_says_so(
-    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, members: Members, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no")
 
     monkeypatch.setattr(born, "put_pages", refuse)
-    worker = alone(processes, members)
+    worker = alone(jobs, members)
     worker.steps()
     assert are_born(worker) == NOT_BORN
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

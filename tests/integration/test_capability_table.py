@@ -1,4 +1,7 @@
-"""Every combination of store, value, update site, compression and dtype works or is refused; the page says which."""
+"""Every combination of store, value, update site, compression and dtype works or is refused; the page says which.
+
+All are tried out in the full run, else every store, value and site with one dtype each, and every compression at one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from tests.support.capabilities import Case, Outcome, all_outcomes, page
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities.md"
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[Case, Outcome]:
+WHOLE = pytest.param(True, id="all", marks=pytest.mark.full)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="some"), WHOLE])
+def outcomes(request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     # `try_out` itself asserts that what trains has the right weights, and lets through no error but the library's.
-    return all_outcomes()
+    return all_outcomes(request.param)
 
 
 def test_the_page_says_what_happens(outcomes: dict[Case, Outcome]) -> None:
@@ -34,6 +40,7 @@ def test_what_is_refused_is_refused_at_construction_or_as_soon_as_it_shows(
     assert not late  # only a gradient shows by itself, and not before it is there, that it has rows
 
 
+@pytest.mark.parametrize("outcomes", [WHOLE], indirect=True)
 def test_dtypes_make_no_difference_to_what_works(outcomes: dict[Case, Outcome]) -> None:
     by_combination: dict[tuple[object, ...], set[tuple[bool, str]]] = {}
     for case, outcome in outcomes.items():

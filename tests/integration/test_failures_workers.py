@@ -76,7 +76,7 @@ for _ in range(2):
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Process]]:
     with Processes() as processes:
-        yield processes.servers(2, *FORGETFUL)
+        yield processes.servers(2)
 
 
 @dataclass
@@ -99,17 +99,18 @@ class Job:
         return out.tolist()
 
 
-Start = Callable[[str], Job]
+Start = Callable[..., Job]
+"""Starts a job of that script, on servers of its own if flags for them are given."""
 
 
 @pytest.fixture
 def start(servers: list[Process]) -> Iterator[Start]:
     with Processes() as processes, Members() as members:
 
-        def job(script: str) -> Job:
-            name = new_name()
-            worker = processes.worker(READY + script, servers, 1, 3, name)
-            others = members.join(servers, 0, 3, name), members.join(servers, 2, 3, name)
+        def job(script: str, *flags: str) -> Job:
+            name, own = new_name(), processes.servers(2, *flags) if flags else servers
+            worker = processes.worker(READY + script, own, 1, 3, name)
+            others = members.join(own, 0, 3, name), members.join(own, 2, 3, name)
             assert together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in others)) == [None, None]
             assert worker.line() == "ready"
             return Job(worker, others)
@@ -206,7 +207,7 @@ def test_a_worker_that_dies_before_it_has_decided_about_a_sum_does_not_undo_the_
             trainer.step(1)
         return seen
 
-    job = start(DIES_AT_ITS_SECOND_DECISION)
+    job = start(DIES_AT_ITS_SECOND_DECISION, *FORGETFUL)
     job.worker.go()
     for seen in together(*(lambda kv=kv: limited(kv) for kv in job.others)):
         assert seen == pytest.approx([-2.0 / 3**0.5] * 3, rel=1e-5)

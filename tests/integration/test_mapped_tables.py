@@ -17,6 +17,7 @@ from kvtrainer.errors import RowIdError, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER
 from tests.support.processes import Members, Process, Processes, new_name
+from tests.support.stores import Servers
 
 SIZES, WIDTH = (300_000, 80_001), 16
 """Neither table of rows of 64 bytes ends where a page does."""
@@ -94,9 +95,9 @@ def on_two(
 
 
 def test_workers_read_rows_in_the_servers_memory_as_every_round_leaves_them(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
-    found = on_two(members, processes.servers(2), lambda worker: (worker.train(4), mapped(), worker))
+    found = on_two(members, jobs.of(2), lambda worker: (worker.train(4), mapped(), worker))
     for rank, (seen, regions, _) in enumerate(found):
         assert all(map(torch.equal, seen, expected(rank, 4)))
         assert sum(one["Rss"] for one in regions) > 0
@@ -105,11 +106,11 @@ def test_workers_read_rows_in_the_servers_memory_as_every_round_leaves_them(
 
 @pytest.mark.parametrize("way", ["copies", "tcp"])
 def test_workers_that_ask_for_rows_get_the_same(
-    processes: Processes, members: Members, way: str, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, members: Members, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "tcp":
         monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    before, servers = len(mapped()), processes.servers(2)
+    before, servers = len(mapped()), jobs.of(2)
     for rank, (seen, _) in enumerate(
         on_two(members, servers, lambda worker: (worker.train(3), worker), zero_copy=way == "tcp")
     ):
@@ -117,7 +118,7 @@ def test_workers_that_ask_for_rows_get_the_same(
     assert len(mapped()) == before
 
 
-def test_new_values_are_read_once_they_are_published(processes: Processes, members: Members) -> None:
+def test_new_values_are_read_once_they_are_published(jobs: Servers, members: Members) -> None:
     def publish(worker: Worker) -> torch.Tensor:
         worker.train()
         if not worker.rank:
@@ -125,12 +126,12 @@ def test_new_values_are_read_once_they_are_published(processes: Processes, membe
         worker.trainer.set_data()
         return worker.tables[1].row_sparse_data(torch.tensor([3, 80_000, 3])).detach()
 
-    for rows in on_two(members, processes.servers(2), publish):
+    for rows in on_two(members, jobs.of(2), publish):
         assert torch.equal(rows, torch.full((3, WIDTH), 7.5))
 
 
 def test_rows_that_are_prefetched_are_those_that_the_next_batch_reads(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
     def prefetch(worker: Worker) -> list[torch.Tensor]:
         seen = []
@@ -140,7 +141,7 @@ def test_rows_that_are_prefetched_are_those_that_the_next_batch_reads(
             seen += worker.train()
         return seen
 
-    for rank, seen in enumerate(on_two(members, processes.servers(2), prefetch)):
+    for rank, seen in enumerate(on_two(members, jobs.of(2), prefetch)):
         assert all(map(torch.equal, seen, expected(rank, 3)))
 
 

@@ -19,6 +19,7 @@ from kvtrainer.comm import connection
 from kvtrainer.errors import ConfigurationError, ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import Members, Process, Processes, eventually, new_name, round_of, together
+from tests.support.stores import Servers
 
 SIZES = (3, 1000, 3_000_000)
 """The last one needs more memory than a channel has at first, on either of two servers."""
@@ -58,9 +59,9 @@ def channels_of(store: DistKVStore) -> Any:
 
 
 def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = processes.servers(2)
+    servers = jobs.of(2)
     found = {}
     for transport in ("shm", "ipc", "tcp"):
         monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
@@ -69,10 +70,8 @@ def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
     assert all(map(torch.equal, found["ipc"], found["tcp"]))
 
 
-def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(
-    processes: Processes, members: Members
-) -> None:
-    store = members.join(processes.servers(1), 0, 1, new_name())
+def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(jobs: Servers, members: Members) -> None:
+    store = members.join(jobs.of(1), 0, 1, new_name())
     param = torch.nn.Parameter(torch.ones(17_000 * 16))  # alone in its slices, of which the last one is short
     trainer = kvtrainer.Trainer([param], "sgd", {"learning_rate": 0.5}, kvstore=store)
     (param.grad,) = torch.autograd.grad((param**2).sum(), [param], create_graph=True)
@@ -80,10 +79,8 @@ def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(
     assert (set(param.grad.tolist()), set(param.tolist())) == ({2.0}, {0.0})
 
 
-def test_a_long_gradient_of_another_type_counts_with_its_values(
-    processes: Processes, members: Members
-) -> None:
-    store = members.join(processes.servers(1), 0, 1, new_name())
+def test_a_long_gradient_of_another_type_counts_with_its_values(jobs: Servers, members: Members) -> None:
+    store = members.join(jobs.of(1), 0, 1, new_name())
     param = torch.nn.Parameter(torch.ones(17_000 * 16))
     param.grad_dtype = None
     trainer = kvtrainer.Trainer([param], "sgd", {"learning_rate": 0.5}, kvstore=store)
@@ -93,17 +90,17 @@ def test_a_long_gradient_of_another_type_counts_with_its_values(
 
 
 def test_a_worker_shares_memory_by_itself_with_the_servers_of_its_host(
-    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+    jobs: Servers, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = members.join(processes.servers(2), 0, 1, new_name())
+    store = members.join(jobs.of(2), 0, 1, new_name())
     assert sorted(channels_of(store)) == [0, 1]
     assert not caplog.records
 
 
 def test_a_job_goes_on_over_tcp_when_its_channel_breaks(
-    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+    jobs: Servers, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = members.pair(processes.servers(2))
+    pair = members.pair(jobs.of(2))
     together(*(lambda s=s: s.init("w", torch.zeros(1_000_000)) for s in pair))
     for at in range(4):
         if at == 2:
@@ -204,10 +201,10 @@ def test_a_worker_that_cannot_share_memory_says_why(
 
 
 def test_messages_through_unix_sockets_need_neither_memory_nor_tcp(
-    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
-    [server] = processes.servers(1)
+    [server] = jobs.of(1)
     store = members.join([server], 0, 1, new_name())
     transport: Any = store._client._session.transport
     assert [one.getsockopt_string(zmq.LAST_ENDPOINT)[:6] for one in transport._sockets] == ["ipc://"]
@@ -228,8 +225,8 @@ def test_a_server_of_another_host_cannot_be_reached_through_unix_sockets(
 
 
 def test_a_transport_that_there_is_not_is_refused_with_its_name(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", "rdma")
     with Members() as members, pytest.raises(ConfigurationError, match="rdma"):
-        members.join(processes.servers(1), 0, 1, new_name())
+        members.join(jobs.of(1), 0, 1, new_name())

@@ -31,6 +31,7 @@ from kvtrainer.kvstore import DistKVStore
 from tests.integration.raising_optimizer import RaisesOnHugeMeans
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import Members, Process, Processes, new_name, together
+from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
 """Slices that fill their pages and others that do not, of several keys and of one."""
@@ -81,9 +82,9 @@ def on_two(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 def test_weights_are_the_same_to_the_bit_whether_they_are_mapped_or_copied(
-    processes: Processes, members: Members, optimizer: str
+    jobs: Servers, members: Members, optimizer: str
 ) -> None:
-    servers = processes.servers(2)
+    servers = jobs.of(2)
 
     def train(worker: Worker) -> tuple[list[torch.Tensor], bool]:
         worker.steps(4)
@@ -104,7 +105,7 @@ def test_one_worker_may_copy_what_the_other_one_maps(processes: Processes, membe
 
 
 def test_rows_of_tables_between_which_pages_leave_gaps_come_to_their_places(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
     sizes, steps = (300_000, 250_001, 50_000), 4  # 16 floats a row: no table ends where a page does
 
@@ -129,13 +130,13 @@ def test_rows_of_tables_between_which_pages_leave_gaps_come_to_their_places(
         for table, size in zip(expected, sizes, strict=True):
             ids, values = gradient(rank, step, size)
             table.index_add_(0, ids, -values)
-    pair = members.pair(processes.servers(2))
+    pair = members.pair(jobs.of(2))
     for found in together(*(lambda kv=kv, r=r: train(kv, r) for r, kv in enumerate(pair))):
         assert all(map(torch.equal, found, expected))
 
 
 def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
     def write(worker: Worker) -> tuple[str, bool]:
         worker.steps(2)
@@ -145,15 +146,13 @@ def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
             worker.steps()
         return str(raised.value), all(map(torch.equal, before, worker.weights()))
 
-    for text, is_unchanged in on_two(members, processes.servers(2), write):
+    for text, is_unchanged in on_two(members, jobs.of(2), write):
         assert "p3" in text
         assert "p0" not in text
         assert is_unchanged
 
 
-def test_weights_that_are_published_are_mapped_again_on_every_worker(
-    processes: Processes, members: Members
-) -> None:
+def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Servers, members: Members) -> None:
     def publish(worker: Worker) -> list[list[torch.Tensor]]:
         worker.steps(2)
         with torch.no_grad():
@@ -164,15 +163,13 @@ def test_weights_that_are_published_are_mapped_again_on_every_worker(
         worker.steps(2)
         return [published, worker.weights()]
 
-    (first, later), (second, after) = on_two(members, processes.servers(2), publish)
+    (first, later), (second, after) = on_two(members, jobs.of(2), publish)
     assert all((weight == 3.0).all() for weight in (*first, *second))
     assert all(map(torch.equal, later, after))
     assert not any((weight == 3.0).all() for weight in later)
 
 
-def test_averaged_weights_may_be_swapped_in_and_out_between_steps(
-    processes: Processes, members: Members
-) -> None:
+def test_averaged_weights_may_be_swapped_in_and_out_between_steps(jobs: Servers, members: Members) -> None:
     def train(worker: Worker) -> list[torch.Tensor]:
         for _ in range(3):
             worker.steps()
@@ -182,15 +179,15 @@ def test_averaged_weights_may_be_swapped_in_and_out_between_steps(
                 parameter.data.copy_(weight)
         return worker.weights()
 
-    servers = processes.servers(2)
+    servers = jobs.of(2)
     swapped = on_two(members, servers, train)
     plain = on_two(members, servers, lambda worker: (worker.steps(3), worker.weights())[1])
     assert all(map(torch.equal, swapped[0], plain[0]))
     assert all(map(torch.equal, swapped[1], plain[1]))
 
 
-def test_a_copy_of_a_model_has_weights_of_its_own(processes: Processes, members: Members) -> None:
-    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Members) -> None:
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
     before, copies = worker.weights(), copy.deepcopy(worker.parameters)
     worker.steps(1)
@@ -208,8 +205,8 @@ def test_weights_that_are_moved_to_memory_of_torch_are_refused(
         worker.steps()
 
 
-def test_a_forward_pass_that_writes_weights_is_found(processes: Processes, members: Members) -> None:
-    store = members.join(processes.servers(2), 0, 1, new_name())
+def test_a_forward_pass_that_writes_weights_is_found(jobs: Servers, members: Members) -> None:
+    store = members.join(jobs.of(2), 0, 1, new_name())
     embedding = nn.Embedding(20_000, 16, max_norm=1.0)
     trainer = kvtrainer.Trainer(embedding.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
     embedding.weight.grad = torch.ones(20_000, 16)
@@ -221,23 +218,23 @@ def test_a_forward_pass_that_writes_weights_is_found(processes: Processes, membe
 
 
 def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
-    processes: Processes,
+    jobs: Servers,
     members: Members,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(mapped, "_PAGE_MAP", str(tmp_path / "none"))
-    worker = Worker(members.join(processes.servers(1), 0, 1, new_name()), 0)
+    worker = Worker(members.join(jobs.of(1), 0, 1, new_name()), 0)
     worker.steps(2)
     assert not is_mapped(worker.parameters[0])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
-    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
     before = worker.weights()
     fork = multiprocessing.get_context("fork")
@@ -260,9 +257,9 @@ def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
 
 
 def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
-    processes: Processes, members: Members
+    jobs: Servers, members: Members
 ) -> None:
-    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
     before = worker.weights()
     worker.trainer.close()
@@ -323,9 +320,9 @@ def test_a_round_that_servers_take_back_leaves_whole_weights_and_the_error_says_
 
 
 def test_training_goes_on_after_a_step_that_was_interrupted_when_servers_had_made_it(
-    processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = Worker(members.join(processes.servers(2), 0, 1, new_name()), 0)
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
     real, interrupted = Session.wait, list[bool]()
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,25 @@ def places(running: Sequence[Process]) -> list[Place]:
     ]
 
 
-def cases(places: Sequence[Place]) -> Iterator[Case]:
-    """All combinations; those with a compression have one dtype each, now this and now that."""
+def cases(places: Sequence[Place], is_whole: bool) -> Iterator[Case]:
+    """All combinations; those with a compression have one dtype each, now this and now that, or so have all of them."""
     turns = itertools.cycle(DTYPES)
-    for place, kind, site, compression in itertools.product(places, KINDS, SITES, COMPRESSIONS):
-        for dtype in DTYPES if compression == "none" else [next(turns)]:
+    for place, kind, compression, site in itertools.product(places, KINDS, COMPRESSIONS, SITES):
+        for dtype in DTYPES if is_whole and compression == "none" else [next(turns)]:
             yield Case(place, kind, site, compression, dtype)
+
+
+def try_all(places: Sequence[Place], is_whole: bool) -> Iterator[tuple[Case, Outcome]]:
+    """Try out all combinations, or enough for the page: then each compression has its turn at a site that works."""
+    sites: dict[tuple[Place, str], list[bool | None]] = {}
+    for case in cases(places, is_whole):
+        works = sites.setdefault((case.place, case.kind), [])
+        turn = COMPRESSIONS.index(case.compression) % max(len(works), 1)
+        if is_whole or case.compression == "none" or case.site in works[turn : turn + 1]:
+            outcome = try_out(case)
+            yield case, outcome
+            if outcome.works and case.site not in works:
+                works.append(case.site)
 
 
 def try_out(case: Case) -> Outcome:
@@ -267,34 +280,33 @@ def _compressions(cases: Sequence[Case], outcomes: dict[Case, Outcome]) -> str:
         return ""
     if not any(outcomes[case].has_store for case in works):
         return "has no effect: nothing travels"
-    found = []
-    for name in COMPRESSIONS[1:]:
-        compressed = [replace(case, compression=name) for case in works]
-        if all(outcomes[case].works for case in compressed if case in outcomes):
-            found.append(name)
+    sites = {case.site for case in works}
+    refused = {case.compression for case in cases if case.site in sites and not outcomes[case].works}
+    found = [name for name in COMPRESSIONS[1:] if name not in refused]
     return ", ".join(found) or f"`{ConfigurationError.__name__}` at construction"
 
 
-def try_out_in_a_group(rank: int, ranks: int) -> Results:
-    """On a rank of torch.distributed: the outcomes of the cases for stores of such jobs."""
+def try_out_in_a_group(rank: int, ranks: int, is_whole: bool) -> Results:
+    """On a rank of torch.distributed: the cases for stores of such jobs that were tried, by number, and what became."""
     logging.disable(logging.WARNING)
+    number = {case: at for at, case in enumerate(cases(GROUP, is_whole))}
     outcomes = []
-    for case in cases(GROUP):
-        outcomes.append(astuple(try_out(case)))
+    for case, outcome in try_all(GROUP, is_whole):
+        outcomes.append((number[case], *astuple(outcome)))
         gc.freeze()  # beside a process group every new Trainer looks at all objects that are not frozen
     return {"outcomes": outcomes}
 
 
-def all_outcomes() -> dict[Case, Outcome]:
-    """Try out every combination; starts a server, and a job of two ranks."""
+def all_outcomes(is_whole: bool = True) -> dict[Case, Outcome]:
+    """Try out the combinations, all or as many as the page needs; starts a server, and a job of two ranks."""
     with servers() as started:
-        outcomes = {case: try_out(case) for case in cases(places(started.of(1)))}
+        outcomes = dict(try_all(places(started.of(1)), is_whole))
     with tempfile.TemporaryDirectory() as folder:
-        job = run_job(try_out_in_a_group, Path(folder), 2, 0, in_group=True)
-    for case, *found in zip(cases(GROUP), *job["outcomes"], strict=True):
-        assert found[0] == found[1], f"{case}: the ranks differ: {found}"
-        outcomes[case] = Outcome(*found[0])
-    return outcomes
+        job = run_job(try_out_in_a_group, Path(folder), 2, 0, is_whole, in_group=True)
+    known = [*cases(GROUP, is_whole)]
+    first, second = job["outcomes"]
+    assert first == second, "the ranks differ"
+    return outcomes | {known[number]: Outcome(*found) for number, *found in first}
 
 
 def main() -> int:
