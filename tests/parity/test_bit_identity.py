@@ -7,7 +7,6 @@ Digests cover the weights after every step, so equal digests mean equal trajecto
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +21,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
 from tests.support.stores import Servers
 
-STEPS = 5
+STEPS = 3
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.01},
     "adam": {"learning_rate": 0.01, "wd": 0.01},
@@ -84,7 +83,7 @@ def test_the_verbs_of_every_store_give_the_same_bits_to_workers_as_to_replicas_i
     jobs: Servers, optimizer: str
 ) -> None:
     ends: set[str] = set()
-    for count, again in itertools.product(SERVERS, (0, 1)):
+    for count, again in ((1, 0), (2, 1), (3, 0), (3, 1)):
 
         def body(kv: DistKVStore, rank: int, again: int = again) -> str:
             return verbs(kv, optimizer, [rank], _pauses(10 * again + rank))
