@@ -25,6 +25,8 @@ from typing import Any
 
 import usage
 
+from kvtrainer.launcher.guardian import end_with_parent
+
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
 
@@ -147,7 +149,7 @@ def why_missing(python: str, modules: str) -> str:
 
 
 class Processes:
-    """Processes of one job, each in a group of its own, so that none is left behind."""
+    """Processes of one job, each in a group of its own, so that none is left behind; they end with this one, too."""
 
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
@@ -187,6 +189,7 @@ class Processes:
             text=True,
             start_new_session=True,
             cwd=folder,
+            preexec_fn=end_with_parent(os.getpid()),
         )
         self._running.append(process)
         if serves:
