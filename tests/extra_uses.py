@@ -193,7 +193,7 @@ def test() -> None:
 
 
 def dev() -> None:
-    run("ruff", "check", "--config", ROOT / "ruff.toml", ROOT / "kvtrainer")
+    run("ruff", "check", ROOT / "kvtrainer")
     for command in (["mypy", "--version"], ["lint-imports", "--help"], ["pytest", "--version"]):
         run(*command)
     run(sys.executable, "-m", "build", "--version")

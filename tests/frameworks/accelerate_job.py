@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from skorch import NeuralNetRegressor
-from skorch.callbacks import Checkpoint, LoadInitState
+from skorch.callbacks import Callback, Checkpoint, LoadInitState
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import DataLoader
@@ -221,14 +221,23 @@ def by_skorch_resumed(folder: Path) -> dict[str, Any]:
 
 
 def with_buffers_by_skorch(folder: Path) -> dict[str, Any]:
-    """Buffers of each worker, after an epoch with validation, and the loss of it, which has to be that of one model."""
+    """Buffers of each worker after an epoch without validation, and with it, where they are those of its beginning."""
+
+    class Noting(Callback):  # type: ignore[misc]
+        def on_epoch_end(self, net: Net, **_: Any) -> None:
+            noted.append(buffers_of(net))
 
     def make(rank: int) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(FEATURES), make_net(rank))
 
-    net = net_of_skorch(make=make, max_epochs=1, train_split=ValidSplit(4, stratified=False))
-    net.fit(Examples(), None)
-    return {"buffers": [one.reshape(-1).tolist() for one in net.module_.buffers()]}
+    def buffers_of(net: Net) -> list[list[float]]:
+        return [one.reshape(-1).tolist() for one in net.module_.buffers()]
+
+    noted: list[list[list[float]]] = []
+    net = net_of_skorch(make=make, max_epochs=1).fit(Examples(), None)
+    split = ValidSplit(4, stratified=False)
+    net_of_skorch(Noting(), make=make, max_epochs=1, train_split=split).fit(Examples(), None)
+    return {"ended": buffers_of(net), "noted": noted}
 
 
 def fails(framework: str) -> None:

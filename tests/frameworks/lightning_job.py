@@ -183,10 +183,31 @@ def uneven(folder: Path) -> dict[str, Any]:
     return {"seen": data.seen, "predicted": asked.seen}
 
 
-def with_buffers(folder: Path) -> list[list[float]]:
-    module = Module(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))
-    trainer_in(folder, max_epochs=1).fit(module, loader(Examples()))
-    return [one.reshape(-1).tolist() for one in module.net.buffers()]
+class Buffered(WithSGD):
+    """A module with buffers, which notes them when it is validated or tested."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))
+        self.noted: list[list[list[float]]] = []
+
+    def note(self) -> None:
+        self.noted.append([one.reshape(-1).tolist() for one in self.net.buffers()])
+
+    on_validation_epoch_start = on_test_epoch_start = note
+
+    def test_step(self, batch: Any, at: int) -> None:
+        self.validation_step(batch, at)
+
+
+def with_buffers(folder: Path) -> list[list[list[float]]]:
+    """Buffers after training; and when validation and a test begin, before which each worker has written others."""
+    module, trainer = Buffered(), trainer_in(folder, max_epochs=1)
+    trainer.fit(module, loader(Examples()))
+    module.note()
+    for look in (trainer.validate, trainer.test):
+        next(module.net.buffers()).add_(rank_of_process())
+        look(module, loader(Examples(), shuffle=False), verbose=False)
+    return module.noted
 
 
 def alone_by_mistake(folder: Path) -> str:

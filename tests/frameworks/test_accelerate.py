@@ -158,10 +158,11 @@ def test_skorch_goes_on_from_what_it_has_saved_in_a_new_net_and_in_one_that_has_
     assert first["loaded"] == pytest.approx(after_one, **CLOSE)
 
 
-def test_all_workers_of_skorch_end_with_rank_0s_buffers(job: Job) -> None:
+def test_all_workers_of_skorch_end_and_validate_with_rank_0s_buffers(job: Job) -> None:
     first, second = job.of("with_buffers_by_skorch")
     assert first == second
-    assert any(abs(one) > 1e-3 for one in first["buffers"][0])
+    for buffers in (first["ended"], *first["noted"]):
+        assert any(abs(one) > 1e-3 for one in buffers[0])
 
 
 @pytest.mark.parametrize("framework", ["accelerate", "skorch"])
