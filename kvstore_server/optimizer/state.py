@@ -120,7 +120,8 @@ class States:
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
         """As `keep`, of one whole key: only the master has a number per element."""
-        self.keep(first, end, part, State({}, state.step, state.master))
+        master = None if state.master is None else state.master.view(-1)  # also of a key without dimensions
+        self.keep(first, end, part, State({}, state.step, master))
         self.entries[first] = {**self.entries[first], **state.values}
 
     def cleared(self, name: str, like: Tensor, part: slice) -> Tensor:
