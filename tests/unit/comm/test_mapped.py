@@ -20,6 +20,7 @@ from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm import mapped
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.memory.arena import Arena as Parameters
+from tests.support.limits import LIMIT
 
 _NUMEL = 3 * 200_063
 """Rows of no whole line, so that slices of servers meet within a page."""
@@ -211,7 +212,7 @@ def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Jo
 def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
     child = multiprocessing.get_context("fork").Process(target=job.parameter.data.zero_)
     child.start()
-    child.join(60)
+    child.join(LIMIT)
     assert child.exitcode == 0
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
     assert not job.mapped.written()
