@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,7 @@ _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
 """Messages that are taken from one worker before it is another one's turn."""
+_nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 _STRANGERS = 128
 _CONNECT_TIMEOUT = 5.0
 _ONE_FD = socket.CMSG_SPACE(4)
@@ -319,7 +321,7 @@ class Channel:
             OSError: the peer is gone.
         """
         pieces = payloads or ()
-        data = sum([piece.nbytes for piece in pieces])
+        data = sum(map(_nbytes_of, pieces))
         stays = self._place_of(pieces) if may_stay and pieces and data >= len(pieces) * SENT_ALONE else None
         table: list[int] = []
         inline: list[Frame] = []
@@ -330,7 +332,10 @@ class Channel:
             if frame is None and stays is not None:
                 table += nbytes, stays
             elif nbytes <= _INLINE:
-                inline += [piece.view(torch.uint8).numpy() for piece in pieces] if frame is None else [frame]
+                for piece in pieces if frame is None else ():
+                    inline.append(piece.view(torch.uint8).numpy())
+                if frame is not None:
+                    inline.append(frame)
                 table += nbytes, -1
             else:
                 begin = self._places.take(nbytes)

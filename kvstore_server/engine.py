@@ -294,7 +294,10 @@ class Engine:
             return out
         if space.rounds.begun and has_pushes:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
-        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if has_commits else ():
+        rounds = space.rounds
+        for book, mine in (
+            (rounds.only or rounds.books(sender.rank, some.tables, commits[:, 1])) if has_commits else ()
+        ):
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
             out += self._commit(sender, book, commits, some, body)
@@ -398,15 +401,16 @@ class Engine:
         ended, others = None, some.numbers
         if is_shared and decision is None:
             ended, others = self._change(space, book, some, out)
-        applied = [n for n in others if self._finish_alone(space, book, space.tables[n], decision, out)]
+        applied: list[int] = []
+        for number in others:
+            if self._finish_alone(space, book, space.tables[number], decision, out):
+                applied.append(number)
         if applied or ended is None:
             before = [] if ended is None else ended.numbers
             ended = space.together(np.array(before + applied, np.int64))
-        answers = [
-            one
-            for rank, given in book.given.items()
-            for one in _answers(book, rank, given, ended, is_plain=not applied)
-        ]
+        answers: list[Answer] = []
+        for rank, given in book.given.items():
+            answers += _answers(book, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
         book.finish(ended.tables, ended.slots)
@@ -641,7 +645,8 @@ class Engine:
         if members.departed or members.silent(now, self.config.dead_after):
             late = [number for number in tables if shared.num_committed[number]]
         else:  # as a rule nobody is lost
-            late = [number for number in shared.late(now) if number in tables]
+            late = shared.late(now)
+            late = [number for number in late if number in tables] if late else late
         out: list[m.Outgoing] = []
         for number in late:
             pending = self._open_round(space, number)
@@ -876,7 +881,8 @@ def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: boo
     Args:
         is_plain: All of them have been applied together, so there is nothing special about any.
     """
-    flags, waiters = given.flags[ended.tables].tolist(), [given.waiters[number] for number in ended.numbers]
+    flags = given.flags[ended.tables].tolist()
+    waiters = list(map(given.waiters.__getitem__, ended.numbers))
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
         return [Answer(rank, first, flags[0], [], 0.0)]

@@ -362,10 +362,11 @@ class Namespace:
             self._push_part(rank, body)
             return
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
-        forms = tuple([(one.nbytes, one.dtype) for one in body.payloads])
-        sources: list[Any] = [
-            one if one.dtype is torch.uint8 else one.view(torch.uint8) for one in body.payloads
-        ]
+        found, sources = list[tuple[int, torch.dtype]](), list[Any]()
+        for one in body.payloads:
+            found.append((one.nbytes, one.dtype))
+            sources.append(one if one.dtype is torch.uint8 else one.view(torch.uint8))
+        forms = tuple(found)
         key = body.pushes[:, ::3].tobytes(), forms
         located = (
             self._locate(slots, sizes, forms)  # rows hardly ever have the sizes of another round
@@ -387,7 +388,7 @@ class Namespace:
             self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
-        for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
+        for book, mine in self.rounds.only or self.rounds.books(rank, tables, body.pushes[:, 1]):
             pushes = body.pushes
             if mine is None:
                 book.push(rank, pushes, sources, which, starts)
@@ -490,7 +491,7 @@ class Namespace:
             for one in some.named
         ]
         for given in book.given.values():
-            said: list[Any] = [given.said[number] for number in some.numbers]
+            said: list[Any] = list(map(given.said.__getitem__, some.numbers))
             first = said[0]
             if not first.is_plain or said.count(first) < len(said):
                 same = [one.is_plain and one.rescale == first.rescale for one in said]
@@ -514,13 +515,14 @@ class Namespace:
 
     def contribution(self, given: Given, slots: Ints, scale: float) -> Contribution:
         """What a rank gave to some slots, which ascend, by neighbouring slices."""
-        runs = [
-            Run(first, end, part_of(source, begin, last).view(self._dtypes[first]))
-            if isinstance(source, Tensor)
-            else Run(first, end, source)
-            for first, end, source, begin, last in given.runs(slots)
-        ]
-        return self.shard.contribution_of(runs, scale)
+        runs, are_plain = list[Run](), True
+        for first, end, source, begin, last in given.runs(slots):
+            if isinstance(source, Tensor):
+                source = part_of(source, begin, last).view(self._dtypes[first])
+            else:
+                are_plain = False
+            runs.append(Run(first, end, source))
+        return Contribution(runs, scale) if are_plain else self.shard.contribution_of(runs, scale)
 
     def contribution_in(self, given: Given, slot: int, begin: int, end: int, scale: float) -> Contribution:
         """What a rank gave to some elements of a slot, of which the rest may be still to come.
@@ -547,7 +549,7 @@ class Namespace:
         """
         parts, storage, sizes = some.parts.copy(), self.shard.storage, some.nbytes
         parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
-        payloads = [storage.padded[slot] for slot in some.resident]
+        payloads = list(map(storage.padded.__getitem__, some.resident))
         if half:
             payloads = [
                 storage.half(*where) for where in zip(some.resident, parts[:, 1].tolist(), strict=True)

@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ Present = np.ndarray[Any, np.dtype[np.bool_]] | None
 """Of neighbouring segments, which are updated; None: all."""
 
 _HALF = (torch.float16, torch.bfloat16)
+_bounds_of = itemgetter(0, 1)
 
 
 class Run(NamedTuple):
@@ -214,12 +216,10 @@ class Sums:
                 zero elsewhere.
             are_whole: Whether nothing is summed, so that all neighbours may come at once.
         """
-        outlines = [
-            (tuple([(run.first, run.end) for run in one.runs]), one.absent, frozenset(one.rows))
-            for one in contributions
-        ]
-        key = tuple(by_rows), whole_keys, are_whole, *outlines
-        return self._chunks.get(key, self._divide, *key)
+        named: list[Any] = [tuple(by_rows), whole_keys, are_whole]
+        for one in contributions:
+            named.append((tuple(map(_bounds_of, one.runs)), one.absent, frozenset(one.rows)))
+        return self._chunks.get(tuple(named), self._divide, *named)
 
     def part(self, slot: int, begin: int, end: int, contributions: Sequence[Contribution]) -> Chunk:
         """Some elements of a slot, whole lines, to which contributions of dense numbers are given."""
@@ -341,10 +341,11 @@ class Sums:
             if span.used < span.stop:
                 out[span.used : span.stop].zero_()
             body = out if span.used - span.start == length else out[span.start : span.used]
-            total, given = None, [(contributions[source.number], source) for source in span.given]
-            scale = given[0][0].scale
-            is_common = all([one.scale == scale for one, _ in given])
-            for one, source in given:
+            total, scale, is_common = None, contributions[span.given[0].number].scale, True
+            for source in span.given:
+                is_common &= contributions[source.number].scale == scale
+            for source in span.given:
+                one = contributions[source.number]
                 values = self._numbers(body, span, one, source, total is not None)
                 values = values if is_common else values * one.scale
                 total = values if total is None else torch.add(total, values, out=body)

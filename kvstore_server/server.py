@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import zmq
 from torch import Tensor
 
@@ -56,6 +58,7 @@ _PORTION = 64 << 20
 """Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
 _LEAST, _OF_PART = 4096, 256
 """Bytes that take about as long as what is done once for each message, and for each part of it."""
+_nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 _LAST_WORDS = 1.0
 """Seconds that queued replies get at least when the server ends."""
 
@@ -178,6 +181,7 @@ class Server:
         """Have the server stop by itself, as if asked to, when `condition` holds at a tick; it is given the time."""
         self._until = condition
 
+    @torch.no_grad()
     def run(self) -> None:
         """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent.
 
@@ -464,7 +468,7 @@ def _size_of(reply: m.Reply) -> int:
     """Estimate the bytes of a reply, and what is done once for it and for each part of it, as bytes."""
     body = reply.body
     if isinstance(body, m.Weights):
-        return _LEAST + _OF_PART * len(body.payloads) + sum([one.nbytes for one in body.payloads])
+        return _LEAST + _OF_PART * len(body.payloads) + sum(map(_nbytes_of, body.payloads))
     return _LEAST + (len(body.data) if isinstance(body, m.State) else 0)
 
 
@@ -497,10 +501,11 @@ def packed(
         for at in range(0, len(rounds), KEYS_PER_MESSAGE):
             found.append(m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE]))))
     for (peer, number), outs in weights.items():
-        bodies: list[Any] = [out.reply.body for out in outs]
-        if len(bodies) == len(bodies[0].payloads) == 1:
+        first: Any = outs[0].reply.body
+        if len(outs) == len(first.payloads) == 1:
             found += outs
             continue
+        bodies: list[Any] = [out.reply.body for out in outs]
         parts = np.concatenate([body.parts for body in bodies])
         payloads = tuple([payload for body in bodies for payload in body.payloads])
         whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]))

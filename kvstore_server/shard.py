@@ -13,6 +13,7 @@ socket, and no bit depends on the order of arrival or on the number of servers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 
 Updater = Callable[[str, Tensor, Tensor], None]
 """`updater(key, merged, stored)` changes `stored` in place."""
+_AS_IT_IS = nullcontext()
+_rows_of = attrgetter("rows")
 
 
 class Partial(NamedTuple):
@@ -274,7 +277,8 @@ class Shard:
             if optimizer.may_raise:
                 self.undos[unit] = self.snapshot(unit)
         try:
-            with torch.no_grad():
+            # To turn off what is off, as in a server, takes as long as a small sum.
+            with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
         except Exception as error:
             if not optimizer.may_raise:
@@ -291,7 +295,7 @@ class Shard:
 
     def count(self, units: Sequence[Unit]) -> None:
         """Count an update of all keys of some units."""
-        first = end = 0
+        first = end = units[0].first_key if units else 0
         for unit in units:  # neighbours are counted together
             if unit.first_key != end:
                 self._counts[first:end] += 1
@@ -353,7 +357,7 @@ class Shard:
         for unit, own in hypers:
             if unit.hypers is not own:
                 self._set_hypers(unit, own)
-        has_rows = any([given.rows for given in contributions])
+        has_rows = any(map(_rows_of, contributions))
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         whole = not optimizer.elementwise
         joined = self._sums.side_by_side(by_rows, contributions) if has_rows else ()

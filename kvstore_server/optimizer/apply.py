@@ -8,7 +8,7 @@ of an element do not depend on where the vector around it was cut. Callers have 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -83,13 +83,12 @@ def apply_update(
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         is_plain = scale == 1.0 and bound is None
         is_here = is_flat and weight.device.type == "cpu"
+        given: Any = grad
         if is_here and not (optimizer.takes_pieces or (optimizer.one_pass and is_plain)):
-            _update_in_blocks(optimizer, target, cast(Tensor, grad), state, numbers, scale, bound)
+            _update_in_blocks(optimizer, target, given, state, numbers, scale, bound)
         else:
-            given = cast(Tensor, grad)
             if is_here and optimizer.takes_pieces:
-                tensors = [grad] if isinstance(grad, Tensor) else grad
-                given = cast(Tensor, Pieces(tensors, scale, bound))  # for those that take them
+                given = Pieces([grad] if isinstance(grad, Tensor) else grad, scale, bound)
             else:
                 given = given if scale == 1.0 else given * scale
                 if bound is not None:

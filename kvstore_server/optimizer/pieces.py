@@ -40,7 +40,7 @@ def beside(
     """
     tensors, scale, bound = grad if isinstance(grad, Pieces) else Pieces([grad])
     if scale == factor == 1.0 and bound is None:
-        sizes = [tensor.numel() for tensor in tensors]
+        sizes = list(map(Tensor.numel, tensors))
         yield list(tensors), [[flat] if len(sizes) == 1 else list(torch.split(flat, sizes)) for flat in flats]
         return
     blocks = list(_blocks(tensors))

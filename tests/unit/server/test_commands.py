@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 from kvstore_server import commands
 from kvstore_server.commands import CommandContext, Commands
@@ -54,6 +55,17 @@ class Losing(Loopback):
         if isinstance(request.body, m.Command) and request.number not in self._asked:
             self._asked.add(request.number)
             self._replies.clear()
+
+
+def test_a_function_may_compute_gradients_in_a_server_that_has_turned_them_off() -> None:
+    @commands.register(9)
+    def slope(body: str, _: CommandContext) -> str:
+        x = torch.tensor(float(body), requires_grad=True)
+        (x * x).backward()
+        return str(x.grad)
+
+    with torch.no_grad():
+        assert client_of(1).command(9, b"3") == [b"tensor(6.)"]
 
 
 def test_every_server_answers_with_what_its_own_function_gave() -> None:
