@@ -362,6 +362,8 @@ WITH_FILES = {
     one.__name__: one for one in (rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout,)
 }
 BEFORE = "what was built before the group says so"
+FAST = ((2, "tcp"), (3, "shm"))
+"""Ranks and the way of their messages in `make test`."""
 
 
 def run(rank: int, ranks: int, transport: str, place: str) -> Results:
@@ -385,7 +387,15 @@ def run(rank: int, ranks: int, transport: str, place: str) -> Results:
     return found | {name: list(scenario(rank, ranks, Path(place))) for name, scenario in WITH_FILES.items()}
 
 
-@pytest.fixture(scope="module", params=[(2, "shm"), (3, "shm"), (3, "tcp")], ids=["2-shm", "3-shm", "3-tcp"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((ranks, transport), marks=() if (ranks, transport) in FAST else pytest.mark.full)
+        for ranks in (2, 3)
+        for transport in ("shm", "tcp")
+    ],
+    ids=str,
+)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("group")
     ranks, transport = request.param
