@@ -176,10 +176,6 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         """Let all workers validate the same model."""
         self._share_buffers()
 
-    def on_test_start(self) -> None:
-        """Let all workers test the same model."""
-        self._share_buffers()
-
     def on_train_end(self) -> None:
         """Let all workers end with the same model."""
         self._share_buffers()

@@ -200,13 +200,15 @@ class Buffered(WithSGD):
 
 
 def with_buffers(folder: Path) -> list[list[list[float]]]:
-    """Buffers after training; and when validation and a test begin, before which each worker has written others."""
-    module, trainer = Buffered(), trainer_in(folder, max_epochs=1)
-    trainer.fit(module, loader(Examples()))
+    """Buffers in the validation after three steps, after the fourth, and in a test, before which each worker writes."""
+    module, trainer = (
+        Buffered(),
+        trainer_in(folder, max_epochs=1, val_check_interval=3, num_sanity_val_steps=0),
+    )
+    trainer.fit(module, loader(Examples()), loader(Examples(), shuffle=False))
     module.note()
-    for look in (trainer.validate, trainer.test):
-        next(module.net.buffers()).add_(rank_of_process())
-        look(module, loader(Examples(), shuffle=False), verbose=False)
+    next(module.net.buffers()).add_(rank_of_process())
+    trainer.test(module, loader(Examples(), shuffle=False), verbose=False)
     return module.noted
 
 

@@ -148,7 +148,7 @@ def test_an_overflow_on_one_worker_skips_the_step_of_all(job: Job) -> None:
 def test_all_workers_end_validate_and_test_with_rank_0s_buffers(job: Job) -> None:
     first, second = job.of("with_buffers")
     assert first == second
-    assert [one[2] for one in first] == [[4.0]] * 3, "after training, in validation, in a test"
+    assert [one[2] for one in first] == [[3.0], [4.0], [4.0]], "in validation, after training, in a test"
 
 
 def test_a_trainer_that_would_train_alone_is_refused(job: Job) -> None:

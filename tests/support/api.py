@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +62,8 @@ def _of_class(path: str, kind: type, public: set[Any]) -> Iterator[str]:
     """Describe a class with the members that it does not have from another public one."""
     yield f"{path} class({', '.join(base.__name__ for base in kind.__bases__ if base is not object)})"
     makers = [base for base in kind.__mro__ if {"__init__", "__new__"} & vars(base).keys()]
-    if makers and makers[0].__module__.startswith(_OURS):
+    # An enumeration has the same members on each Python, but another constructor.
+    if makers and makers[0].__module__.startswith(_OURS) and not issubclass(kind, Enum):
         yield f"{path}.__init__{_signature(kind)}"
     told = set()
     for base in kind.__mro__:
