@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -10,15 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.optim
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, spec_for_store
@@ -48,27 +45,6 @@ from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 
 _log = logging.getLogger(__name__)
-
-
-_StepT = TypeVar("_StepT", bound=Callable[..., Any])
-
-
-def _seen_by_torch(step: _StepT) -> _StepT:
-    """Have torch's profiler and the hooks of optimizers see a step, as torch does; where there are none, just make it.
-
-    What torch puts around every step takes about as long as a small update.
-    """
-    seen = torch.optim.Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def call(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        is_seen = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled()
-        # Around the step of a class that extends this one torch has put its own.
-        return (seen if is_seen and type(self).step is call else step)(self, *args, **kwargs)
-
-    call.hooked = True  # type: ignore[attr-defined]  # torch leaves it as it is
-    return call  # type: ignore[return-value]
 
 
 class Trainer(torch.optim.Optimizer):
@@ -266,7 +242,6 @@ class Trainer(torch.optim.Optimizer):
 
     # Steps.
 
-    @_seen_by_torch
     @by_one_thread
     def step(  # type: ignore[override]
         self,
