@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kvstore_server.optimizer.gluon import SGD
 from kvtrainer import Trainer, kvstore
@@ -195,28 +194,6 @@ def test_step_hooks_of_torch_run_around_the_step() -> None:
     backward(p)
     trainer.step(1)
     assert seen == [[0, 0], [-1, -1]]
-
-
-def test_step_hooks_of_all_optimizers_run_once_also_of_a_class_that_extends_the_step() -> None:
-    class Longer(Trainer):
-        def step(self, *args: Any, **kwargs: Any) -> Any:
-            return super().step(*args, **kwargs)
-
-    seen: list[str] = []
-    hooks = [
-        register_optimizer_step_pre_hook(lambda one, *_: seen.append(f"before {type(one).__name__}")),
-        register_optimizer_step_post_hook(lambda one, *_: seen.append(f"after {type(one).__name__}")),
-    ]
-    try:
-        for cls in (Trainer, Longer):
-            p = zeros()
-            trainer = cls([p], "sgd", {"learning_rate": 1.0}, kvstore=None)
-            backward(p)
-            trainer.step(1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert seen == ["before Trainer", "after Trainer", "before Longer", "after Longer"]
 
 
 def test_a_profile_of_torch_names_the_step() -> None:
