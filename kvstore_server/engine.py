@@ -294,10 +294,7 @@ class Engine:
             return out
         if space.rounds.begun and has_pushes:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
-        rounds = space.rounds
-        for book, mine in (
-            (rounds.only or rounds.books(sender.rank, some.tables, commits[:, 1])) if has_commits else ()
-        ):
+        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if has_commits else ():
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
             out += self._commit(sender, book, commits, some, body)

@@ -388,7 +388,7 @@ class Namespace:
             self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
-        for book, mine in self.rounds.only or self.rounds.books(rank, tables, body.pushes[:, 1]):
+        for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
             pushes = body.pushes
             if mine is None:
                 book.push(rank, pushes, sources, which, starts)

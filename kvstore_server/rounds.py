@@ -648,8 +648,6 @@ class Rounds:
         self.num_workers = num_workers
         self.slots = Slots()
         self.shared = Book(num_workers, self.slots, same_payload)
-        self.only: list[tuple[Book, Bools | None]] = [(self.shared, None)] if is_sync else []
-        """What `books` gives, where that is always the same."""
         self.left: set[int] = set()
         """The ranks whose processes left because they were done."""
         self.begun: set[int] = set()
@@ -671,7 +669,7 @@ class Rounds:
     def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
         """The books of which a rank means those rounds of some tables, each with which are its own; None: all."""
         if self._is_sync:
-            return self.only
+            return [(self.shared, None)]
         # The first round of a table is always one of all ranks together.
         is_shared = (rounds == 0) | (self.shared.numbers[tables] == 0)
         found: list[tuple[Book, Bools | None]] = [(self.shared, is_shared)] if is_shared.any() else []
