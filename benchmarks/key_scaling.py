@@ -3,9 +3,10 @@
     python benchmarks/key_scaling.py --out benchmarks/results/key_scaling
 
 Steps of 1 to 10,000 parameters of 100 floats, and of 1,000 of 1,000 floats, with Adam: `Trainer.step`, and `pushpull`
-of all keys in one call, through shared memory and over TCP; torch.distributed (gloo) with one flat buffer, and with one
-call for each tensor, which then updates by torch's fused Adam; and MXNet 1.9.1. A job of a system measures all of them,
-one after the other.
+of all keys in one call, through shared memory and over TCP; torch.distributed (gloo), with torch's fused Adam; and
+MXNet 1.9.1. gloo has all gradients and all weights in one tensor each ("gloo flat"); or all gradients in one buffer,
+and Adam the parameters as a model has them ("gloo flat grads"); or makes one call for each gradient ("gloo per
+tensor"). A job of a system measures all of them, one after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> int:
     options = _options()
     works = tuple(_work(shape, options) for shape in options.shapes.split(","))
     jobs = [step_jobs.Job(works, options.workers, options.servers)]
-    peers = [step_jobs.PUSHPULL, "gloo flat", "gloo per tensor", step_jobs.MXNET]
+    peers = [step_jobs.PUSHPULL, "gloo flat", "gloo flat grads", "gloo per tensor", step_jobs.MXNET]
     return step_jobs.ask(TITLE, jobs, peers, options, notes=_NOTES)
 
 

@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 BEFORE = "before"
 TORCH = {
     "gloo flat": "flat",
+    "gloo flat grads": "flat grads",
     "gloo DDP": "buckets",
     "gloo per tensor": "tensors",
 }

@@ -213,11 +213,18 @@ class _Layer(torch.autograd.Function):
 
 
 class AllReduce(_Parameters):
-    """All-reduce of buckets that gradients are gathered in, and then torch's fused optimizer on every rank."""
+    """All-reduce of buckets that gradients are gathered in, and then torch's fused optimizer on every rank.
 
-    def __init__(self, bucket: int, world: int, reduce: Callable[[list[Tensor]], None]) -> None:
+    Args:
+        bucket: bytes of one; negative: all gradients are in one.
+        is_flat: the optimizer knows all weights as one tensor, not as the parameters of a model.
+    """
+
+    def __init__(
+        self, bucket: int, is_flat: bool, world: int, reduce: Callable[[list[Tensor]], None]
+    ) -> None:
         super().__init__()
-        self._bucket, self._world, self._reduce = bucket, world, reduce
+        self._bucket, self._is_flat, self._world, self._reduce = bucket, is_flat, world, reduce
         self._buckets: list[Tensor] = []
         self._slots: list[Tensor] = []
         self._assigned: list[Tensor] = []
@@ -231,7 +238,7 @@ class AllReduce(_Parameters):
         self._buckets = list(gradient.split(keys * work.floats))
         whole = Parameter(flat)
         whole.grad = gradient
-        self._updater = make_updater([whole] if self._bucket < 0 else self.parameters, work.optimizer)
+        self._updater = make_updater([whole] if self._is_flat else self.parameters, work.optimizer)
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot
 
@@ -253,9 +260,9 @@ class AllReduce(_Parameters):
 class Gloo(AllReduce):
     """All-reduce by torch.distributed, all buckets under way together as DistributedDataParallel has them."""
 
-    def __init__(self, bucket: int) -> None:
+    def __init__(self, bucket: int, is_flat: bool = False) -> None:
         dist.init_process_group("gloo")
-        super().__init__(bucket, dist.get_world_size(), self._gloo)
+        super().__init__(bucket, is_flat, dist.get_world_size(), self._gloo)
         self.rank = dist.get_rank()
 
     def barrier(self) -> None:
@@ -273,7 +280,7 @@ class Mpi(AllReduce):
     def __init__(self) -> None:
         self._mpi = importlib.import_module("mpi4py.MPI")
         self._ranks = self._mpi.COMM_WORLD
-        super().__init__(-1, self._ranks.Get_size(), self._all_reduce)
+        super().__init__(-1, True, self._ranks.Get_size(), self._all_reduce)
         self.rank = self._ranks.Get_rank()
 
     def barrier(self) -> None:
@@ -329,7 +336,8 @@ STORES: dict[str, Callable[[], Store]] = {
     "local": functools.partial(TrainerStep, "local"),
     "fused": Fused,
     "pushpull": PushPull,
-    "flat": lambda: Gloo(-1),
+    "flat": lambda: Gloo(-1, is_flat=True),
+    "flat grads": lambda: Gloo(-1),
     "buckets": lambda: Gloo(_BUCKET),
     "tensors": lambda: Gloo(0),
     "ddp": Ddp,
