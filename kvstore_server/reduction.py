@@ -168,7 +168,7 @@ class Sums:
         return joined
 
     def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[Contribution]) -> RowSet:
-        """The sum of rows, in memory that may be overwritten; as dense sums, equal scales are applied once.
+        """The sum of rows; as dense sums, equal scales are applied once. It may be the rows of a scratch contribution.
 
         Args:
             homes: Of one key, or of keys that are `side_by_side`: ids count from the first row of the first one.

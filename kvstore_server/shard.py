@@ -363,7 +363,10 @@ class Shard:
         joined = self._sums.side_by_side(by_rows, contributions) if has_rows else ()
         for homes in [[home] for some in joined for home in some] if whole else joined:
             rows = self._sums.sum_of_rows(homes, contributions)
-            apply_decision(rows.values, decision)
+            if decision != UNCHANGED:
+                # In process, those of a single contribution may be the gradient that the loop still has.
+                rows = rows._replace(values=rows.values.clone())
+                apply_decision(rows.values, decision)
             self._update_rows(optimizer, homes, rows)
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch

@@ -521,11 +521,14 @@ class StepPipeline:
         """Limit the elements in the arena; return the scale that limits the norm."""
         if decision.clip_value is not None:
             limit = decision.clip_value / abs(scale)
-            rows = self.memory.devices[0].rows.values()
-            for grad in [*self.memory.arena.grads.values(), *(one.values for one in rows)]:
-                # What a dtype cannot hold limits nothing but infinities, and torch refuses it.
-                bound = min(limit, torch.finfo(grad.dtype).max)
-                grad.clamp_(-bound, bound)
+            for flat in self.memory.arena.grads.values():
+                bound = _bound(limit, flat)
+                flat.clamp_(-bound, bound)
+            home = self.memory.devices[0]
+            for key, rows in home.rows.items():
+                # Not in place: they may be the gradient that the loop still has.
+                bound = _bound(limit, rows.values)
+                home.rows[key] = rows._replace(values=rows.values.clamp(-bound, bound))
         return scale * decision.coef
 
     def update_here(
@@ -628,3 +631,8 @@ class StepPipeline:
             for schedule in self.schedules:
                 if schedule.by == "step":
                     schedule.step()
+
+
+def _bound(limit: float, grad: torch.Tensor) -> float:
+    """A limit of the elements of a gradient: what a dtype cannot hold limits only infinities, and torch refuses it."""
+    return min(limit, torch.finfo(grad.dtype).max)

@@ -319,6 +319,22 @@ def test_set_data_replaces_the_weights_of_all_and_nothing_is_lost_or_counted_twi
         assert_close(made[0].values(), {name: value.double().numpy() for name, value in expected.items()})
 
 
+@pytest.mark.parametrize("type", ASYNCHRONOUS)
+def test_a_limit_of_each_element_leaves_the_row_sparse_gradient_of_the_loop_as_it_was(
+    jobs: Servers, type: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        rows = torch.nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False, sparse=True)
+        limit = {"type": "value", "clip_value": 0.5}
+        trainer = kvtrainer.Trainer(rows, "torch:SGD", {"lr": 1.0}, kvstore=kv, clip_grad=limit)
+        (rows(torch.tensor([1])) * 3.0).sum().backward()
+        trainer.step(1)
+        assert rows.weight.grad is not None
+        return [rows.weight.grad.to_dense()[1].tolist(), rows.weight[1].tolist()]
+
+    assert jobs.results(1, 1, body, type=type) == [[[3.0, 3.0], [-0.5, -0.5]]]
+
+
 @pytest.mark.parametrize("type", ["dist_sync", *ASYNCHRONOUS])
 def test_two_trainers_share_a_store_as_generator_and_critic_do(jobs: Servers, type: str) -> None:
     def body(kv: DistKVStore, rank: int) -> tuple[list[float], list[float], list[float]]:

@@ -232,3 +232,16 @@ def test_workers_compare_all_that_decides() -> None:
     assert limits({"max_norm": 2}).summary != one
     assert limits({"max_norm": 1}, "ignore").summary != one
     assert limits().summary is None
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.5}, {"type": "value", "clip_value": 0.5}])
+def test_clipping_leaves_a_row_sparse_gradient_as_it_was(clip: dict[str, Any]) -> None:
+    rows = torch.nn.Embedding(4, 2, sparse=True)
+    torch.nn.init.zeros_(rows.weight)
+    rows.weight.grad_req = "add"  # type: ignore[assignment]
+    trainer = Trainer(rows, "torch:SGD", {"lr": 1.0}, None, clip_grad=clip)
+    for added in (1.0, 2.0):
+        (rows(torch.tensor([1])) * 3.0).sum().backward()
+        trainer.step()
+        assert rows.weight.grad is not None
+        assert rows.weight.grad.to_dense()[1].tolist() == [3.0 * added] * 2
