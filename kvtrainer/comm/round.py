@@ -29,6 +29,8 @@ from kvtrainer.comm.tables import RemoteTable, Tables
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _NONE = np.zeros(0, np.int64)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NEAR = 1 << 20
+"""Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message."""
 
 
 class Leg:
@@ -159,7 +161,8 @@ class Leg:
             ]
             batches.append((b"", own, tuple(payloads)))
         nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
-        if not batches or (nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)):
+        most = _NEAR if round_.session.transport.shares_memory(self.server) else SENT_ALONE
+        if not batches or (nbytes > most and (len(given) > 1 or self.is_announced)):
             batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
         bodies: list[m.Contribute | m.Pull] = []
         for number, (form, own, data) in enumerate(batches, start=1):
