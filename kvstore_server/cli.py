@@ -28,7 +28,7 @@ import torch
 from kvstore_server import check
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
-from kvstore_server.memory import memory_limit
+from kvstore_server.memory import keep_free_memory, memory_limit
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
     )
     torch.set_num_threads(flags.threads)
     _allow_descriptors()
+    keep_free_memory()
     with limited_log():
         try:
             sys.path.insert(0, os.getcwd())

@@ -21,6 +21,9 @@ from kvstore_server.shard import Shard
 
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
 """Bytes that one of them occupies, roughly, beside what the tables hold."""
+_MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20))
+"""glibc's M_MMAP_THRESHOLD, no larger than what it comes to by itself; M_TRIM_THRESHOLD; M_TOP_PAD, which keeps whole
+heaps of threads."""
 _TABLE, _SLICE = 12 << 10, 1 << 10
 _PROBE = (64, 64)
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -52,6 +55,19 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_free_memory() -> None:
+    """Have the C library keep memory that is free for what this process needs next, where it can be told to.
+
+    The frames of each round come and go. glibc would give their memory back and get it again, page by page, which takes
+    longer than to fill it. It is left alone where the environment tells it something, as `kvlaunch` does.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    is_told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if set_option is not None and not is_told:
+        for option, value in _MALLOC_OPTIONS:
+            set_option(option, value)
 
 
 class Budget:

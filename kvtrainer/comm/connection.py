@@ -23,6 +23,7 @@ import zmq
 
 from kvstore_server.channel import Channel, connect
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.memory import keep_free_memory
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
@@ -261,6 +262,8 @@ class Connection:
                 self._channels[server] = channel
                 self._index[channel.fileno()] = server
                 self._poller.register(channel.fileno(), _IN)
+        if len(self._channels) < self.num_servers:
+            keep_free_memory()
         places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
         self._heartbeats = _Heartbeats(self._context, places, sessions, report)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,13 +20,39 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.limits import LIMIT
-from tests.support.processes import Members, Processes, new_name
+from tests.support.processes import WORKER, Members, Processes, new_name
 from tests.support.reachable import reachable, resident_bytes
 from tests.support.switchboard import Line
 
 MODES = [SYNCHRONOUS, Mode(ASYNC), Mode(ASYNC, slow_down=True), Mode(SSP, 1)]
 SMALL = torch.ones(3)
 MEBIBYTE = 1 << 20
+FRAMES = """
+import resource, sys, threading, torch
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def rounds(number):
+    for _ in range(number):
+        frames = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(100)]
+        del frames
+def look():
+    rounds(3)
+    before = faults()
+    rounds(5)
+    print(faults() - before, flush=True)
+def count():
+    thread = threading.Thread(target=look)  # as that of ZeroMQ, which makes the frames
+    thread.start()
+    thread.join()
+"""
+"""Python that prints the page faults of five rounds of a hundred frames of 1 MiB."""
+SERVER = """
+from kvstore_server.cli import main
+def announce(server):
+    count()
+    server.request_stop()
+sys.exit(main(["--num-servers", "1", "--bind", "tcp://127.0.0.1:0"], announce))
+"""
 
 
 def new_engines() -> list[Engine]:
@@ -165,3 +193,26 @@ def test_a_servers_process_does_not_grow_with_the_pushes(
         applied = sum(row["rounds_applied"] for row in kv.server_stats()[0]["tables"])
         assert applied == second
         assert resident_bytes(server.pid) - before < 4 * MEBIBYTE
+
+
+@pytest.fixture
+def plain_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the C library do what it does where nobody tells it anything."""
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("plain_malloc")
+def test_frames_come_to_memory_that_a_server_has_already(processes: Processes) -> None:
+    server = processes.start([sys.executable, "-c", FRAMES + SERVER])
+    assert int(server.line()) < 600
+
+
+@pytest.mark.usefixtures("plain_malloc")
+def test_frames_over_tcp_come_to_memory_that_a_worker_has_already(processes: Processes) -> None:
+    [server] = processes.servers(1)
+    place = {"KVSTORE_RANK": "0", "KVSTORE_NUM_WORKERS": "1", "KVSTORE_SERVERS": server.address}
+    script = WORKER + FRAMES + "count(); kv.close()"
+    command = [sys.executable, "-c", script, new_name(), str(LIMIT), str(LIMIT)]
+    worker = processes.start(command, {**place, "KVSTORE_TRANSPORT": "tcp"})
+    assert int(worker.line()) < 600

@@ -75,7 +75,8 @@ SET = {
     "OMP_NUM_THREADS": "`kvlaunch`: cores divided by workers; `Strategy` in a job: 1 for child processes",
     "MKL_NUM_THREADS": "`Strategy` in a job: 1 for child processes",
     "PYTHONUNBUFFERED": "`kvlaunch`: 1, so that lines come when they are printed",
-    "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again",
+    "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again; where none of these is set, "
+    "servers, and workers that reach them through sockets, have glibc keep it themselves (32 MiB, 1 GiB, 64 MiB)",
     "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
     "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
     "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: as many as there are workers, for accelerate to read",
