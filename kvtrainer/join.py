@@ -62,7 +62,11 @@ def _keep_company(pipeline: StepPipeline) -> None:
     pipeline.is_bad, pipeline.bad_loss = False, ""
     is_over = False
     while not is_over:
-        shadowed = link.shadow(memory.arena)
+        try:
+            shadowed = link.shadow(memory.arena)
+        except BaseException:
+            pipeline.count_lost()
+            raise
         is_over = shadowed.is_over
         # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
         if shadowed.hyper and not (is_over if exchange.is_sync else pipeline.schedules):

@@ -502,7 +502,12 @@ class StepPipeline:
             stages["compression_params['pull']"] = "bf16"
         coming = fresh if self.link.num_workers == 1 else None  # other workers may add keys
         options = {**self.groups.options(memory, coming), "stages": stages}
-        outcome = self.link.round(memory, options, scale, absent, veto, limits)
+        try:
+            outcome = self.link.round(memory, options, scale, absent, veto, limits)
+        except BaseException:
+            if self.link.is_lost:
+                self.count_lost()
+            raise
         if outcome.skipped:
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
@@ -620,6 +625,14 @@ class StepPipeline:
         if self.loss_scaler is not None:
             scale = self.loss_scaler.loss_scale
         return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
+
+    def count_lost(self) -> None:
+        """A round failed while this worker waited for it: it counts where the steps of others may have returned before.
+
+        Or counts, and what schedules make of them, would differ from then on, and with them every round would fail.
+        """
+        if self.link.selection.overlaps_pull and self.limits.guard is None:
+            self.count([True] * len(self.memory.names))
 
     def count(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""

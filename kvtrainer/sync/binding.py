@@ -129,6 +129,8 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self.awaited: Awaited | None = None
         """New weights of the last round that are still to come."""
+        self.is_lost = False
+        """Whether the last call of `round` raised when servers and other workers may have had something of it."""
 
     @property
     def is_alone(self) -> bool:
@@ -262,6 +264,7 @@ class Binding:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
         """
         assert self.exchange is not None
+        self.is_lost = False
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
@@ -287,6 +290,7 @@ class Binding:
                 self.replicas.accept()
         except BaseException:
             # Interrupted, it may have left some of the new weights here.
+            self.is_lost = True
             layout.accept_writes(self.has_weights)
             raise
         finally:
@@ -309,6 +313,7 @@ class Binding:
         try:
             round_ = self.holder.begin(gradients, layout.arena.weights)
         except BaseException:
+            self.is_lost = True
             layout.accept_writes(self.has_weights)
             raise
         ended = partial(self._take_awaited, layout)

@@ -246,4 +246,28 @@ def _leave(awaited_ref: weakref.ref[Awaited]) -> None:
     """The process ends: what was sent must have got there. One that dies of an error lets others know instead."""
     awaited = awaited_ref()
     if awaited is not None and getattr(sys, "last_value", None) is None:
-        awaited.wait()
+        try:
+            awaited.wait()
+        except BaseException:
+            sys.stdout = _LastFlush(sys.stdout)
+            raise
+
+
+class _LastFlush:
+    """Takes the place of standard output at the end of a process that failed where nobody could catch the error.
+
+    An exit handler cannot change the exit code by what it raises, and must not end the process before the others have
+    run. But Python exits with code 120 when standard output cannot be flushed at the very end.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise KVStoreError("the last round has failed, so the exit code is not 0")

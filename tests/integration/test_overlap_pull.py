@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.errors import ServerUnreachableError, WeightsWrittenError, WorkerLostError
+from kvtrainer.errors import KVStoreError, ServerUnreachableError, WeightsWrittenError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from tests.integration import test_overlap
 from tests.integration.test_overlap import Case, plain
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Call, Members, Processes, new_name
+from tests.support.processes import WORKER, Call, Members, Processes, new_name
 from tests.support.stores import Servers
 
 STEPS = 5
@@ -479,6 +480,61 @@ def test_a_process_that_ends_says_that_its_last_round_has_failed(processes: Proc
     servers[0].freeze()
     worker.go()
     assert "ServerUnreachableError" in worker.end()[1]
+
+
+def test_the_exit_code_says_so_after_all_exit_handlers_have_run(processes: Processes, jobs: Servers) -> None:
+    last = """
+import atexit
+atexit.register(print, "handlers have run", flush=True)
+trainer.param_groups[0]["momentum"] = 0.1 * kv.rank
+step()
+"""
+
+    servers, name = ",".join(one.address for one in jobs.of(2)), new_name()
+    command = [sys.executable, "-s", "-c", WORKER + LAST + last, name, str(LIMIT), str(LIMIT)]
+    place = {"KVSTORE_NUM_WORKERS": "2", "KVSTORE_SERVERS": servers}
+    # Programs of their own: what Python does at the very end counts.
+    workers = [processes.start(command, {**place, "KVSTORE_RANK": str(rank)}) for rank in range(2)]
+    for worker in workers:
+        assert worker.line() == "handlers have run"
+        code, said = worker.end()
+        assert code == 120
+        assert "ranks disagree on hyper-parameters" in said
+
+
+@pytest.mark.parametrize("lacks", ["a gradient", "data"])
+def test_a_round_that_fails_counts_on_workers_that_wait_for_it_as_well(jobs: Servers, lacks: str) -> None:
+    """Or what schedulers make of the counts would differ, and every round after it would fail, too."""
+
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        pair = [Parameter(torch.ones(4)) for _ in range(2)]
+        by_count = {"lr_scheduler": FactorScheduler(1, 0.5, base_lr=0.1)}
+        trainer = kvtrainer.Trainer(pair, "sgd", by_count, kv, overlap_pull=True)
+
+        def step(given: list[Parameter]) -> float:
+            for p in pair:
+                p.grad = None
+            for p in given:
+                p.grad = torch.ones(4)
+            trainer.step(2, ignore_stale_grad=True)
+            trainer.wait()
+            return trainer.learning_rate
+
+        def lacking() -> None:
+            with trainer.join():
+                if rank < 2:
+                    step(pair)
+                elif lacks == "a gradient":
+                    step(pair[:1])
+
+        found = [step(pair)]
+        trainer.param_groups[0]["momentum"] = 0.9 * (rank == 1)
+        with pytest.raises(KVStoreError, match="momentum"):
+            lacking()
+        trainer.param_groups[0]["momentum"] = 0.0
+        return [*found, step(pair), step(pair)]
+
+    assert jobs.results(3, 2, body) == [[0.1, 0.025, 0.0125]] * 3
 
 
 def test_a_store_that_is_closed_waits_for_the_last_round_of_its_trainer(jobs: Servers) -> None:
