@@ -132,7 +132,9 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             place = {"server": flags.index, "run": secrets.randbits(62) | 1, "capability": capability()}
             server = make_server(EngineConfig(**{**numbers, **place}), options)
         except (KVStoreError, ImportError) as error:
-            print(f"kvstore-server: {error}", file=sys.stderr)
+            is_missing = isinstance(error, ModuleNotFoundError)
+            advice = "; is its folder the current one, or on PYTHONPATH?" if is_missing else ""
+            print(f"kvstore-server: {error}{advice}", file=sys.stderr)
             return 1
         return _serve(server, flags, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
 

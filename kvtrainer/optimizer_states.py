@@ -204,8 +204,13 @@ class OptimizerStates:
         """Take state by key out of a torch state_dict.
 
         Raises:
-            StateMismatchError: it belongs to another model or to another kind of optimizer.
+            StateMismatchError: it belongs to another model or to another kind of optimizer, or is no such dict.
         """
+        if not {"param_groups", "state"} <= state_dict.keys():
+            raise StateMismatchError(
+                f"the state must have 'param_groups' and 'state', but has {list(state_dict)!r:.200}; give what "
+                "state_dict() of a Trainer or of a torch optimizer has returned"
+            )
         saved = state_dict["param_groups"]
         mine, theirs = ([len(group["params"]) for group in given] for given in (self._groups.live, saved))
         if mine != theirs:

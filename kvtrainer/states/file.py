@@ -193,6 +193,8 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
     path = os.path.realpath(fname)
     folder = os.path.dirname(path)
     what = f"cannot save states to {os.fspath(fname)!r}"
+    if not os.fspath(fname):
+        raise file_error(StateFileError, f"{what}: the name is empty", errno.ENOENT, fname)
     if not os.path.isdir(folder):
         raise file_error(
             StateFileError, f"{what}: there is no directory {folder!r}; create it first", errno.ENOENT, fname

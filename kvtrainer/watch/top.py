@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(argv)
     try:
-        addresses = read_servers(os.environ, options.servers or None)
+        addresses = read_servers(os.environ, ",".join(options.servers) or None)
     except ConfigurationError as error:
         parser.error(str(error))
     if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):
@@ -119,7 +119,9 @@ def render(view: View) -> Any:
                 _plain(f"waits {wait.seconds:.1f} s: {wait.what}, for {_ranks(wait.missing)}", "yellow")
             )
         parts += [_plain(f"failed: {text}", "red") for text in job.errors[-3:]]
-    if not view.jobs:
+    if not any([one.is_there for one in view.servers]):
+        parts.append("no server answers: has the job ended, or are these addresses of another one?")
+    elif not view.jobs:
         parts.append("no job has come to these servers yet")
     return Group(*parts)
 
@@ -203,7 +205,12 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("servers", nargs="*", metavar="SERVER", help=f"tcp://HOST:PORT [{SERVERS}]")
+    add(
+        "servers",
+        nargs="*",
+        metavar="SERVER",
+        help=f"tcp://HOST:PORT, a list with commas, or @FILE [{SERVERS}]",
+    )
     add("--once", action="store_true", help="print one view and end")
     add("--json", action="store_true", help="print one view as JSON and end")
     add(

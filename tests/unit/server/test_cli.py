@@ -82,7 +82,9 @@ def test_a_module_that_cannot_be_imported_ends_with_code_1_and_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--import", "no_such_module"]) == 1
-    assert "kvstore-server: No module named 'no_such_module'" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "kvstore-server: No module named 'no_such_module'" in text
+    assert "PYTHONPATH" in text
 
 
 def test_a_ready_descriptor_that_is_only_read_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,12 @@ def test_a_file_that_may_not_be_read_is_a_permission_error(
     assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(path))
 
 
+def test_a_file_without_a_name_is_refused_as_such() -> None:
+    with pytest.raises(FileNotFoundError, match="the name is empty") as caught:
+        write_state_file("", states_of(1.0))
+    assert isinstance(caught.value, StateFileError)
+
+
 def test_save_where_nothing_may_be_written_says_why() -> None:
     """Not even root may, so the test does not depend on who runs it."""
     with pytest.raises(OSError, match=r"cannot save states to '/sys/states': .+ unchanged") as caught:

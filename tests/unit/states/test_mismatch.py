@@ -336,3 +336,13 @@ def test_subclass_saves_and_restores_parts_of_its_own(tmp_path: Path) -> None:
     trainer.save_states(tmp_path / "states")
     trainer.load_states(tmp_path / "states")
     assert trainer.restored == ({"scale": 2.0}, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("given", [{"model": {}, "optimizer": {}}, {"param_groups": []}, {}])
+def test_a_dict_that_is_no_state_of_an_optimizer_is_refused_with_what_it_has(given: dict[str, Any]) -> None:
+    trainer = stepped(parameters())
+    before = trainer.state_dict()
+    with pytest.raises(StateMismatchError, match="'param_groups' and 'state'") as caught:
+        trainer.load_state_dict(given)
+    assert all(repr(key) in str(caught.value) for key in given)
+    assert repr(trainer.state_dict()) == repr(before)

@@ -54,6 +54,18 @@ def test_servers_come_from_the_environment_as_workers_take_them(
     assert [one["address"] for one in told["servers"]] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
 
 
+@pytest.mark.parametrize("said", ["tcp://127.0.0.1:7000,tcp://127.0.0.1:7001", "@servers"])
+def test_servers_are_named_as_the_variable_holds_them(
+    said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    play(monkeypatch, None, None)
+    monkeypatch.chdir(tmp_path)
+    Path("servers").write_text("tcp://127.0.0.1:7000\ntcp://127.0.0.1:7001\n")
+    assert top.main(["--json", "--interval", "0.1", said]) == 1, "nobody answered"
+    told = json.loads(capsys.readouterr().out)
+    assert [one["address"] for one in told["servers"]] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -110,6 +122,13 @@ def test_the_page_shows_waits_errors_and_servers_that_are_silent() -> None:
     text = shown(seen([server(now), None], [server(now), None]))
     for part in ("round 7 of 'w'", "rank 2", "WorkerLostError: gone", "no answer"):
         assert part in text
+
+
+def test_servers_of_which_none_answers_are_not_taken_for_idle_ones() -> None:
+    silent, idle = shown(seen([None], [None])), shown(seen([server(), None], [server(), None]))
+    assert "no server answers" in silent
+    assert "no job has come" not in silent
+    assert "no job has come" in idle
 
 
 def test_what_others_named_is_shown_as_it_is_and_commands_no_terminal() -> None:
