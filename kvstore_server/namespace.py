@@ -429,6 +429,9 @@ class Namespace:
         Raises:
             ProtocolError: a slice does not exist or is named twice, or they are not as long as the buffers.
         """
+        is_alone = len(slots) == len(forms) == 1 and sizes[0] == forms[0][0]
+        if is_alone and 0 <= slots[0] < len(self.rounds.slots.table):  # as rows of one table come
+            return self._located_alone(slots, int(sizes[0]), forms[0][1])
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
@@ -450,6 +453,13 @@ class Namespace:
             np.flatnonzero(is_wrong | (sizes != self.rounds.slots.nbytes[slots])).tolist(),
             list(zip(distinct.tolist(), received.tolist(), strict=True)),
         )
+
+    def _located_alone(self, slots: Ints, nbytes: int, dtype: torch.dtype) -> Located:
+        """Find the only slice of a message in its only buffer, which is as long."""
+        [slot], none = slots.tolist(), np.zeros(1, np.int64)
+        tables = self.rounds.slots.table[slots]
+        fits = dtype in (torch.uint8, self._dtypes[slot]) and nbytes == self.rounds.slots.nbytes[slot]
+        return Located(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
         table, at = self.place(slot)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
+from kvstore_server.optimizer.gathering import put_in_order
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 
@@ -229,6 +231,18 @@ def test_values_of_one_row_are_added_in_the_order_given(width: int, dtype: torch
     rows, result = coalesce_rows(ids, values, 9)
     assert rows.tolist() == sorted(sums)
     assert torch.equal(result, torch.stack([sums[row] for row in sorted(sums)]))
+
+
+@pytest.mark.parametrize("num_rows", [7, 60_000, 1_000_000, 1 << 40, 1 << 62])
+@pytest.mark.parametrize(("count", "runs"), [(0, 1), (1, 1), (300, 300), (4000, 4000), (4000, 3)])
+def test_equal_ids_are_put_in_order_as_they_were_given(num_rows: int, count: int, runs: int) -> None:
+    drawn = np.random.default_rng(0)
+    given = drawn.integers(0, num_rows, count) // drawn.integers(1, 1000, count)
+    given = np.concatenate([given[:0], *[np.sort(part) for part in np.array_split(given, runs)]])
+    ordered = put_in_order(given, num_rows)
+    assert ordered.order.tolist() == sorted(range(count), key=given.tolist().__getitem__)
+    assert ordered.ids.tolist() == sorted(set(given.tolist()))
+    assert torch.equal(ordered.ids[ordered.places()], torch.from_numpy(given))
 
 
 def test_rows_that_are_distinct_and_ascending_are_not_copied() -> None:
