@@ -424,6 +424,7 @@ class StepPipeline:
         had = [loss]
 
         def again() -> Any:
+            """Return the loss of the pass that was made; called again, of another, its gradients scaled alike."""
             if had:
                 return had.pop()
             if not is_plain:

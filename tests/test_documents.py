@@ -52,7 +52,7 @@ def test_a_page_can_be_followed_from_its_top_to_its_end(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(DOCS / name, tmp_path)
+    assert run_page(DOCS / name, tmp_path) == len(_code(name))
 
 
 def test_all_pages_are_in_the_navigation() -> None:

@@ -399,6 +399,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return a sparse gradient that has each id once: halves are added up in float32, and rounded once."""
         flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
         if isinstance(ordered, Tensor):
             ordered = put_in_order(ordered.numpy(), ctx.shape[0])

@@ -65,7 +65,9 @@ def test_the_worker_that_already_waits_on_another_server_is_told_of_the_mismatch
     # Large enough for a part on each server: the other server never hears of the second shape.
     first = Call(lambda: pair[0].init("w", torch.zeros(300_000)))
     outcomes = [*together(lambda: pair[1].init("w", torch.zeros(300_001))), first.outcome()]
-    raised(outcomes, PlanMismatchError)
+    for text in raised(outcomes, PlanMismatchError):
+        assert "'w' float32[300000]" in text
+        assert "'w' float32[300001]" in text
 
 
 def test_different_models_are_refused_with_the_first_difference_named(pair: Pair) -> None:

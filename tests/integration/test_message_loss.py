@@ -132,4 +132,6 @@ def test_a_network_that_loses_everything_is_an_unreachable_server(
         with impatient(kv, dead_after=SOON):
             training.step()
 
-    raised(in_job(proxies, "dist_sync", body), ServerUnreachableError)
+    for text in raised(in_job(proxies, "dist_sync", body), ServerUnreachableError):
+        assert any(proxy.address in text for proxy in proxies)
+    assert all(proxy.lost for proxy in proxies)

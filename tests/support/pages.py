@@ -28,15 +28,19 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(language, file or None, code) for language, file, code in _FENCE.findall(page.read_text())]
 
 
-def run_page(page: Path, folder: Path) -> None:
+def run_page(page: Path, folder: Path) -> int:
     """Do in `folder`, which is the working directory, what the page says, from its top to its end.
 
     Blocks of Python share one namespace; those with a title are files. Blocks of `sh` are run, and the `text` after one
     must be among the lines that it printed. All other blocks (`console`, `yaml`, …) are for the eye.
+
+    Returns how many blocks of Python and of `sh` it has done.
     """
+    done = 0
     names: dict[str, object] = {"__name__": "__main__"}
     printed: list[str] | None = None
     for block in blocks_of(page):
+        done += block.language in ("python", "sh")
         if block.language == "python" and block.file is not None:
             (folder / block.file).write_text(block.code)
         elif block.language == "python":
@@ -48,6 +52,7 @@ def run_page(page: Path, folder: Path) -> None:
             missing = [line for line in block.code.splitlines() if line not in printed]
             assert not missing, f"{missing} not among {printed}"
         printed = None
+    return done
 
 
 def _shell(code: str, folder: Path) -> list[str]:

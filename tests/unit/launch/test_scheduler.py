@@ -172,7 +172,8 @@ def test_two_processes_that_claim_one_place_fail_the_job_for_all_with_one_error(
 
 def test_a_worker_and_a_server_may_have_the_same_number(job: Job) -> None:
     job.join("w1", rank=0)
-    waits_for(job.join("s1", rank=0))
+    assert waits_for(job.join("s1", rank=0)) == "there is no server 1 and no worker 1"
+    assert job.scheduler.failure is None
 
 
 @pytest.mark.parametrize("claim", [{"rank": 0}, {}])

@@ -228,15 +228,22 @@ def test_evaluating_the_loss_again_is_refused_beside_clipping() -> None:
     assert all(map(torch.equal, weights(model), before))
 
 
-def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
-    class Failing(Sharing):
+def failing(base: Any, kind: type[BaseException]) -> Any:
+    """A class like `base` whose steps, while `fails` is true, raise `kind` when they have changed everything."""
+
+    class Failing(base):  # type: ignore[misc]
         fails = False
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             super().step()
             if self.fails:
-                raise RuntimeError("no")
+                raise kind("no")
 
+    return Failing
+
+
+def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
+    Failing = failing(Sharing, RuntimeError)
     model = net()
     trainer = Trainer(model, Failing(model.parameters()))
     trainer.update_params(loss_of(model))
@@ -254,14 +261,7 @@ def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
 def test_what_breaks_off_behind_the_update_is_as_if_it_had_not_begun(
     kind: type[BaseException], dtype: torch.dtype
 ) -> None:
-    class Failing(Plain):
-        fails = False
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step()
-            if self.fails:
-                raise kind("no")
-
+    Failing = failing(Plain, kind)
     weight = nn.Parameter(torch.ones(3, dtype=dtype))
     options = {"a": 2.0**-12, "b": 0.0, "c": None, "multi_precision": dtype is torch.float16}
     trainer = Trainer([weight], Failing, options, kvstore=None)
@@ -448,27 +448,22 @@ class Averaging(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self.state[p]
-                    if not state:
-                        state.update(n=0, m=torch.zeros_like(p))
-                    state["n"] += 1
-                    state["m"].add_((p.grad - state["m"]) / state["n"])
-                    p.sub_(state["m"], alpha=group["lr"])
+                    p.sub_(self.direction(p), alpha=group["lr"])
+
+    def direction(self, p: Any) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state.update(n=0, m=torch.zeros_like(p))
+        state["n"] += 1
+        return state["m"].add_((p.grad - state["m"]) / state["n"])  # type: ignore[no-any-return]
 
 
-class Stateless(torch.optim.Optimizer):
+class Stateless(Averaging):
     """Keeps nothing, and minds if somebody else does."""
 
-    def __init__(self, params: Any, lr: float = LR) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    assert not self.state[p]
-                    p.sub_(p.grad, alpha=group["lr"])
+    def direction(self, p: Any) -> torch.Tensor:
+        assert not self.state[p]
+        return p.grad  # type: ignore[no-any-return]
 
 
 class OwnAdam(torch.optim.Adam):

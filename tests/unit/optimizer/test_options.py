@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from typing import Any, ClassVar
 
 import msgpack
@@ -409,7 +410,11 @@ QUIET: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", QUIET)
 def test_other_names_are_not_warned_of(case: str) -> None:
     name, options = QUIET[case]
-    trainer_of(name, options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        facade.create(name, **options)
+        trainer_of(name, options)
+    assert caught == []
 
 
 def test_a_users_class_under_a_name_of_torchs_is_not_warned_of() -> None:
