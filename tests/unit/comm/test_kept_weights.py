@@ -258,3 +258,43 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}
     shard.undo(unit)
     assert shard.changed_since(unit, 0, 1, 2) is None
+
+
+class Deaf:
+    """A transport over which nothing gets to one server."""
+
+    def __init__(self, inner: Any, server: int) -> None:
+        self._inner, self._server = inner, server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(self, server: int, request: m.Request, priority: int = 0) -> None:
+        if server != self._server:
+            self._inner.send(server, request, priority)
+
+
+def test_weights_that_were_used_before_their_round_was_taken_back_all_come_again() -> None:
+    """With overlap_pull the loop has those of one server, when another one fails the round."""
+    job = Job(2, "fussy")
+    rows = {0: RowSet(torch.tensor([3, 5_999]), torch.ones(2, 9))}
+    others = frozenset({1, 2, 3, 4})
+    both = [job.item(rank, {}, rescale=1.0, absent=others, rows=rows) for rank in range(2)]
+    job.play(both)
+    first, second = (client.rounds for client in job.clients)
+    plan = job.tables[0].plan
+    key = next(k for k in range(len(SPECS)) if {piece.server for piece in plan.slices_with(k)} == {0})
+    before = {name: flat.clone() for name, flat in job.arenas[0].items()}
+    grads = {name: torch.full_like(flat, 0.25) for name, flat in before.items()}
+    begun = first.start(Contribution([job.tables[0]], [grads], [job.arenas[0]], 1.0, job.hyper))
+    session = second._session
+    transport, session.transport = session.transport, Deaf(session.transport, 1)
+    lost = second.start(job.item(1, grads, rescale=1.0))
+    session.transport = transport
+    first.wait_for(begun, [key])
+    assert any(not torch.equal(flat, before[name]) for name, flat in job.arenas[0].items())
+    second._end(lost, KVStoreError("given up"))
+    with pytest.raises(KVStoreError, match="given up"):
+        first.wait(begun)
+    job.play(both)
+    job.check()
