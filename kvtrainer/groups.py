@@ -373,6 +373,7 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
         ConfigurationError: parameters or options are wrong.
     """
     groups = collect(params, first)
+    _check_finite(optimizer, optimizer.plain_hyper())
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups)
     return [_with_checked_options(group, optimizer) for group in groups]
@@ -440,13 +441,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     Raises:
         ConfigurationError: it does not accept one, or one is not finite.
     """
-    must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
-    for name in must_be_finite:
-        numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            raise ConfigurationError(
-                f"{optimizer.registered_name}: {name} must be finite, got {options[name]!r}"
-            )
+    _check_finite(optimizer, options)
     if is_foreign(optimizer) or not options:
         return options
     spec = {"name": optimizer.registered_name, "hyper": {**optimizer.plain_hyper(), **options}}
@@ -455,6 +450,16 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     except UnknownNameError:  # an instance of a class that was never registered
         return options
     return {name: built.hyper[name] for name in options}
+
+
+def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
+    for name in must_be_finite:
+        numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ConfigurationError(
+                f"{optimizer.registered_name}: {name} must be finite, got {options[name]!r}"
+            )
 
 
 def plain(value: Any) -> Any:

@@ -588,7 +588,11 @@ class Trainer(torch.optim.Optimizer):
         self._groups.follow_instance()
         memory = self._pipeline.memory
         [group] = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))
-        here = {id(p) for device in memory.devices for p in device.parameters}
+        here = {
+            id(p): name
+            for device in memory.devices
+            for p, name in zip(device.parameters, memory.names, strict=True)
+        }
         rows = [
             (name, p)
             for of_device in [group["params"], *group.get(COPIES, ())]
@@ -605,7 +609,7 @@ class Trainer(torch.optim.Optimizer):
                 f"all parameters must be on the same list of devices, but those of the new group are on "
                 f"[{', '.join(map(str, theirs))}] while the others are on [{', '.join(map(str, homes))}]"
             )
-        twice = [name for name, p in rows if id(p) in here]
+        twice = [here[id(p)] for _, p in rows if id(p) in here]
         if twice:
             raise ConfigurationError(
                 f"{', '.join(twice)}: in a parameter group already; add each parameter once"

@@ -73,6 +73,15 @@ def test_torch_optimizer_by_name_or_class_has_torchs_momentum(kind: Any) -> None
         assert p.item() == expected
 
 
+@pytest.mark.parametrize("kind", ["sgd", "torch:SGD", torch.optim.SGD])
+@pytest.mark.parametrize("options", [{"lr": float("nan")}, {"lr": 1.0, "momentum": float("inf")}])
+def test_optimizer_with_a_number_that_is_not_finite_is_refused_when_it_is_built(
+    kind: Any, options: Any
+) -> None:
+    with pytest.raises(ConfigurationError):
+        trainer_of(zeros(1), kind, options)
+
+
 @pytest.mark.parametrize("lr", [True, None, "1", float("nan"), float("inf")])
 def test_learning_rate_that_is_no_number_is_refused(lr: Any) -> None:
     trainer = trainer_of(zeros(), "sgd", {"learning_rate": 1.0})
@@ -190,6 +199,14 @@ def test_group_is_refused_once_a_store_has_parameters_that_it_cannot_lay_out_ane
     trainer.set_data()
     with pytest.raises(ConfigurationError, match="before the first step"):
         trainer.add_param_group({"params": [p]})
+    assert len(trainer.param_groups) == 1
+
+
+def test_parameter_that_is_added_again_is_called_as_it_was_at_first() -> None:
+    a, b = zeros()
+    trainer = Trainer({"first": a}, "sgd", kvstore=None)
+    with pytest.raises(ConfigurationError, match=r"^first: "):
+        trainer.add_param_group({"params": [b, a]})
     assert len(trainer.param_groups) == 1
 
 
