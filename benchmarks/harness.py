@@ -36,6 +36,8 @@ SETTINGS = (
 FOLDER = str(Path(__file__).resolve().parents[1])
 """Where the packages of this checkout lie."""
 _TAIL = 3000
+_RESULTS = "benchmarks/results"
+"""What is in there changes no measurement."""
 
 
 class JobError(RuntimeError):
@@ -243,10 +245,16 @@ def _free_port() -> int:
 
 
 def _revision() -> str:
-    """The commit that was measured, and whether the working tree differs from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    """Name the commit that was measured, and say so if the working tree differs from it in more than results."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    others = [":/", f":(exclude,top){_RESULTS}"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        command = [*git, "describe", "--always", "--abbrev=10"]
+        name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno", "--", *others], capture_output=True, check=True
+        )
+        return f"{name}-dirty" if changed.stdout else name
     return "unknown"
 
 
