@@ -467,7 +467,8 @@ def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> N
     """Note which parameters lie where; those that are gone are forgotten before there would be more."""
     # A WeakValueDictionary does the same, at eight times the price.
     if len(_placed) >= len(addresses):
-        for address, there in list(_placed.items()):  # other threads build Trainers, too
+        # Other threads build Trainers, too, even while `list(_placed.items())` collects garbage; to copy is one act.
+        for address, there in _placed.copy().items():
             if there() is None:
                 _placed.pop(address, None)
     _placed.update(zip(addresses, map(weakref.ref, parameters), strict=True))

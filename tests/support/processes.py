@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -236,7 +237,12 @@ def impatient(store: DistKVStore, **limits: float) -> Iterator[None]:
 def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
     """Run calls at the same time, a thread each; what each returned, or the exception that it raised."""
     threads = [Call(call) for call in calls]
-    return [thread.outcome(seconds) for thread in threads]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_running for thread in threads):  # perhaps for one that has failed
+        raise AssertionError("\n".join(map(str, threads)))
+    return [thread.outcome() for thread in threads]
 
 
 @contextmanager
@@ -265,11 +271,24 @@ class Call:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
+    def join(self, seconds: float) -> None:
+        """Wait for its end, so long."""
+        self._thread.join(seconds)
+
     def outcome(self, seconds: float = LIMIT) -> Any:
         """What the call returned, or the exception that it raised."""
-        self._thread.join(seconds)
-        assert not self.is_running, f"{self._call} hangs"
+        self.join(seconds)
+        assert not self.is_running, str(self)
         return self._outcome
+
+    def __str__(self) -> str:
+        """Say how it ended, or where it hangs."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is not None:
+            return f"{self._call} hangs:\n{''.join(traceback.format_stack(frame))}"
+        if isinstance(self._outcome, BaseException):
+            return "".join(traceback.format_exception(self._outcome))
+        return f"{self._call} has returned"
 
     def _run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 from collections.abc import Sequence
@@ -51,6 +52,25 @@ def expected_arenas(plan: Plan, values: list[Tensor]) -> dict[str, Tensor]:
 
 def gather(arena: Arena, parameters: Sequence[Parameter], present: Sequence[bool]) -> None:
     arena.gather_grads([p.grad for p in parameters], present)
+
+
+def test_another_thread_may_build_an_arena_whenever_garbage_is_collected_in_one_that_is_built() -> None:
+    first, *others = [[Parameter(torch.zeros(1)) for _ in range(4)] for _ in range(100)]
+    kept = [arena_of([Parameter(torch.zeros(1)) for _ in range(3000)])]
+
+    def build(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and others:
+            kept.append(arena_of(others.pop()))
+
+    usual = gc.get_threshold()
+    gc.callbacks.append(build)
+    gc.set_threshold(20)
+    try:
+        arena_of(first)
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.remove(build)
+    assert len(kept) > 1
 
 
 def test_values_survive_and_lie_where_the_plan_says_with_zero_padding() -> None:
