@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server.channel import Arena, Shelf
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
-from kvtrainer.comm.mapped_rows import MappedRows, Shown
+from kvtrainer.comm.row_pulls import MappedRows, Shown
 from tests.support.row_tables import dealt
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))

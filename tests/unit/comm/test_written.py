@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore_server.plan import PAGE
-from kvtrainer.comm.written import WrittenPages
+from kvtrainer.comm.mapped import WrittenPages
 
 _PAGES = 2000
 _DONTNEED = 4

@@ -14,8 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
-from kvtrainer.memory.arena import EVERY, WHOLE
-from kvtrainer.memory.kept_sums import TURNS
+from kvtrainer.memory.arena import EVERY, TURNS, WHOLE
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.saved_training import same, weights
 
