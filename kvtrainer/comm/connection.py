@@ -303,6 +303,10 @@ class Connection:
         """Send what is queued, for a short while, and give all sockets back; idempotent."""
         if self._is_closed or os.getpid() != self._pid:
             return
+        if self._heartbeats is not None and self._heartbeats.is_this_thread():
+            # It collected the garbage that a store was part of. To wait for itself, or for its sockets, would hang.
+            threading.Thread(target=self.close, name="kvstore-close").start()
+            return
         self._is_closed = True
         if self._heartbeats is not None:
             self._heartbeats.stop()
@@ -352,6 +356,9 @@ class _Heartbeats:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
+
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def stop(self) -> None:
         self._stop.set()

@@ -15,6 +15,7 @@ from kvstore_server.errors import ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_request, encode_reply
 from kvstore_server.storage import Leases
+from kvtrainer.comm import connection as connections
 from kvtrainer.comm.connection import Connection
 from tests.support.messages import contribution
 from tests.support.processes import Call, eventually
@@ -85,3 +86,27 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     connection.send(0, m.Request(RUN, TOKEN, 2, m.Leave("", True)))
     connection.close()
     assert not caplog.records
+
+
+def test_the_thread_of_its_heartbeats_may_close_a_connection_when_it_collects_its_store(
+    listener: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEARTBEAT_INTERVAL", 0.01)
+    connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)], transport="tcp")
+    outcomes: list[Any] = []
+
+    def collect() -> bytes:
+        if not outcomes:
+            try:
+                outcomes.append(connection.close())
+            except Exception as error:
+                outcomes.append(error)
+        return b""
+
+    connection.begin([(RUN, TOKEN)], collect)
+    try:
+        assert eventually(lambda: outcomes != [])
+        assert outcomes == [None]
+        assert eventually(lambda: connection._context.closed)
+    finally:
+        connection.close()
