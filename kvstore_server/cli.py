@@ -59,6 +59,9 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
      "keys, slices or tables in one message"),
     ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", ServerOptions.max_message_bytes, int,
      "bytes of the optimizer state of one key in a message"),
+    ("--spread-from", "KVSTORE_SPREAD_FROM", 1 << 20, int,
+     "bytes from which on a Trainer's weights are spread over all servers, where these listen for their own host only; "
+     "less are on one of them (elsewhere all are spread)"),
     ("--http", "KVSTORE_HTTP", "", str, "HOST:PORT of a page that shows what this server does, with /metrics for "
      "Prometheus; a process of its own serves it"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
@@ -130,6 +133,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             )
             numbers = {one.name: getattr(flags, one.name, one.default) for one in fields(EngineConfig)}
             place = {"server": flags.index, "run": secrets.randbits(62) | 1, "capability": capability()}
+            if not _listens_here(flags.bind):
+                place["spread_from"] = 0
             server = make_server(EngineConfig(**{**numbers, **place}), options)
         except (KVStoreError, ImportError) as error:
             is_missing = isinstance(error, ModuleNotFoundError)
@@ -220,10 +225,16 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             )
     if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
-    if not (flags.allow_public_bind or check.is_loopback(address["host"])):
+    if not (flags.allow_public_bind or _listens_here(flags.bind)):
         parser.error(
             f"--bind {flags.bind} can be reached from other hosts; add --allow-public-bind on a trusted network"
         )
+
+
+def _listens_here(bind: str) -> bool:
+    """Return whether only processes of this host reach an address, of the form that is allowed."""
+    address = _ADDRESS.fullmatch(bind)
+    return address is not None and check.is_loopback(address["host"])
 
 
 def _problem_with(ready_fd: int) -> str | None:

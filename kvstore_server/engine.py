@@ -787,7 +787,7 @@ class Engine:
         known = self._sessions.repeated(peer, hello)
         if known is not None:  # the answer to the first one may be lost, or still on its way
             known.last_heard = now
-            return m.Welcome(self.config.run, known.token)
+            return m.Welcome(self.config.run, known.token, self.config.spread_from)
         space = self.namespaces.get(hello.namespace)
         session = self._sessions.new(peer, hello, now)
         try:
@@ -820,7 +820,7 @@ class Engine:
             )
         space.begin_process(hello.rank)
         slicewise.take_back_broken(space)
-        return m.Welcome(self.config.run, session.token)
+        return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
         """A namespace for the first worker that names it. Raises ConfigurationError if there are too many."""

@@ -32,7 +32,7 @@ from kvstore_server.membership import Membership
 from kvstore_server.memo import Memo
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import SIZES, TensorSpec, check_name, check_same, check_specs, make_plan
+from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import Contribution, Run, part_of
@@ -63,6 +63,9 @@ class EngineConfig:
         forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
         max_message_keys: Most keys, slices or tables that one message may name.
         integers: Whether keys may be integers, which no optimizer can update.
+        spread_from: Bytes from which on the table of a Trainer is spread over all servers; one of less is on one of
+            them, so that a step asks one server and not all. (Where bytes do not travel, the servers of a step take
+            longer to be woken than to sum so little.)
     """
 
     server: int = 0
@@ -78,6 +81,7 @@ class EngineConfig:
     forget_after: float = 86400.0
     max_message_keys: int = KEYS_PER_MESSAGE
     integers: bool = False
+    spread_from: int = 0
 
 
 class Located(NamedTuple):
@@ -188,7 +192,7 @@ class Namespace:
             first = self._registered_by[register.table]
             try:
                 check_same(table.plan.specs, specs, f"rank {first}", f"rank {rank}")
-                _check_same_placement(table.plan.whole_keys, register.whole_keys, first, rank)
+                _check_same_placement(table.plan, register, first, rank)
             except PlanMismatchError as error:
                 table.conflict = error
                 raise
@@ -196,7 +200,9 @@ class Namespace:
         check_name("a table", register.table)
         check_specs(specs, self.config.num_servers, self.config.integers)
         self._check_size(register.table, specs)
-        plan = make_plan(specs, self.config.num_servers, register.whole_keys, self.config.integers)
+        plan = make_plan(
+            specs, self.config.num_servers, register.whole_keys, self.config.integers, register.one_server
+        )
         workers = self.membership.num_workers
         needed = footprint(plan, self.config.server, workers, self.mode, self.optimizer.named)
         self.claim(needed, f"table {register.table!r}")
@@ -758,12 +764,19 @@ def _codec_of(packed: bytes) -> Codec:
     return make_codec(unpack_control(packed))
 
 
-def _check_same_placement(mine: bool, theirs: bool, first: int, rank: int) -> None:
-    if mine != theirs:
+def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int) -> None:
+    if mine.whole_keys != theirs.whole_keys:
         names = {True: "whole keys", False: "slices of keys"}
         raise PlanMismatchError(
-            f"rank {first} wants {names[mine]} on a server, rank {rank} wants {names[theirs]}: one of them has an "
-            "optimizer that needs whole keys; set the same one on every worker"
+            f"rank {first} wants {names[mine.whole_keys]} on a server, rank {rank} wants {names[theirs.whole_keys]}: "
+            "one of them has an optimizer that needs whole keys; set the same one on every worker"
+        )
+    if mine.one_server != theirs.one_server:
+        names = {True: "one server", False: "all servers"}
+        raise PlanMismatchError(
+            f"rank {first} wants the table on {names[mine.one_server]}, rank {rank} on {names[theirs.one_server]}: "
+            "servers told them other sizes; start all servers with the same --spread-from, and do not replace one "
+            "while workers start"
         )
 
 

@@ -303,6 +303,8 @@ class Plan:
     """Where each key begins in the arena of its dtype, in elements."""
     whole_keys: bool
     """Whether all slices of a key are on one server."""
+    one_server: bool
+    """Whether all slices of the table are."""
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
     has_row_sparse: bool = field(init=False)
@@ -326,7 +328,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Name the layout: equal in every process for equal inputs and the same rules of slicing, and only then."""
-        layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE, self.num_servers, self.whole_keys]
+        layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE]
+        layout += [self.num_servers, self.whole_keys, self.one_server]
         return hashlib.sha256(json.dumps([layout, self.specs]).encode()).hexdigest()
 
     @cached_property
@@ -443,12 +446,16 @@ def _deal(plan: Plan, key: int) -> Deal:
 
 
 def make_plan(
-    specs: Sequence[TensorSpec], num_servers: int, whole_keys: bool = False, integers: bool = False
+    specs: Sequence[TensorSpec],
+    num_servers: int,
+    whole_keys: bool = False,
+    integers: bool = False,
+    one_server: bool = False,
 ) -> Plan:
     """Lay out `specs` over `num_servers` servers.
 
     With `whole_keys` a key is not spread over servers, for optimizers that need more of it than one element at a
-    time; the slices are the same, only their places differ.
+    time; with `one_server` the whole table is not. The slices are the same, only their places differ.
 
     Raises:
         ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
@@ -492,11 +499,13 @@ def make_plan(
             else _most_together(drafts, pieces, num_servers)
         )
         units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
+    if one_server:
+        units = [list(range(len(drafts)))]
     sizes = [draft.nbytes for draft in drafts]
     servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(replace(draft, index=i, server=servers[i]) for i, draft in enumerate(drafts))
     offsets = tuple(key_offsets)
-    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys)
+    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys, one_server)
 
 
 def check_same(

@@ -87,6 +87,8 @@ class Register:
     """How many keys the table has; -1: these."""
     digest: str = ""
     """The plan's; a server that has the table with this one needs no keys."""
+    one_server: bool = False
+    """Whether the whole table lies on one server."""
 
 
 (
@@ -346,6 +348,8 @@ class Welcome:
 
     run: int
     session: int
+    spread_from: int = 0
+    """As of EngineConfig; the least of all servers counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,31 +68,40 @@ class Client:
         self._session.connect()
 
     def register(
-        self, tables: Mapping[str, Sequence[TensorSpec]], whole_keys: bool = False
+        self,
+        tables: Mapping[str, Sequence[TensorSpec]],
+        whole_keys: bool = False,
+        may_stay_together: bool = False,
     ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
-        With `whole_keys` no key is spread over servers.
+        With `whole_keys` no key is spread over servers; where they `may_stay_together`, no table that servers find
+        small.
 
         Raises:
             PlanMismatchError: another worker declared other keys under one of the names.
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
-        declared = {name: self._declare(name, specs, whole_keys) for name, specs in tables.items()}
+        least = self._session.spread_from if may_stay_together else 0
+        declared = {name: self._declare(name, specs, whole_keys, least) for name, specs in tables.items()}
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
         for at in range(0, len(requests), _REGISTERED_TOGETHER):
             self._register(requests[at : at + _REGISTERED_TOGETHER])
         self._tables.update(declared)
         return list(declared.values())
 
-    def _declare(self, name: str, specs: Sequence[TensorSpec], whole_keys: bool) -> RemoteTable:
+    def _declare(
+        self, name: str, specs: Sequence[TensorSpec], whole_keys: bool, spread_from: int
+    ) -> RemoteTable:
         known = self._tables.get(name)
         if known is not None:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
-        return self.rounds.tables.add(name, make_plan(specs, self.num_servers, whole_keys, integers=True))
+        one_server = sum([spec.nbytes for spec in specs]) < spread_from
+        plan = make_plan(specs, self.num_servers, whole_keys, integers=True, one_server=one_server)
+        return self.rounds.tables.add(name, plan)
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
@@ -235,4 +244,5 @@ def _declaration(table: RemoteTable, first: int) -> m.Register:
         if specs and nbytes > MAX_PAYLOAD:
             break
         specs.append((s.key, tuple(s.shape), s.dtype, s.group, s.row_sparse))
-    return m.Register(table.name, tuple(specs), plan.whole_keys, first, len(plan.specs), plan.digest)
+    total = len(plan.specs)
+    return m.Register(table.name, tuple(specs), plan.whole_keys, first, total, plan.digest, plan.one_server)

@@ -167,6 +167,8 @@ class Session:
         self.is_closed = False
         self.is_far = False
         """There is a network between the workers of synchronous rounds and some of their servers."""
+        self.spread_from = 0
+        """Bytes from which on servers want a Trainer's table to be spread over all of them."""
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
         self.report = Report(clock)
@@ -220,6 +222,7 @@ class Session:
         welcome = self.call(server, hello, o.connect_timeout)
         assert isinstance(welcome, m.Welcome)
         self._tokens[server] = (welcome.run, welcome.session)
+        self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
 
     def describe(self, server: int) -> str:
         """The server's name in error messages."""

@@ -160,7 +160,7 @@ class StoreExchange(Exchange):
             client.set_optimizer(spec_for_store(optimizer))
         whole_keys = optimizer is not None and not optimizer.elementwise
         self._name = name
-        [self._table] = client.register({name: plan.specs}, whole_keys)
+        [self._table] = client.register({name: plan.specs}, whole_keys, may_stay_together=True)
         if is_dist and self.updates_weights and codec is None:
             self.lendable = plan.keys_alone
         self._table.takes_half = takes_half

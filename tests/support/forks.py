@@ -123,8 +123,12 @@ class ForkServer:
 
 
 def inherited() -> dict[str, str]:
-    """The environment of this process for a child, without what it says about a job and about threads."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+    """The environment of this process for a child, without what it says about a job and about threads.
+
+    Models of tests are small: those that have two servers want both of them at work.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "OMP_"))}
+    return {**kept, "KVSTORE_SPREAD_FROM": "1"}
 
 
 def serve_forks() -> str:

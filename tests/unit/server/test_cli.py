@@ -8,7 +8,10 @@ import socket
 
 import pytest
 
+from kvstore_server import cli
 from kvstore_server.cli import build_parser, main
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.namespace import EngineConfig
 
 
 def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:
@@ -69,6 +72,29 @@ def test_a_wrong_variable_is_a_usage_error_too(
         main([])
     assert ended.value.code == 2
     assert "--dead-after: invalid float value: 'soon'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bind", "told"),
+    [
+        ("tcp://127.0.0.1:0", 4096),
+        ("tcp://localhost:0", 4096),
+        ("tcp://[::1]:0", 4096),
+        ("tcp://0.0.0.0:0", 0),
+    ],
+)
+def test_weights_stay_together_where_a_server_listens_for_its_own_host_alone(
+    bind: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[EngineConfig] = []
+
+    def refuse(config: EngineConfig, *_: object) -> None:
+        configs.append(config)
+        raise ConfigurationError("this test needs no server")
+
+    monkeypatch.setattr(cli, "make_server", refuse)
+    assert main(["--bind", bind, "--spread-from", "4096", "--allow-public-bind"]) == 1
+    assert [config.spread_from for config in configs] == [told]
 
 
 def test_an_address_in_use_ends_with_code_1_and_names_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,18 @@ def test_many_tables_of_one_key_do_not_all_land_on_one_server() -> None:
     assert servers == {0, 1, 2, 3}
 
 
+def test_a_table_on_one_server_has_the_slices_of_one_that_is_spread_and_another_digest() -> None:
+    spread, together = make_plan(MIXED, 3), make_plan(MIXED, 3, one_server=True)
+    assert boundaries(together) == boundaries(spread)
+    assert (len(spread.servers), len(together.servers)) == (3, 1)
+    assert together.digest != spread.digest
+
+
+def test_tables_on_one_server_do_not_all_land_on_the_same_one() -> None:
+    plans = [make_plan([spec(f"key{i}", 1 << 16)], 4, one_server=True) for i in range(64)]
+    assert {plan.servers for plan in plans} == {(0,), (1,), (2,), (3,)}
+
+
 def test_servers_lists_those_that_hold_something() -> None:
     plan = make_plan([spec("tiny", 2)], 5)
     assert plan.servers == (plan.slices[0].server,)
