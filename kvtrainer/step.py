@@ -457,7 +457,7 @@ class StepPipeline:
         """
         memory, link = self.memory, self.link
         lends: Collection[int] = ()
-        if self.limits.is_needed:
+        if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
             pass  # what is measured here is the arena
         elif link.exchange is None:
             lends = memory.arena.long if self.groups.optimizer.takes_pieces else ()
@@ -492,7 +492,9 @@ class StepPipeline:
             own = self._judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
         limits = self.limits
-        veto = own.decision.skip or self.is_bad or (limits.checks_finite and not memory.is_finite())
+        veto = own.decision.skip or self.is_bad
+        if limits.checks_finite and not self.link.checks_sums(memory.arena.grads):
+            veto = veto or not memory.is_finite()
         # What workers must have alike, or they come to different numbers of rounds, scales, or weights.
         stages: dict[str, Any] = {}
         if self.accumulation.counts > 1:

@@ -168,6 +168,15 @@ class Binding:
         codec = self.selection.codec or self.selection.replica_codec
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
+    def checks_sums(self, dtypes: Iterable[str]) -> bool:
+        """Tell whether the store looks at sums of gradients of these dtypes before it uses them.
+
+        One is finite only if what all workers gave is; compression can make numbers of what is not finite.
+        """
+        exchange = self.exchange
+        in_rounds = exchange is not None and exchange.updates_weights and exchange.is_sync
+        return in_rounds and not self.is_lossy(dtypes)
+
     @property
     def has_weights(self) -> bool:
         """Whether the store updates the weights and is there, so that its weights count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -109,6 +110,42 @@ def test_weights_are_the_same_to_the_bit_whether_gradients_are_born_in_shared_me
     found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
     assert [where for _, where in found] == [BORN, BORN, NOT_BORN, NOT_BORN]
     assert all(all(map(torch.equal, weights, found[0][0])) for weights, _ in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_grad": {"max_norm": 0.1}},
+        {"clip_grad": {"type": "value", "clip_value": 0.1}},
+        {"on_nonfinite": "skip"},
+    ],
+)
+def test_a_step_whose_sum_the_servers_look_at_copies_no_long_gradient(
+    jobs: Servers, members: Members, options: dict[str, Any]
+) -> None:
+    worker = alone(jobs, members, **options)
+    worker.steps(1)
+    copied = worker.trainer._pipeline.memory.arena.grads["float32"].count_nonzero()
+    assert 0 < copied <= sum(math.prod(shape) for at, shape in enumerate(SHAPES) if at not in LONG)
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_of_all_though_no_worker_looks(
+    jobs: Servers, members: Members
+) -> None:
+    def train(worker: Worker) -> tuple[bool, bool, bool]:
+        worker.steps(2)
+        before = worker.weights()
+
+        def spoil(one: Worker) -> None:
+            if one.trainer.rank == 1:
+                one.grads[2].view(-1)[7] = math.inf
+
+        worker.steps(1, spoil)
+        was_skipped, is_same = worker.trainer.last.skipped, all(map(torch.equal, worker.weights(), before))
+        worker.steps(1)
+        return was_skipped, is_same, all(map(torch.equal, worker.weights(), before))
+
+    assert on_two(members, jobs.of(2), train, clip_grad={"max_norm": 0.1}) == [(True, True, False)] * 2
 
 
 def _clip(worker: Worker) -> None:
