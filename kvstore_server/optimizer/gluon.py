@@ -78,10 +78,10 @@ def fused_sgd(
 
 
 def _survives(lr: float, dtype: torch.dtype) -> bool:
-    """Whether 1 - (1 - lr), in double as kernels compute it, is `lr` as far as numbers of `dtype` can tell.
+    """Whether 1 - (1 - lr), in double as kernels compute it, is `lr` as far as `dtype` can tell.
 
-    It is within 2**-53 (of a negative one 2**-52): for float32 of any rate from 1e-8, for float64 of those alone that
-    are multiples of that, as all from 0.5. An eighth of the epsilon is a quarter of what rounding to `dtype` may change.
+    It is wrong by at most 2**-53 (by 2**-52 if lr is negative): too little for float32 from rates of 1e-8, and for
+    float64 nothing from 0.5, but mostly too much below. An eighth of the epsilon is a quarter of what rounding does.
     """
     return abs((1.0 - (1.0 - lr)) - lr) <= torch.finfo(dtype).eps / 8 * abs(lr)
 

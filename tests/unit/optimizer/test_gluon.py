@@ -153,6 +153,31 @@ def test_momentum_that_is_switched_on_later_starts_from_zero() -> None:
     assert key.weight.item() == 1.0 - 0.5 - 0.5 - (0.5 + 0.25)
 
 
+@pytest.mark.parametrize("lr", [2.0, 0.7, 0.3, -0.05, 1e-3, 1e-6, 1e-9, 1e-12, 1e-18])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_a_rate_inside_the_momentum_keeps_its_digits_however_small(lr: float, dtype: torch.dtype) -> None:
+    # From zero, so that the weight is nothing but the two updates.
+    result = train(create("sgd", lr=lr, momentum=0.5), torch.zeros(32, dtype=dtype), [torch.ones(32)] * 2)
+    bound = 4 * torch.finfo(dtype).eps
+    assert result.tolist() == pytest.approx([-(1.0 + 1.5) * lr] * 32, rel=bound, abs=0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"wd": 0.1}, {"lr": 3.0}, {"lr": 0.0}], ids=str)
+def test_momentum_reads_a_gradient_where_it_lies(
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, grad, given = torch._fused_sgd_, torch.ones(32), list[Tensor]()
+
+    def seen(weights: list[Tensor], grads: list[Tensor], *others: Any, **numbers: Any) -> None:
+        given.extend(grads)
+        kernel(weights, grads, *others, **numbers)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", seen)
+    optimizer = create("sgd", momentum=0.9, **options)
+    optimizer.update(torch.ones(32), grad, {}, optimizer.hyper)
+    assert [one.data_ptr() for one in given] == [grad.data_ptr()]
+
+
 def test_an_update_without_learning_rate_moves_no_weight() -> None:
     for case in CASES.values():
         optimizer = create(case.name, lr=0.0, wd=decay(case) / 10)
