@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,8 @@ _READABLE = frozenset({
 """Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph."""
 _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_filling = threading.RLock()
+"""Held while random numbers of the process are taken: a function that fills a table has no others."""
 
 
 class Owner(Protocol):
@@ -102,7 +105,8 @@ class RowSparseParameter(Parameter):
             )
         self: RowSparseParameter = torch.Tensor._make_subclass(cls, scalar.expand(sizes), requires_grad)
         self._init = _checked_init(init, sizes)
-        self._seed = int(torch.randint(1 << 62, ())) if callable(init) else 0
+        with _filling:
+            self._seed = int(torch.randint(1 << 62, ())) if callable(init) else 0
         self._owner, self._label, self._is_placed = None, "", False
         return self
 
@@ -192,7 +196,7 @@ class RowSparseParameter(Parameter):
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
             filled = torch.empty(self.shape, dtype=dtype)
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with _filling, torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(self._seed)
                 init(filled)
             init = filled

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from kvtrainer.errors import (
     StaleGradientError,
 )
 from tests.support.lazy_runs import GOLDEN, ORACLES, START, TOUCHED, gradient
+from tests.support.limits import SOON
+from tests.support.processes import together
 from tests.support.row_tables import SGD, Model, alone, column
 
 SHAPE = (6_000, 9)
@@ -136,6 +140,36 @@ def test_random_values_are_determined_where_the_parameter_is_made() -> None:
         values.append(table.row_sparse_data(torch.arange(40)))
         assert torch.rand(()).item() >= 0
     assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("does", ["fills", "makes"])
+def test_a_table_that_is_filled_while_another_thread_has_one_gets_the_values_that_it_gets_alone(
+    does: str,
+) -> None:
+    meeting = threading.Barrier(2)
+
+    def meet() -> None:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(SOON)
+
+    def fill(table: Tensor) -> None:
+        nn.init.normal_(table[:20])
+        meet()
+        meet()
+        nn.init.normal_(table[20:])
+
+    def make() -> None:
+        meet()
+        RowSparseParameter((40, 2), fill)
+        meet()
+
+    tables = [RowSparseParameter((40, 2), fill) for _ in range(2)]
+    meeting.abort()
+    each = [table.detach() for table in tables]
+    meeting.reset()
+    first, second = together(tables[0].detach, tables[1].detach if does == "fills" else make)
+    assert torch.equal(first, each[0])
+    assert does == "makes" or torch.equal(second, each[1])
 
 
 def test_set_data_replaces_the_table_that_it_names_and_no_other() -> None:
