@@ -73,30 +73,33 @@ class GradientTracker:
         """The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others."""
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
+        # A module of another Trainer may end a forward pass, in another thread, while this one waits for shapes.
+        self._attaching = threading.RLock()
 
     def attach(self) -> None:
         """Watch every parameter that requires a gradient and is not watched yet; cheap when there is none.
 
         A parameter of a lazy module can be watched from when it gets its shape, in the module's first forward pass.
         """
-        rows = zip(self._nodes, self._parameters, strict=True)
-        unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
-        if not unwatched and self._forward_handle is None:
-            return
-        lazy = set(map(id, lazy_among(self._parameters)))
-        ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
-        me = weakref.ref(self)
-        for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
-            self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
-            self._nodes[i] = node
-            if self._listener is not None:
-                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
-        is_waiting = len(ready) < len(unwatched)
-        if is_waiting and self._forward_handle is None:
-            self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
-            weakref.finalize(self, self._forward_handle.remove)
-        elif not is_waiting:
-            self._stop_waiting()
+        with self._attaching:
+            rows = zip(self._nodes, self._parameters, strict=True)
+            unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
+            if not unwatched and self._forward_handle is None:
+                return
+            lazy = set(map(id, lazy_among(self._parameters)))
+            ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
+            me = weakref.ref(self)
+            for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
+                self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
+                self._nodes[i] = node
+                if self._listener is not None:
+                    self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
+            is_waiting = len(ready) < len(unwatched)
+            if is_waiting and self._forward_handle is None:
+                self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
+                weakref.finalize(self, self._forward_handle.remove)
+            elif not is_waiting:
+                self._stop_waiting()
 
     def listen(self, listener: Callable[[int], None]) -> None:
         """Call a function with the position of a parameter whenever a backward pass has added to its gradient."""
@@ -176,12 +179,13 @@ class GradientTracker:
 
     def close(self) -> None:
         """Remove the hooks. Gradients are left as they are; `attach` starts watching again, for nobody who listens."""
-        self._listener = self._seen = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._stop_waiting()
-        self._nodes = [None] * len(self._parameters)
+        with self._attaching:
+            self._listener = self._seen = None
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._stop_waiting()
+            self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
         """No longer look for the shapes of lazy parameters after the forward passes of modules."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.memory import gradients
 from kvtrainer.memory.gradients import GradientTracker
+from tests.support.limits import SOON
+from tests.support.processes import together
 
 
 def watch(*parameters: Parameter) -> GradientTracker:
@@ -303,6 +309,27 @@ def test_parameter_unfrozen_later_is_seen_after_attach_and_hooked_once() -> None
     backward(p, 2)
     assert slopes(p) == [2, 2]
     assert len(tracker._handles) == 1
+
+
+def test_a_lazy_parameter_is_hooked_once_though_two_threads_end_a_forward_pass_when_it_has_its_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lazy, other, meeting = nn.LazyLinear(1), nn.Linear(1, 1), threading.Barrier(2)
+    parameters, seen = list(lazy.parameters()), list[int]()
+    tracker = watch(*parameters)
+    tracker.listen(seen.append)
+    lazy.initialize_parameters(torch.ones(1, 1))
+    nodes_of = gradients._nodes_of
+
+    def met(ready: Sequence[Parameter]) -> list[Node]:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(SOON)
+        return nodes_of(ready)
+
+    monkeypatch.setattr(gradients, "_nodes_of", met)
+    assert [type(one) for one in together(*[lambda: other(torch.ones(1, 1))] * 2)] == [Tensor, Tensor]
+    torch.stack([p.sum() for p in parameters]).sum().backward()
+    assert sorted(seen) == [0, 1]
 
 
 @pytest.mark.parametrize("end", ["close", "delete"])
