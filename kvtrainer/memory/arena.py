@@ -12,6 +12,7 @@ bits.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ _version_of, _nbytes_of = attrgetter("_version"), attrgetter("nbytes")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
+_placing = threading.RLock()
 
 
 class Arena:
@@ -472,12 +474,14 @@ def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
 def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
     """Note which parameters lie where; those that are gone are forgotten before there would be more."""
     # A WeakValueDictionary does the same, at eight times the price.
-    if len(_placed) >= len(addresses):
-        # Other threads build Trainers, too, even while `list(_placed.items())` collects garbage; to copy is one act.
-        for address, there in _placed.copy().items():
-            if there() is None:
-                _placed.pop(address, None)
-    _placed.update(zip(addresses, map(weakref.ref, parameters), strict=True))
+    found = dict(zip(addresses, map(weakref.ref, parameters), strict=True))
+    # Other threads build Trainers, too, and put parameters where those lay that are gone.
+    with _placing:
+        if len(_placed) >= len(addresses):
+            for address, there in _placed.copy().items():  # one act, whatever garbage is collected meanwhile
+                if there() is None:
+                    _placed.pop(address, None)
+        _placed.update(found)
 
 
 def _check_parameters(

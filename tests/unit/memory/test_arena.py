@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import io
 import math
+import threading
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,10 @@ from torch.nn import Parameter
 
 from kvstore_server.plan import ALIGNMENT, Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
+from kvtrainer.memory import arena as arenas
 from kvtrainer.memory.arena import Arena
+from tests.support.limits import SOON
+from tests.support.processes import Call
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -71,6 +77,25 @@ def test_another_thread_may_build_an_arena_whenever_garbage_is_collected_in_one_
         gc.set_threshold(*usual)
         gc.callbacks.remove(build)
     assert len(kept) > 1
+
+
+def test_a_parameter_where_one_lay_that_is_gone_stays_known_though_another_thread_forgets_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there, calls, me = Parameter(torch.zeros(1)), list[Call](), threading.get_ident()
+
+    class Placed(dict[int, Any]):
+        def pop(self, *given: Any) -> Any:
+            if threading.get_ident() == me:
+                calls.append(Call(lambda: arenas._note_placed([64], [there])))
+                calls[0].join(SOON)
+            return super().pop(*given)
+
+    placed = Placed({64: weakref.ref(Parameter(torch.zeros(1)))})
+    monkeypatch.setattr(arenas, "_placed", placed)
+    arenas._note_placed([128], [there])
+    assert calls[0].outcome() is None
+    assert placed[64]() is there
 
 
 def test_values_survive_and_lie_where_the_plan_says_with_zero_padding() -> None:
