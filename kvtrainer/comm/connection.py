@@ -305,7 +305,8 @@ class Connection:
             return
         if self._heartbeats is not None and self._heartbeats.is_this_thread():
             # It collected the garbage that a store was part of. To wait for itself, or for its sockets, would hang.
-            threading.Thread(target=self.close, name="kvstore-close").start()
+            # Not a daemon as this thread is: the process may be about to end, and servers are to hear of it first.
+            threading.Thread(target=self.close, name="kvstore-close", daemon=False).start()
             return
         self._is_closed = True
         if self._heartbeats is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,9 +89,9 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     assert not caplog.records
 
 
-def test_the_thread_of_its_heartbeats_may_close_a_connection_when_it_collects_its_store(
-    listener: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def collected(listener: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, list[Any]]]:
+    """A connection that the thread of its heartbeats closes once it has begun, and what came of the call."""
     monkeypatch.setattr(connections, "HEARTBEAT_INTERVAL", 0.01)
     connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)], transport="tcp")
     outcomes: list[Any] = []
@@ -103,10 +104,29 @@ def test_the_thread_of_its_heartbeats_may_close_a_connection_when_it_collects_it
                 outcomes.append(error)
         return b""
 
-    connection.begin([(RUN, TOKEN)], collect)
-    try:
-        assert eventually(lambda: outcomes != [])
-        assert outcomes == [None]
-        assert eventually(lambda: connection._context.closed)
-    finally:
-        connection.close()
+    begin = connection.begin
+    monkeypatch.setattr(connection, "begin", lambda: begin([(RUN, TOKEN)], collect))
+    yield connection, outcomes
+    connection.close()
+
+
+def test_the_thread_of_its_heartbeats_may_close_a_connection_when_it_collects_its_store(
+    collected: Any,
+) -> None:
+    connection, outcomes = collected
+    connection.begin()
+    assert eventually(lambda: outcomes != [])
+    assert outcomes == [None]
+    assert eventually(lambda: connection._context.closed)
+
+
+def test_a_process_that_ends_waits_until_a_connection_is_closed_that_its_heartbeats_have_collected(
+    collected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = collected
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(connection, "_drain", lambda server: threads.append(threading.current_thread()))
+    connection._answered.add(0)
+    connection.begin()
+    assert eventually(lambda: threads != [])
+    assert not threads[0].daemon
