@@ -260,6 +260,9 @@ class _LastFlush:
     run. But Python exits with code 120 when standard output cannot be flushed at the very end.
     """
 
+    closed = False
+    """What is closed Python does not flush."""
+
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
@@ -267,7 +270,7 @@ class _LastFlush:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and not getattr(self._stream, "closed", False):
             self._stream.flush()
         if sys.is_finalizing():
             raise KVStoreError("the last round has failed, so the exit code is not 0")

@@ -482,10 +482,20 @@ def test_a_process_that_ends_says_that_its_last_round_has_failed(processes: Proc
     assert "ServerUnreachableError" in worker.end()[1]
 
 
-def test_the_exit_code_says_so_after_all_exit_handlers_have_run(processes: Processes, jobs: Servers) -> None:
-    last = """
+@pytest.mark.parametrize(
+    "way",
+    [
+        "atexit.register(print, 'handlers have run', flush=True)",
+        "atexit.register(os.write, 1, b'handlers have run\\n'); sys.stdout.close()",
+    ],
+    ids=["standard output is open", "standard output is closed"],
+)
+def test_the_exit_code_says_so_after_all_exit_handlers_have_run(
+    processes: Processes, jobs: Servers, way: str
+) -> None:
+    last = f"""
 import atexit
-atexit.register(print, "handlers have run", flush=True)
+{way}
 trainer.param_groups[0]["momentum"] = 0.1 * kv.rank
 step()
 """
