@@ -868,7 +868,11 @@ class Trainer(torch.optim.Optimizer):
                 pipeline.memory.share_weights()
             return
         pipeline.memory.check_in_place()
-        pipeline.link.assign(pipeline.memory)
+        try:
+            pipeline.link.assign(pipeline.memory)
+        except BaseException:
+            pipeline.count_lost()
+            raise
         pipeline.memory.share_weights()
         pipeline.memory.accept_writes(pipeline.link.has_weights)
 

@@ -26,7 +26,13 @@ from torch.utils.checkpoint import checkpoint
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.errors import KVStoreError, ServerUnreachableError, WeightsWrittenError, WorkerLostError
+from kvtrainer.errors import (
+    KVStoreError,
+    PlanMismatchError,
+    ServerUnreachableError,
+    WeightsWrittenError,
+    WorkerLostError,
+)
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from tests.integration import test_overlap
@@ -545,6 +551,26 @@ def test_a_round_that_fails_counts_on_workers_that_wait_for_it_as_well(jobs: Ser
         return [*found, step(pair), step(pair)]
 
     assert jobs.results(3, 2, body) == [[0.1, 0.025, 0.0125]] * 3
+
+
+def test_a_round_that_fails_counts_on_a_worker_that_publishes_weights_in_it(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        p = Parameter(torch.ones(4))
+        by_count = {"lr_scheduler": FactorScheduler(1, 0.5, base_lr=0.1)}
+        trainer = kvtrainer.Trainer([p], "sgd", by_count, kv, overlap_pull=True)
+
+        def step() -> float:
+            p.grad = torch.ones(4)
+            trainer.step(2)
+            trainer.wait()
+            return trainer.learning_rate
+
+        found = [step()]
+        with pytest.raises(PlanMismatchError):
+            trainer.set_data() if rank else step()
+        return [*found, step(), step()]
+
+    assert jobs.results(2, 2, body) == [[0.1, 0.025, 0.0125]] * 2
 
 
 def test_a_store_that_is_closed_waits_for_the_last_round_of_its_trainer(jobs: Servers) -> None:
