@@ -157,11 +157,11 @@ class Coming(Parameter):
         return func(*args, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        vars(self)[_AWAITED].wait()
+        _wait_for_all(self)
         return Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        vars(self)[_AWAITED].wait()
+        _wait_for_all(self)
         return Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
 
 
@@ -217,6 +217,13 @@ def _coming_in(items: Iterable[Any]) -> Iterator[Coming]:
             yield from _coming_in(item.values())
         elif isinstance(item, list | tuple):
             yield from _coming_in(item)
+
+
+def _wait_for_all(parameter: Parameter) -> None:
+    """Wait for the round that a parameter is in; another thread may just have ended it."""
+    awaited: Awaited | None = vars(parameter).get(_AWAITED)
+    if awaited is not None:
+        awaited.wait()
 
 
 def _make_plain(parameter: Parameter) -> None:

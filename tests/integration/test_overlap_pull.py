@@ -35,6 +35,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
+from kvtrainer.sync.overlap_pull import Coming
 from tests.integration import test_overlap
 from tests.integration.test_overlap import Case, plain
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -239,6 +240,21 @@ class Dictionary(nn.Module):
 
     def forward(self) -> dict[str, Tensor]:
         return {name: p + 0.0 for name, p in self.net.named_parameters()}
+
+
+def rebuilt(p: Parameter) -> Parameter:
+    """What pickle makes of a parameter that was still to come when it was asked."""
+    make, given = Coming.__reduce_ex__(p, pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]
+    made: Parameter = make(*given)
+    return made
+
+
+@pytest.mark.parametrize("copied", [lambda p: Coming.__deepcopy__(p, {}), rebuilt])
+def test_a_copy_that_one_thread_has_begun_is_made_though_another_one_ends_the_round(
+    copied: Callable[[Parameter], Parameter],
+) -> None:
+    weight = Parameter(torch.ones(3))  # a plain one by now
+    assert torch.equal(copied(weight), weight)
 
 
 @pytest.mark.parametrize("way", READS)
