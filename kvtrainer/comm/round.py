@@ -30,7 +30,8 @@ NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _NONE = np.zeros(0, np.int64)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _NEAR = 1 << 20
-"""Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message."""
+"""Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message. Not if other
+servers get commits, too: between the first and the last of those there should be little to do."""
 
 
 class Leg:
@@ -161,7 +162,8 @@ class Leg:
             ]
             batches.append((b"", own, tuple(payloads)))
         nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
-        most = _NEAR if round_.session.transport.shares_memory(self.server) else SENT_ALONE
+        is_near = len(round_.legs) == 1 and round_.session.transport.shares_memory(self.server)
+        most = _NEAR if is_near else SENT_ALONE
         if not batches or (nbytes > most and (len(given) > 1 or self.is_announced)):
             batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
         bodies: list[m.Contribute | m.Pull] = []
