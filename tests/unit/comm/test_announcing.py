@@ -61,6 +61,19 @@ def test_a_worker_that_wants_no_weights_announces_nothing() -> None:
     assert not announcements(bench)
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_through_shared_memory_slices_have_their_commit_with_them_unless_another_server_gets_one(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
+    monkeypatch.setattr(Scripted, "shares_memory", lambda *_: True)
+    bench = Bench(servers, lambda server, _: [bench.weights(server, 9.0)], 1 << 16)
+    bench.run()
+    sent = [r.body for _, r in bench.servers.sent if isinstance(r.body, m.Contribute)]
+    brought = [(len(body.pushes) > 0, len(body.commits) > 0) for body in sent]
+    assert brought == ([(True, True)] if servers == 1 else [(True, False)] * 2 + [(False, True)] * 2)
+
+
 def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
     bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
