@@ -64,6 +64,16 @@ def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
     return workers
 
 
+class PreparedTrainer(AcceleratedOptimizer):  # type: ignore[misc]
+    """A Trainer as accelerate holds it: whether a step was skipped is asked of all workers, not of the scaler."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the workers have skipped the last step together; schedules stand still then."""
+        last = self.optimizer.last
+        return last is not None and last.skipped
+
+
 class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
     """Lets accelerate train over a kvstore: to all that is not gradients the workers are the processes of a DDP job.
 
@@ -118,7 +128,9 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer)
         trainer = self.workers.trainer_of(optimizer, self._model_of(optimizer), **self._trainer_options)
         # The Trainer keeps its state where its parameters are.
-        return super().prepare_optimizer(trainer, device_placement=False)
+        prepared = PreparedTrainer(trainer, device_placement=False, scaler=self.scaler)
+        self._optimizers.append(prepared)
+        return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Have the coming step limit the norm of the gradient of all workers; an infinite limit only measures.
@@ -141,11 +153,6 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Have the coming step limit every element of the gradient of all workers; errors as of `clip_grad_norm_`."""
         self.workers.limit(self._trainer_of(parameters), {"type": "value", "clip_value": clip_value})
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the workers have skipped the last step together."""
-        return any(one.last is not None and one.last.skipped for one in self._trainers())
 
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse it: see `Trainer.join`."""

@@ -121,21 +121,30 @@ def in_bfloat16(folder: Path) -> dict[str, Any]:
     return trained(mixed_precision="bf16")
 
 
-def overflowing(folder: Path) -> dict[str, Any]:
-    """The scaler of float16, which accelerate itself makes for GPUs alone; worker 1 overflows in the first step."""
-
-    def with_scaler(accelerator: KVStoreAccelerator) -> None:
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        accelerator.follow(WORKERS, {})
-
-    run, skipped = Run(prepare=with_scaler), []
+def in_float16(folder: Path) -> dict[str, Any]:
+    """What accelerate does in float16 on a GPU, here on a CPU; worker 1 overflows in the first step."""
+    AcceleratorState._reset_state()
+    run, skipped, moved, kinds = Run(prepare=with_scaler, mixed_precision="fp16"), [], [], set()
+    schedule = run.accelerator.prepare(
+        torch.optim.lr_scheduler.LambdaLR(run.optimizer.optimizer, lambda _: 1.0)
+    )
+    run.net[0].register_forward_hook(lambda net, given, found: kinds.add(str(found.dtype)))
     for step, (x, y) in enumerate(run.loader):
         loss = nn.functional.mse_loss(run.net(x), y)
         run.accelerator.backward(loss * (1e38 if WORKERS.rank == 1 and step == 0 else 1.0))
         run.optimizer.step()
+        schedule.step()
         run.optimizer.zero_grad()
         skipped.append(run.accelerator.optimizer_step_was_skipped)
-    return {**run.found(), "skipped": skipped, "scale": run.accelerator.scaler.get_scale()}
+        moved.append(schedule.scheduler.last_epoch)
+    scale = run.accelerator.scaler.get_scale()
+    return {**run.found(), "skipped": skipped, "moved": moved, "scale": scale, "kinds": sorted(kinds)}
+
+
+def with_scaler(accelerator: KVStoreAccelerator) -> None:
+    """Let an Accelerator on a CPU train in float16, which it does by itself on GPUs alone."""
+    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    accelerator.follow(WORKERS, {})
 
 
 def uneven(folder: Path) -> dict[str, Any]:
@@ -257,7 +266,6 @@ CASES = (
     clipped_by_value,
     measured,
     accumulated,
-    overflowing,
     uneven,
     refused,
     by_skorch,
@@ -265,6 +273,7 @@ CASES = (
     with_buffers_by_skorch,
     in_bfloat16,
     by_skorch_in_bfloat16,
+    in_float16,
 )
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def train_plainly(
     before_step: Callable[[nn.Module], object] = lambda net: None,
     lr_factor: float = 1.0,
     epoch_batches: Callable[[int], list[list[list[int]]]] = union_batches,
-    autocast: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> list[float]:
     """The weights of a plain torch loop in one process over the batches of all workers together."""
     net, data = make_net(), Examples()
@@ -103,7 +103,7 @@ def train_plainly(
     for epoch in range(epochs):
         for step, parts in enumerate(epoch_batches(epoch)):
             for part in parts:
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast("cpu", autocast, enabled=autocast is not None):
                     loss = nn.functional.mse_loss(net(data.x[part]), data.y[part])
                 (loss / accumulate / len(parts)).backward()
             if step % accumulate == accumulate - 1:

@@ -81,18 +81,20 @@ def test_two_workers_end_with_the_weights_of_one_process_over_all_batches(
 @pytest.mark.parametrize("case", ["in_bfloat16", "by_skorch_in_bfloat16"])
 def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job, case: str) -> None:
     found = job.of(case)
-    expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=True)
+    expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=torch.bfloat16)
     assert found[0]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_an_overflow_on_one_worker_skips_the_step_of_all(job: Job) -> None:
-    found = job.of("overflowing")
+def test_an_overflow_in_float16_on_one_worker_skips_the_step_of_all_and_of_their_schedule(job: Job) -> None:
+    found = job.of("in_float16")
     batches = batches_of(found)
-    expected = train_plainly(sgd, 1, epoch_batches=lambda epoch: batches(epoch)[1:])
+    expected = train_plainly(sgd, 1, epoch_batches=lambda epoch: batches(epoch)[1:], autocast=torch.float16)
     for one in found:
+        assert one["kinds"] == ["torch.float16"]
         assert one["skipped"] == [True, False, False, False]
+        assert one["moved"] == [0, 2, 4, 6]  # accelerate makes a step for each worker
         assert one["scale"] == 2.0**7
-        assert one["weights"] == pytest.approx(expected, **CLOSE)
+        assert one["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(("case", "limit"), [("clipped_by_norm", 0.3), ("measured", float("inf"))])

@@ -129,7 +129,7 @@ def test_accumulated_batches_make_one_step(job: Job) -> None:
 
 def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job) -> None:
     for weights in job.of("in_bfloat16"):
-        assert weights == pytest.approx(train_plainly(sgd, autocast=True), rel=1e-3, abs=1e-4)
+        assert weights == pytest.approx(train_plainly(sgd, autocast=torch.bfloat16), rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("case", ["with_a_trainer", "by_hand"])

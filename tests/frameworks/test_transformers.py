@@ -58,6 +58,20 @@ def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job, alone: dic
     assert first["losses"] == pytest.approx(alone["in_bfloat16"]["losses"], rel=1e-2)
 
 
+def test_an_overflow_in_float16_on_one_worker_skips_the_step_of_all_as_that_of_one_process(
+    job: Job, alone: dict[str, Any]
+) -> None:
+    first, second = job.of("in_float16")
+    expected = alone["in_float16"]
+    assert first["weights"] == second["weights"]
+    assert first["kinds"] == expected["kinds"] == ["torch.float16"]
+    assert first["scale"] == second["scale"] == expected["scale"] == 2.0**7
+    assert first["rates"] == pytest.approx(expected["rates"])
+    assert first["rates"][0] == first["rates"][1]
+    assert first["losses"][1:] == pytest.approx(expected["losses"][1:], rel=1e-2)
+    assert first["norms"][1:] == pytest.approx(expected["norms"][1:], rel=5e-2)
+
+
 def test_each_example_is_seen_once_in_every_epoch_by_one_of_the_workers(job: Job) -> None:
     own = [found["seen"] for found in job.of("whole_run")]
     half = EXAMPLES // 2

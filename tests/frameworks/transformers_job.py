@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +71,14 @@ def trainer_in(folder: Path, data: Sentences, **options: Any) -> transformers.Tr
     return KVStoreTrainer(make_model(), args, workers=WORKERS, **parts)
 
 
-def trained(folder: Path, **options: Any) -> dict[str, Any]:
+def trained(
+    folder: Path, change: Callable[[transformers.Trainer], object] = lambda trainer: None, **options: Any
+) -> dict[str, Any]:
     data = Sentences()
     trainer = trainer_in(folder, data, **options)
+    change(trainer)
     trainer.train()
+    scaler = trainer.accelerator.scaler
     logs = [row for row in trainer.state.log_history if "grad_norm" in row]
     return {
         "weights": numbers(trainer.model),
@@ -82,6 +88,7 @@ def trained(folder: Path, **options: Any) -> dict[str, Any]:
         "rates": [row["learning_rate"] for row in logs],
         "evaluated": {n: v for n, v in trainer.evaluate().items() if n in EVALUATED},
         "predicted": trainer.predict(Sentences(13)).predictions.tolist(),
+        "scale": None if scaler is None else scaler.get_scale(),
         "optimizer": type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
     }
 
@@ -109,6 +116,29 @@ def in_bfloat16(folder: Path) -> dict[str, Any]:
     return trained(folder, bf16=True)
 
 
+def in_float16(folder: Path) -> dict[str, Any]:
+    """What fp16 does on a GPU, here on a CPU; in the first step the loss of one worker overflows."""
+    factors = itertools.chain([1e38], itertools.repeat(1.0))
+    kinds = set()
+
+    def change(trainer: transformers.Trainer) -> None:
+        accelerator, compute = trainer.accelerator, trainer.compute_loss
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        if not ALONE:
+            accelerator.follow(WORKERS, {})
+
+        def overflowing(*args: Any, **options: Any) -> Any:
+            found = compute(*args, **options)
+            is_chosen = trainer.model.training and (ALONE or rank_of_process() == 1)
+            return found * next(factors) if is_chosen else found
+
+        trainer.compute_loss = overflowing
+        attention = trainer.model.transformer.h[0].attn.c_attn
+        attention.register_forward_hook(lambda net, given, found: kinds.add(str(found.dtype)))
+
+    return {**trained(folder, change, fp16=True), "kinds": sorted(kinds)}
+
+
 def with_a_buffer(folder: Path) -> list[float]:
     """A buffer that each worker has written to, in an evaluation."""
     trainer = trainer_in(folder, Sentences())
@@ -125,7 +155,7 @@ def fails(folder: Path) -> None:
     trainer.train()
 
 
-CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16, with_a_buffer)
+CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16, in_float16, with_a_buffer)
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["late"]:
