@@ -179,9 +179,17 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
         max([now["updates"] for _, now in known]),
         max([now["keys"] for _, now in known]),
         [_worker(known, rank, seconds) for rank in ranks],
-        [Wait(**one) for _, now in known for one in now["waits"]],
+        _waits([Wait(**one) for _, now in known for one in now["waits"]]),
         list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
     )
+
+
+def _waits(told: Sequence[Wait]) -> list[Wait]:
+    """Return the waits that servers have told of, those of one round that several of them have as one, the longest."""
+    longest: dict[tuple[str, tuple[int, ...]], Wait] = {}
+    for one in sorted(told, key=lambda wait: wait.seconds):
+        longest[one.what, tuple(one.missing)] = one
+    return sorted(longest.values(), key=lambda wait: -wait.seconds)
 
 
 def _late(job: Facts, rank: int) -> float:

@@ -18,6 +18,9 @@ from kvtrainer.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
 from kvtrainer.watch.page import Page
 
+BRIEF = 1.0
+"""Seconds below which a wait is not worth a line: each look finds one that is part of a round."""
+
 _DESCRIPTION = """\
 Show what a running job does: workers and who is late, servers, rates, and what waits for whom.
 
@@ -36,13 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         addresses = read_servers(os.environ, ",".join(options.servers) or None)
     except ConfigurationError as error:
-        parser.error(str(error))
+        parser.exit(2, f"kvtop: {error}\n")
     if options.http is not None and not options.allow_public_bind and not is_loopback(options.http[0]):
-        parser.error(
-            f"{options.http[0]} can be reached from other hosts; add --allow-public-bind if they may look"
+        host = options.http[0]
+        parser.exit(
+            2, f"kvtop: {host} can be reached from other hosts; add --allow-public-bind if they may look\n"
         )
     if addresses is None:
-        parser.error(f"no servers to look at: name them, or set {SERVERS}")
+        parser.exit(2, f"kvtop: no servers to look at: name them, or set {SERVERS}\n")
     views = follow(addresses, options.interval)
     try:
         if options.once or options.json:
@@ -114,10 +118,11 @@ def render(view: View) -> Any:
     parts: list[Any] = [_servers_table(view.servers)]
     for job in view.jobs:
         parts.append(_workers_table(job))
-        for wait in job.waits:
-            parts.append(
-                _plain(f"waits {wait.seconds:.1f} s: {wait.what}, for {_ranks(wait.missing)}", "yellow")
-            )
+        parts += [
+            _plain(f"waits {one.seconds:.1f} s: {one.what}, for {_ranks(one.missing)}", "yellow")
+            for one in job.waits
+            if one.seconds >= BRIEF
+        ]
         parts += [_plain(f"failed: {text}", "red") for text in job.errors[-3:]]
     if not any([one.is_there for one in view.servers]):
         parts.append("no server answers: has the job ended, or are these addresses of another one?")

@@ -72,6 +72,16 @@ def test_a_worker_that_is_silent_does_nothing() -> None:
     assert (one.steps, one.works, one.waits) == (0.0, 0.0, 0.0)
 
 
+def test_a_wait_of_which_several_servers_tell_is_one_as_long_as_the_longest() -> None:
+    def facts(*waits: tuple[str, float, int]) -> dict[str, Any]:
+        told = [{"what": what, "seconds": seconds, "missing": [rank]} for what, seconds, rank in waits]
+        return server(job([worker(0), worker(1)], waits=told))
+
+    now = [facts(("round 7", 2.0, 1), ("a barrier", 9.0, 1)), facts(("round 7", 3.0, 1), ("round 7", 1.0, 0))]
+    found = [(one.what, one.seconds, one.missing) for one in seen(now, now).jobs[0].waits]
+    assert found == [("a barrier", 9.0, [1]), ("round 7", 3.0, [1]), ("round 7", 1.0, [0])]
+
+
 def test_nobody_is_slowest_where_nobody_waited() -> None:
     assert seen([server(job([worker(0)]))], [server(job([worker(0)]))]).jobs[0].slowest is None
 

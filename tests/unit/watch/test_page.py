@@ -25,7 +25,9 @@ from tests.unit.watch.test_job import job, seen, server, worker
 
 def view() -> View:
     before = server(job([worker(0), worker(1)]))
-    now = server(job([worker(0), worker(1, 1.5, says={"seconds": 4.0, "steps": 8, "loss": 0.25})], rounds=6))
+    waits = [{"what": f"round {at}", "seconds": at / 10, "missing": [0]} for at in (9, 10)]
+    slow = worker(1, 1.5, says={"seconds": 4.0, "steps": 8, "loss": 0.25})
+    now = server(job([worker(0), slow], rounds=6, waits=waits))
     return seen([before], [now])
 
 
@@ -134,6 +136,8 @@ def test_a_browser_shows_who_is_late(page: Page) -> None:
     text = re.sub(r"<[^>]+>", " ", shown.stdout.partition("<body>")[2].partition("<script>")[0])
     assert "The others wait for rank 1 (host:1) 75 % of the time." in text
     assert "rounds a second: 3.0" in text
+    assert "round 10 waits for rank 0, 1.0 s" in text
+    assert "round 9 " not in text, "that is part of a round"
 
 
 def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:

@@ -84,6 +84,26 @@ def test_wrong_usage_ends_with_2(arguments: list[str], monkeypatch: pytest.Monke
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "KVSTORE_SERVERS"),
+        (["nowhere"], "'nowhere'"),
+        (["--http", "0.0.0.0:0", "127.0.0.1:9000"], "--allow-public-bind"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_one_line(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(monkeypatch)
+    monkeypatch.delenv("KVSTORE_ALLOW_PUBLIC_BIND", raising=False)
+    with pytest.raises(SystemExit):
+        top.main(arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvtop: ")
+    assert told in line
+
+
 @pytest.mark.parametrize(("arguments", "missing"), [(["--once"], "rich.console"), ([], "rich.live")])
 def test_without_rich_it_says_what_to_install(
     arguments: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -122,6 +142,14 @@ def test_the_page_shows_waits_errors_and_servers_that_are_silent() -> None:
     text = shown(seen([server(now), None], [server(now), None]))
     for part in ("round 7 of 'w'", "rank 2", "WorkerLostError: gone", "no answer"):
         assert part in text
+
+
+def test_a_wait_that_is_part_of_a_round_is_not_shown() -> None:
+    waits = [{"what": f"round {at}", "seconds": at / 10, "missing": [0]} for at in (9, 10)]
+    facts = server(job([worker(0), worker(1)], waits=waits))
+    text = shown(seen([facts], [facts]))
+    assert "round 10, for rank 0" in text
+    assert "round 9" not in text
 
 
 def test_servers_of_which_none_answers_are_not_taken_for_idle_ones() -> None:
