@@ -104,7 +104,9 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports --config setup.cfg
 
+# Setuptools would pack all that it finds in build/lib, also modules of an earlier build that are gone since.
 wheel: $(READY)
+	rm -rf build/lib
 	$(BIN)/python -m build --wheel
 
 # Reads pages and sources, and imports nothing of ours. To look at it: python3 -m http.server -d build/site

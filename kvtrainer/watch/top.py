@@ -127,7 +127,7 @@ def render(view: View) -> Any:
     if not any([one.is_there for one in view.servers]):
         parts.append("no server answers: has the job ended, or are these addresses of another one?")
     elif not view.jobs:
-        parts.append("no job has come to these servers yet")
+        parts.append("no job is on these servers now")
     return Group(*parts)
 
 

@@ -1,4 +1,4 @@
-"""The example of Ray loses an actor, goes on, and ends with the weights of a plain loop."""
+"""Scripts for Ray: the example loses an actor, goes on, and ends as a plain loop; and that of the documents."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ import pytest
 from tests.frameworks.jobs import ROOT, need
 from tests.support.examples import example
 from tests.support.limits import LIMIT
+from tests.support.pages import blocks_of
 
 need("ray", "test-ray")
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
 EPOCHS = 4
 
 
-def test_digits_are_read_as_by_a_plain_loop_although_an_actor_is_killed(tmp_path: Path) -> None:
-    script, out = ROOT / "examples/ray_digits.py", tmp_path / "found.json"
-    command = [sys.executable, str(script), "--epochs", str(EPOCHS), "--kill-after", "2", "--out", str(out)]
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that starts Ray by itself."""
     wait = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(LIMIT)}
     env = {**os.environ, **wait, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=3 * LIMIT, env=env, cwd=tmp_path, check=False
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=3 * LIMIT, env=env, cwd=folder, check=False
     )
+
+
+def test_digits_are_read_as_by_a_plain_loop_although_an_actor_is_killed(tmp_path: Path) -> None:
+    script, out = ROOT / "examples/ray_digits.py", tmp_path / "found.json"
+    options = ["--epochs", str(EPOCHS), "--kill-after", "2", "--out", str(out)]
+    done = run(tmp_path, sys.executable, str(script), *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(out.read_text())
     _, expected = example("digits_plain").train(EPOCHS)
@@ -34,3 +40,14 @@ def test_digits_are_read_as_by_a_plain_loop_although_an_actor_is_killed(tmp_path
     first, again = found["starts"]
     assert first == 0
     assert 1 <= again <= 2
+
+
+def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    """But for the CPUs: Ray is told that it has as many as the page says."""
+    blocks = blocks_of(ROOT / "docs/deployment.md")
+    [code] = [one.code for one in blocks if one.file == "on_ray.py"]
+    start = "import ray; ray.init(num_cpus=4, include_dashboard=False)\n"
+    (tmp_path / "on_ray.py").write_text(start + code)
+    done = run(tmp_path, sys.executable, "on_ray.py")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert float(done.stdout.splitlines()[-1]) > 0

@@ -155,8 +155,8 @@ def test_a_wait_that_is_part_of_a_round_is_not_shown() -> None:
 def test_servers_of_which_none_answers_are_not_taken_for_idle_ones() -> None:
     silent, idle = shown(seen([None], [None])), shown(seen([server(), None], [server(), None]))
     assert "no server answers" in silent
-    assert "no job has come" not in silent
-    assert "no job has come" in idle
+    assert "no job is on" not in silent
+    assert "no job is on" in idle
 
 
 def test_what_others_named_is_shown_as_it_is_and_commands_no_terminal() -> None:
