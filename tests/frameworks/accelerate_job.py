@@ -137,8 +137,13 @@ def in_float16(folder: Path) -> dict[str, Any]:
         run.optimizer.zero_grad()
         skipped.append(run.accelerator.optimizer_step_was_skipped)
         moved.append(schedule.scheduler.last_epoch)
-    scale = run.accelerator.scaler.get_scale()
-    return {**run.found(), "skipped": skipped, "moved": moved, "scale": scale, "kinds": sorted(kinds)}
+    scaler = run.accelerator.scaler
+    scale = scaler.get_scale()
+    run.accelerator.save_state(str(folder / "saved"))
+    scaler.update(1.0)
+    run.accelerator.load_state(str(folder / "saved"))
+    scales = [scale, scaler.get_scale()]
+    return {**run.found(), "skipped": skipped, "moved": moved, "scales": scales, "kinds": sorted(kinds)}
 
 
 def with_scaler(accelerator: KVStoreAccelerator) -> None:
@@ -172,11 +177,13 @@ class Net(KVStoreMixin, NeuralNetRegressor):
 
 
 def net_of_skorch(*callbacks: Any, make: Any = make_net, **options: Any) -> Net:
-    precision = options.pop("mixed_precision", None)
+    accelerator = KVStoreAccelerator(WORKERS, mixed_precision=options.pop("mixed_precision", None))
+    if accelerator.mixed_precision == "fp16":
+        with_scaler(accelerator)
     given = {"max_epochs": EPOCHS, "train_split": None, "iterator_train__shuffle": True, **options}
     return Net(
         lambda: make(rank_of_process()),
-        accelerator=KVStoreAccelerator(WORKERS, mixed_precision=precision),
+        accelerator=accelerator,
         optimizer=torch.optim.SGD,
         optimizer__momentum=0.9,
         lr=0.1,
@@ -207,6 +214,10 @@ def by_skorch(folder: Path, **options: Any) -> dict[str, Any]:
 
 def by_skorch_in_bfloat16(folder: Path) -> dict[str, Any]:
     return by_skorch(folder, mixed_precision="bf16")
+
+
+def by_skorch_in_float16(folder: Path) -> dict[str, Any]:
+    return by_skorch(folder, mixed_precision="fp16")
 
 
 def by_skorch_resumed(folder: Path) -> dict[str, Any]:
@@ -274,6 +285,7 @@ CASES = (
     in_bfloat16,
     by_skorch_in_bfloat16,
     in_float16,
+    by_skorch_in_float16,
 )
 
 if __name__ == "__main__":

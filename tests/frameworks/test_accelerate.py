@@ -78,10 +78,17 @@ def test_two_workers_end_with_the_weights_of_one_process_over_all_batches(
     assert found[0]["weights"] == pytest.approx(expected, **CLOSE)
 
 
-@pytest.mark.parametrize("case", ["in_bfloat16", "by_skorch_in_bfloat16"])
-def test_mixed_precision_in_bfloat16_is_that_of_one_process(job: Job, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("in_bfloat16", torch.bfloat16),
+        ("by_skorch_in_bfloat16", torch.bfloat16),
+        ("by_skorch_in_float16", torch.float16),
+    ],
+)
+def test_mixed_precision_is_that_of_one_process(job: Job, case: str, dtype: torch.dtype) -> None:
     found = job.of(case)
-    expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=torch.bfloat16)
+    expected = train_plainly(sgd, epoch_batches=batches_of(found), autocast=dtype)
     assert found[0]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
@@ -93,7 +100,7 @@ def test_an_overflow_in_float16_on_one_worker_skips_the_step_of_all_and_of_their
         assert one["kinds"] == ["torch.float16"]
         assert one["skipped"] == [True, False, False, False]
         assert one["moved"] == [0, 2, 4, 6]  # accelerate makes a step for each worker
-        assert one["scale"] == 2.0**7
+        assert one["scales"] == [2.0**7, 2.0**7]  # at the end, and loaded again
         assert one["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
