@@ -13,6 +13,7 @@ import pytest
 from kvstore_server.cli import build_parser
 from kvtrainer import launch
 from kvtrainer.env import Topology, read_topology
+from kvtrainer.errors import ConfigurationError
 from tests.support.limits import LIMIT
 
 DEPLOY = Path(__file__).parent.parent / "examples" / "deploy"
@@ -174,6 +175,15 @@ def test_the_numbers_of_the_manifests_are_of_one_job(manifests: dict[str, Any]) 
     flags = build_parser(env_of(server)).parse_args(["--index", str(count - 1)])
     assert (flags.num_servers, flags.bind, flags.allow_public_bind) == (count, f"tcp://0.0.0.0:{port}", True)
     assert flags.drain_timeout < servers["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_worker_of_a_manifest_with_zero_workers_says_so_in_one_line(manifests: dict[str, Any]) -> None:
+    """With zero completions Kubernetes starts none, and calls the Job complete."""
+    environ = {**env_of(container_of(manifests["Job"])), "KVSTORE_NUM_WORKERS": "0", "KVSTORE_RANK": "0"}
+    with pytest.raises(ConfigurationError) as caught:
+        read_topology(environ)
+    [line] = str(caught.value).splitlines()
+    assert "KVSTORE_NUM_WORKERS) is 0" in line
 
 
 def test_only_workers_reach_the_servers_and_no_pod_has_privileges(manifests: dict[str, Any]) -> None:
