@@ -26,6 +26,10 @@ HISTORY = 300
 """So many views are kept for those who open the page later."""
 
 
+JOB = "kvjob"
+"""The label of a job's name. `job` is Prometheus's own, so what is told under that name becomes exported_job."""
+
+
 class Page:
     """Serves what is seen of a job until it is stopped.
 
@@ -163,8 +167,8 @@ class _Families:
         workers = [([job.name, str(one.rank)], one) for job in self._view.jobs for one in job.workers]
         kinds: Sequence[tuple[str, list[str], Sequence[tuple[list[str], Any]], Mapping[str, str]]] = (
             ("server", ["server"], servers, _OF_SERVERS),
-            ("job", ["job"], jobs, _OF_JOBS),
-            ("worker", ["job", "rank"], workers, _OF_WORKERS),
+            ("job", [JOB], jobs, _OF_JOBS),
+            ("worker", [JOB, "rank"], workers, _OF_WORKERS),
         )
         for kind, labels, rows, numbers in kinds:
             for name, text in numbers.items():

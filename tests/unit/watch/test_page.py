@@ -147,6 +147,15 @@ def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
     assert set(re.findall(r"kvstore_\w+", " ".join(asked))) == told
 
 
+def test_the_labels_that_the_board_asks_for_are_those_of_the_metrics_and_none_is_prometheus_own() -> None:
+    board = (ROOT / "docs" / "grafana.json").read_text()
+    asked = re.findall(r"(kvstore_\w+)(?:\{|, )(\w+)(?:=|\))", board)
+    told = set(re.findall(r"(?m)^(kvstore_\w+)\{(\w+)=", metrics(view()).decode()))
+    assert len(asked) > 10
+    assert set(asked) <= told
+    assert {label for _, label in told} & {"job", "instance"} == set()
+
+
 def test_the_panels_of_the_board_do_not_cover_each_other() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     covered = [
