@@ -118,12 +118,13 @@ def test_the_norm_is_that_of_the_gradient_of_all_workers_before_it_is_limited(
         assert one["norms"] == pytest.approx(norms, rel=1e-4)
 
 
-def test_a_state_that_was_saved_once_is_loaded_by_all(job: Job) -> None:
+def test_a_run_goes_on_from_a_state_that_was_saved_once_to_the_bits_of_one_without_a_break(job: Job) -> None:
     whole, found = job.of("whole_run"), job.of("two_runs")
     [model] = (job.folder / "two_runs" / "saved").glob("model*")
     assert model.name == "model.safetensors"
     assert found[0] == found[1]
     second, loaded, again = found[0]
+    assert second == whole[0]["weights"]
     after_one = train_plainly(sgd, 1, epoch_batches=batches_of(whole))
     assert loaded == pytest.approx(after_one, **CLOSE)
     assert second != loaded
