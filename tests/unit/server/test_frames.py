@@ -245,7 +245,7 @@ def hello(**wrong: Any) -> bytes:
 
 
 def register(spec: list[Any]) -> bytes:
-    return bytes(msgpack.packb(["w", [spec], False, 0, -1, ""]))
+    return bytes(msgpack.packb(["w", [spec], False, 0, -1, "", False]))
 
 
 EXTRA = msgpack.packb([b"", b"", []])
