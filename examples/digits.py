@@ -54,12 +54,11 @@ def check(net: torch.nn.Module, trainer: kvtrainer.Trainer, held_out: float, rou
     print(f"held-out accuracy {held_out:.2%}; max |Δw| against plain PyTorch {difference:.1e}")
     applied = []
     for server in trainer.server_stats():
-        [table] = server["tables"]
-        applied.append(table["keys_applied"] == rounds * table["keys"] > 0)
-        print(
-            f"server {server['server']}: {rounds} rounds x {table['keys']} keys = {table['keys_applied']} applied"
-        )
-    if held_out < 0.97 or difference > 1e-5 or not all(applied):
+        for table in server["tables"]:  # on one host a model as small as this lies on one of them
+            applied.append(table["keys_applied"] == rounds * table["keys"] > 0)
+            counted = f"{rounds} rounds x {table['keys']} keys = {table['keys_applied']} applied"
+            print(f"server {server['server']}: {counted}")
+    if held_out < 0.97 or difference > 1e-5 or not (applied and all(applied)):
         sys.exit("the result is not what it should be")
     print("all checks passed")
     return accuracies
