@@ -56,10 +56,13 @@ class Paper:
 
     def read(self) -> bytes:
         """Return what was written; empty if nothing was."""
-        with open(self.fd, "rb", closefd=False) as file:
-            file.seek(0)
-            size = int.from_bytes(file.read(_SIZE), "little")
-            return file.read(size)
+        # Processes that have inherited the descriptor share its position, too: each says where it reads.
+        left = int.from_bytes(os.pread(self.fd, _SIZE, 0), "little")
+        data, end = bytearray(), _SIZE + left
+        while left and (part := os.pread(self.fd, left, end - left)):
+            data += part
+            left -= len(part)
+        return bytes(data)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -268,3 +268,13 @@ def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
 def test_a_result_of_a_class_that_only_workers_know_is_said_to_be_so() -> None:
     with pytest.raises(ClusterError, match="cannot be unpacked here"):
         call.unpack(b"cno_such_module\nThing\n.")
+
+
+def test_several_readers_that_share_a_descriptor_all_get_the_whole() -> None:
+    paper, data = call.Paper(), bytes(range(256)) * 4096
+    try:
+        paper.write(data)
+        readers = [Call(lambda: [paper.read() == data for _ in range(50)]) for _ in range(3)]
+        assert [reader.outcome() for reader in readers] == [[True] * 50] * 3
+    finally:
+        paper.close()
