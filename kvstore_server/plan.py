@@ -303,7 +303,7 @@ class Plan:
     """Where each key begins in the arena of its dtype, in elements."""
     whole_keys: bool
     """Whether all slices of a key are on one server."""
-    one_server: bool
+    one_server: bool = False
     """Whether all slices of the table are."""
     servers: tuple[int, ...] = field(init=False)
     """The servers that hold at least one slice, in ascending order."""
