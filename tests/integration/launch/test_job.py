@@ -51,12 +51,12 @@ def test_cores_are_divided_among_workers_as_threads_unless_the_user_has_said_how
 
 def test_a_viewer_is_told_of_the_servers_and_ends_with_the_job(jobs: Jobs, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    code, out, _ = jobs.run(
+    code, out, err = jobs.run(
         f"until [ -e {seen} ]; do :; done",
         servers=2,
         viewer=f"echo $1 and $2; touch {seen}; exec sleep {FOREVER}",
     )
-    assert code == 0
+    assert code == 0, err
     assert "[v0] tcp://127.0.0.1:5000 and tcp://127.0.0.1:5001" in out.splitlines()
     assert eventually(lambda: jobs.alive() == [])
 
