@@ -34,10 +34,19 @@ from steps import Work
 TITLE = (
     "A synchronous step over slow links, 4 workers and 4 servers on hosts of their own: kvtrainer and gloo"
 )
-FIFO, OVERLAP, GLOO = "kvtrainer fifo", "kvtrainer overlap", "gloo flat"
+FIFO, GLOO = "kvtrainer fifo", "gloo flat"
+PLAIN, OVERLAP, PULL = "kvtrainer plain", "kvtrainer overlap", "kvtrainer overlap_pull"
+BOTH = "kvtrainer both overlaps"
 BY_HOST = "kvtrainer by host"
 STEPS = {suite.OURS: "trainer", **{f"kvtrainer {one}": one for one in CODECS}, GLOO: "flat"}
-OVERLAPPED = {suite.OURS: "urgent first", FIFO: "fifo", OVERLAP: "overlap"}
+OVERLAPPED = {
+    suite.OURS: "urgent first",
+    FIFO: "fifo",
+    PLAIN: "plain",
+    OVERLAP: "overlap",
+    PULL: "pull",
+    BOTH: "both",
+}
 HOSTS = {suite.OURS: "trainer", BY_HOST: "by host"}
 TOPK = "kvtrainer topk"
 _LINE, _LONGER = 1024, 3
@@ -53,7 +62,7 @@ def main() -> int:
     if code is not None:
         return code
     torch.set_num_threads(1)
-    systems = suite.choose(dict.fromkeys([*STEPS, FIFO, OVERLAP, BY_HOST], ""), options.systems)
+    systems = suite.choose(dict.fromkeys([*STEPS, *OVERLAPPED, BY_HOST], ""), options.systems)
     notes = _NOTES
     if not options.systems:
         systems[TOPK] = f"left out of the default: --systems '{TOPK}'"

@@ -43,6 +43,7 @@ class _Parameters:
     """Parameters of zeros, and a loss with given gradients."""
 
     rank = 0
+    is_continuous = False
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
@@ -161,6 +162,8 @@ class Overlapped(PushPull):
     Sleeping stands for computing: a third of the seconds forwards, two thirds backwards, all keys alike.
     """
 
+    is_continuous = True
+
     def __init__(self, kvstore: str, seconds: float) -> None:
         os.environ.setdefault("DMLC_PS_WATER_MARK", "2")  # of slices, which are long here
         super().__init__(kvstore)
@@ -178,10 +181,13 @@ class Overlapped(PushPull):
 
 
 class OverlappedTrainer(TrainerStep):
-    """A Trainer with overlap=True, and a model of layers that sleep, as of `Overlapped`."""
+    """A Trainer with such options, and a model of layers that sleep, as of `Overlapped`; forwards they read weights."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(overlap=True)
+    is_continuous = True
+
+    def __init__(self, seconds: float, overlap: bool = True, overlap_pull: bool = False) -> None:
+        super().__init__(overlap=overlap)
+        self._options["overlap_pull"] = overlap_pull
         self._seconds = seconds
         self._grads: list[Tensor] = []
 
@@ -191,7 +197,7 @@ class OverlappedTrainer(TrainerStep):
     def step(self) -> None:
         x, pause = torch.zeros((), requires_grad=True), self._seconds / 3 / len(self.parameters)
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
-            x = _Layer.apply(x, parameter, grad, pause)
+            x = _Layer.apply(x, parameter.view(-1), grad, pause)  # which waits for its weights
         x.backward()
         super().step()
 
@@ -347,7 +353,10 @@ STORES: dict[str, Callable[[], Store]] = {
 OVERLAPPED: dict[str, Callable[[float], Store]] = {
     "urgent first": functools.partial(Overlapped, "p3"),
     "fifo": functools.partial(Overlapped, "dist_sync"),
+    "plain": functools.partial(OverlappedTrainer, overlap=False),
     "overlap": OverlappedTrainer,
+    "pull": functools.partial(OverlappedTrainer, overlap=False, overlap_pull=True),
+    "both": functools.partial(OverlappedTrainer, overlap_pull=True),
 }
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class Store(Protocol):
     """One worker's view of the system under measurement. A step applies the mean of all workers' gradients."""
 
     rank: int
+    is_continuous: bool
+    """What a step leaves under way goes on in the next one, so workers do not meet between steps."""
 
     def begin(self, work: Work) -> None:
         """Make parameters of zeros and what updates them; those of former work go."""
@@ -177,9 +179,8 @@ def _measure(store: Store, work: Work, marks: str) -> dict[str, Any]:
             store.backward()
         store.step()
 
-    return time_rounds(
-        lambda number: prepare(grads.of(number)), step, store.barrier, work.warm_up, work.rounds, marks
-    )
+    meet = (lambda: None) if store.is_continuous else store.barrier
+    return time_rounds(lambda number: prepare(grads.of(number)), step, meet, work.warm_up, work.rounds, marks)
 
 
 def time_rounds(
@@ -194,7 +195,7 @@ def time_rounds(
 
     Args:
         prepare: Called with the number of a round, outside of its time; the step is given what it returns.
-        barrier: Waits for all workers before each step.
+        barrier: Called before each step: it waits for all workers.
         marks: The stem of the files by which worker 0 asks the harness what the job has used.
     """
     seconds = []

@@ -285,13 +285,13 @@ class Engine:
         space, commits = sender.space, body.commits
         some = space.together(commits[:, 0])
         has_pushes, has_commits = len(body.pushes) > 0, len(commits) > 0
+        if has_commits and commits[0, 5] & m.ANNOUNCES:
+            if self.is_stopping or space.name in self.updaters:
+                return []
+            return slicewise.announce(space, sender.rank, body, sender.waiter)
         if has_pushes:
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
-        if has_commits and commits[0, 5] & m.ANNOUNCES:
-            if not (self.is_stopping or space.name in self.updaters):
-                out += slicewise.announce(space, sender.rank, body, sender.waiter)
-            return out
         if space.rounds.begun and has_pushes:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if has_commits else ():
@@ -602,6 +602,7 @@ class Engine:
         for table in some.named:
             _check_ready(table)
         behind: list[int] = []
+        slicewise.let_read(space, rank, pull.tables)
         if space.rounds.begun or space.rounds.bound is not None:
             behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
         if behind:
@@ -619,6 +620,7 @@ class Engine:
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
         table = sender.space.table(pull.table)
         _check_ready(table)
+        slicewise.let_read(sender.space, sender.rank, [table.number])
         answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
         if not sender.space.rounds.behind(sender.rank, table.number):
             return answer()
@@ -763,11 +765,13 @@ class Engine:
 
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
+        slicewise.let_read(sender.space, sender.rank, [table.number])
         packed = pack_states(table.shard.get_state(table.unit, body.index))
         return _reply(sender.waiter, m.State(body.table, body.index, *packed))
 
     def _put_state(self, sender: Sender, body: m.State) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
+        slicewise.let_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)
         piece = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))

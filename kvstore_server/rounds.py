@@ -147,12 +147,18 @@ class Terms(NamedTuple):
 class Announced(NamedTuple):
     """What a rank says of the open round of a table before it has given its slices."""
 
-    mark: int
-    """Of each of them; see `Given.marks`. 0, where it gives none."""
+    packed: bytes
+    """The mark of each of its slices, as of `Given.marks`; all are 0 where it gives none."""
     flags: int
     rescale: float | None
     hyper: bytes
     waiter: Waiter
+    is_firm: bool
+    """It is known, and not only to be expected."""
+
+    @property
+    def marks(self) -> Ints:
+        return np.frombuffer(self.packed, np.int64)
 
 
 class Verdict(IntEnum):
@@ -507,11 +513,33 @@ class Book:
         self._patience = min(self._patience, now + said.timeout)
         return verdicts
 
-    def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> None:
-        """Note what a rank is going to commit to the open round of a table, which it has not committed."""
+    def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> bool:
+        """Note what a rank is going to commit to the open round of a table, which it has not committed.
+
+        Returns whether it had not said that before. What is only to be expected is none beside what is known.
+
+        Raises:
+            ProtocolError: it names a slice that the table does not have here, or brings it.
+        """
         table, _, count, generations, _, flags = commit
-        mark = _HERE + generations // count if count else 0
-        self.of(rank).announced[table] = Announced(mark, flags, said.rescale, said.hyper, waiter)
+        first, end = self._slots.first[table : table + 2].tolist()
+        slots, named = said.pushes[:, 0], said.pushes[:, 2]
+        if len(slots) and (slots.min() < first or slots.max() >= end or said.pushes[:, 3].any()):
+            raise ProtocolError(
+                f"an announcement names slices {slots.min()} to {slots.max()} and brings "
+                f"{said.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} here"
+            )
+        marks = np.zeros(end - first, np.int64)
+        if count:
+            marks[:] = _HERE + (generations - int(named.sum())) // max(count - len(named), 1)
+            marks[slots - first] = _HERE + named
+        is_firm = not flags & m.MAY_CHANGE
+        news = Announced(marks.tobytes(), flags & ~m.MAY_CHANGE, said.rescale, said.hyper, waiter, is_firm)
+        known = self.of(rank).announced.get(table)
+        if known == news or (known is not None and known.is_firm and not is_firm):
+            return False
+        self.of(rank).announced[table] = news
+        return True
 
     def _begin_anew(self, given: Given, commits: m.Matrix) -> None:
         """Forget what a rank pushed before it knew what it would give, of the open rounds that want that."""

@@ -5,16 +5,20 @@ slices that all of them have given, but for ranks that give none, are summed, ap
 network new weights travel while gradients do, in the other direction. A slice that comes in parts is applied as far as
 all ranks have given it. What is last waits for the commits, with which the round ends as any other.
 
-Until then it may still fail, or the process of a rank may be replaced by one that gives something else: a copy of the
-table is kept, and what was changed is taken back. Weights that were sent by then are superseded by others of a higher
-version. Announcements have no other effect: a round of which one is lost, or does not fit, is applied when all have
-committed. So is one that is held, vetoed or assigned, or whose optimizer may raise or needs whole keys.
+A rank that gives slices while it still computes others announces what is to be expected, and may say otherwise later.
+What was applied stays if it fits to that as well.
+
+Until its end the round may still fail, a rank may say or commit something else, or its process be replaced by one that
+does: a copy of the table is kept, and what was changed is taken back. Weights that were sent by then are superseded by
+others of a higher version. Announcements have no other effect: a round of which one is lost, or does not fit, is
+applied when all have committed. So is one that is held, vetoed or assigned, or whose optimizer may raise or needs whole
+keys.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +28,7 @@ from kvstore_server.namespace import Namespace
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Announced, Given, Waiter
+from kvstore_server.rounds import Announced, Given, Ints, Waiter
 from kvstore_server.table import Begun, Portion, Table
 
 _log = logging.getLogger(__name__)
@@ -33,12 +37,18 @@ TOGETHER = SENT_ALONE
 """Bytes of neighbouring slices that are applied together, where they are smaller than that by themselves."""
 _STEP = 4096
 """Bytes of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
-_PLAIN = m.ANNOUNCES | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+_PLAIN = (
+    m.ANNOUNCES | m.MAY_CHANGE | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+)
 """Flags of commits to rounds that can be applied slice by slice."""
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
-    """Note what a rank is going to commit; with the last rank's announcement, apply what has come already."""
+    """Note what a rank is going to commit; with the last rank's announcement, apply what has come already.
+
+    Raises:
+        ProtocolError: it names slices that are not of its table.
+    """
     out: list[m.Outgoing] = []
     book = space.rounds.shared
     is_plain = space.mode.is_sync and not body.hold and not body.absent
@@ -46,12 +56,35 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
         number, round_, *_, flags = commit
         table = space.table(number)
         is_open = round_ == book.number(number) and not book.has_committed(rank, number)
-        if is_open and table.begun is None and not flags & ~_PLAIN:
-            book.announce(rank, commit, body, waiter)
-            _begin(space, table)
+        if is_open and not flags & ~_PLAIN and book.announce(rank, commit, body, waiter):
+            _go_on(space, table, rank)
+            if table.begun is None:
+                _begin(space, table)
             if table.begun is not None:
                 out += _advance(space, table, table.begun.left)
     return out
+
+
+def _go_on(space: Namespace, table: Table, rank: int) -> None:
+    """A rank has announced something else than before: take back what was applied, unless it fits to that, too."""
+    begun, news = table.begun, space.rounds.shared.given[rank].announced[table.number]
+    if begun is None:
+        return
+    former = begun.said[rank]
+    is_alike = news == former._replace(packed=news.packed, is_firm=news.is_firm)
+    if is_alike and _fits(table, begun, former, news.marks):
+        begun.said = {**begun.said, rank: news}
+    else:
+        take_back(space, table)
+
+
+def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
+    """Tell whether a rank has announced the same marks of those slices of which something was applied."""
+    is_applied = np.ones(len(marks), np.bool_)
+    for one in begun.left:
+        if not one.begin:
+            is_applied[one.slots.start - table.unit.first : one.slots.stop - table.unit.first] = False
+    return bool((said.marks == marks)[is_applied].all())
 
 
 def _begin(space: Namespace, table: Table) -> None:
@@ -127,20 +160,21 @@ def _advance(space: Namespace, table: Table, touched: Sequence[Portion]) -> list
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
-    return _weights(space, table, ready, begun.said.values())
+    return _weights(space, table, ready, begun.said)
 
 
 def _given_of(space: Namespace, begun: Begun, portion: Portion) -> Portion | None:
     """Return what of a portion all ranks have given; None where that is nothing."""
     slots, given = portion.slots, space.rounds.shared.given
     levels, size = list[int](), int(space.rounds.slots.nbytes[slots.start])
+    first = slots.start - int(space.rounds.slots.first[space.rounds.slots.table[slots.start]])
     for rank, one in begun.said.items():
-        own = given[rank]
+        own, marks = given[rank], one.marks[first : first + len(slots)]
         growing = own.growing.get(slots.start)
-        if (own.marks[slots.start : slots.stop] == one.mark).all():
+        if (own.marks[slots.start : slots.stop] == marks).all():
             levels.append(size)
         else:
-            levels.append(growing.level if growing is not None and growing.mark == one.mark else 0)
+            levels.append(growing.level if growing is not None and growing.mark == marks[0] else 0)
     if min(levels) == size:
         return portion
     end = min(levels) // _STEP * _STEP
@@ -195,17 +229,21 @@ def _place(space: Namespace, part: Portion) -> tuple[int, int, int]:
 
 
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
+    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Mapping[int, Announced]
 ) -> list[m.Outgoing]:
     """Send the weights of some portions to those of some ranks that want them as bytes."""
     out = list[m.Outgoing]()
     slots = [slot for one in portions if not one.is_part for slot in one.slots]
     parts = [_place(space, one) for one in portions if one.is_part]
-    told = list(filter(_wants_bytes, ranks))
+    told = list(filter(_wants_bytes, ranks.values()))
+    book = space.rounds.shared
+    may_go = not all([one.is_firm or book.has_committed(rank, table.number) for rank, one in ranks.items()])
     for half in {bool(one.flags & m.WANTS_HALF) for one in told}:
         bodies = [space.weights_in(*part, table.version + 1, half) for part in parts]
         if slots:
             bodies.append(space.weights_of(table, slots, table.version + 1, half))
+        for body in bodies if may_go else ():
+            body.parts[:, 2] |= m.MAY_GO
         for one in told:
             if bool(one.flags & m.WANTS_HALF) == half:
                 out += [m.Outgoing(one.waiter.peer, m.Reply(one.waiter.number, body)) for body in bodies]
@@ -228,7 +266,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         given = book.of(rank)
         said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
         is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
-        is_as_said &= one.mark > 0 or not given.sums[number]
+        is_as_said &= _fits(table, begun, one, given.marks[table.unit.first : table.unit.end])
     try:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:
@@ -237,11 +275,11 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     if not is_as_said or not _apply(space, table, left):
         take_back(space, table)
         return None
-    told = []
+    told = {}
     for rank, one in begun.said.items():
         waiters = book.of(rank).waiters
         if _wants_bytes(one) and waiters[number] == one.waiter:
-            told.append(one)
+            told[rank] = one
             waiters[number] = None
     out = _weights(space, table, left, told)
     table.begun = None
@@ -258,6 +296,15 @@ def take_back(space: Namespace, table: Table) -> None:
     if begun is not None and begun.undo is not None:
         table.shard.restore(table.unit, begun.undo)
         table.version += 1  # also the way back is a change
+
+
+def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
+    """A rank wants to read tables: what it may give otherwise is taken back, or it would wait for itself."""
+    for number in space.rounds.begun.intersection(tables):
+        table = space.tables[number]
+        assert table.begun is not None
+        if not (table.begun.said[rank].is_firm or space.rounds.shared.has_committed(rank, number)):
+            take_back(space, table)
 
 
 def take_back_broken(space: Namespace) -> None:

@@ -54,6 +54,7 @@ class StepPipeline:
     def __init__(self, groups: ParameterGroups, link: Binding) -> None:
         self.groups = groups
         self.link = link
+        link.numbers = self._numbers
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         self.states = OptimizerStates(groups, self.memory, link)
@@ -495,16 +496,7 @@ class StepPipeline:
         veto = own.decision.skip or self.is_bad
         if limits.checks_finite and not self.link.checks_sums(memory.arena.grads):
             veto = veto or not memory.is_finite()
-        # What workers must have alike, or they come to different numbers of rounds, scales, or weights.
-        stages: dict[str, Any] = {}
-        if self.accumulation.counts > 1:
-            stages["accumulate"] = self.accumulation.counts
-        if self.loss_scaler is not None:
-            stages["loss_scale"] = self.loss_scaler.loss_scale
-        if self.link.selection.takes_half:
-            stages["compression_params['pull']"] = "bf16"
-        coming = fresh if self.link.num_workers == 1 else None  # other workers may add keys
-        options = {**self.groups.options(memory, coming), "stages": stages}
+        options = self._numbers(fresh if self.link.num_workers == 1 else None)  # other workers may add keys
         try:
             outcome = self.link.round(memory, options, scale, absent, veto, limits)
         except BaseException:
@@ -524,6 +516,18 @@ class StepPipeline:
         if outcome.left_out:
             candidates = [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)]
         return candidates, verdict
+
+    def _numbers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
+        """Read the numbers of the update that comes; see `ParameterGroups.options`."""
+        # What workers must have alike, or they come to different numbers of rounds, scales, or weights.
+        stages: dict[str, Any] = {}
+        if self.accumulation.counts > 1:
+            stages["accumulate"] = self.accumulation.counts
+        if self.loss_scaler is not None:
+            stages["loss_scale"] = self.loss_scaler.loss_scale
+        if self.link.selection.takes_half:
+            stages["compression_params['pull']"] = "bf16"
+        return {**self.groups.options(self.memory, coming), "stages": stages}
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
         """Limit the elements in the arena; return the scale that limits the norm."""

@@ -102,8 +102,9 @@ class Register:
     MAPS_WEIGHTS,
     KNOWS_PLACES,
     ANNOUNCES,
-) = (1 << at for at in range(10))
-ALL_FLAGS = (1 << 10) - 1
+    MAY_CHANGE,
+) = (1 << at for at in range(11))
+ALL_FLAGS = (1 << 11) - 1
 """Flags of a commit.
 
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
@@ -113,8 +114,9 @@ have said so. WANTS_DELTA: of slices that changed by rows alone since its versio
 WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
 it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
 synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were. ANNOUNCES: this
-commits nothing; it says what the commit will say, and that slices of that generation will not be replaced. It is not
-answered by itself."""
+commits nothing; it says what the commit will say, and which generations of slices will not be replaced: those that its
+pushes name, which bring no bytes, and one generation for all others. It is not answered by itself. MAY_CHANGE: so far
+that is only to be expected, because the rank still computes; another announcement, or the commit, says what is so."""
 
 PART = 32
 """A part of a slice is named by the slot and, from this bit on, by the byte of the slice before which the part ends."""
@@ -369,6 +371,8 @@ WHOLE, ROWS, VALUES, HALF = range(4)
 """What the payload of a part is: the whole slice; rows that changed, as `rows` packs them, of as many slices as it says
 (empty where none changed in any slice that the key has there); just the values of the rows that were asked for; or the
 whole slice, of a wider type, rounded to bfloat16."""
+MAY_GO = 1 << 8
+"""Added to the kind of new weights of a round of which a rank has said only what is to be expected; see MAY_CHANGE."""
 
 
 @dataclass(slots=True, eq=False)

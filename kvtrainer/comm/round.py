@@ -17,7 +17,7 @@ from kvstore_server.norms import Decision, Measured
 from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import SENT_ALONE
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
 from kvtrainer.comm.contribution import Arenas, Contribution, Encoded
 from kvtrainer.comm.layout import Layout, Memory
@@ -53,6 +53,8 @@ class Leg:
         """Of the others."""
         self.is_announced = False
         """New weights may come before all slices are sent, so they must not come to where those are."""
+        self.may_go = True
+        """What has come of new weights may still be taken back because a rank commits something else than expected."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
@@ -117,27 +119,35 @@ class Leg:
         self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
         self.commits[:, 5] |= m.ANEW * (not kept)
 
-    def announcement(self, round_: Round) -> m.Contribute | None:
+    def announcement(self, round_: Round, may_change: bool = False) -> m.Contribute | None:
         """Tell a server what the commits will say, before it gets the slices that it can use one by one.
 
         None where it is to hear of them only with the slices.
         """
         contribution, layout = round_.contribution, self.layout
-        size, num_kept = len(layout.resident), len(self.kept) if self.generation else 0
+        size = len(layout.resident)
         is_long = size > 1 or sum(layout.nbytes) > SENT_ALONE
-        if len(self.given) not in (0, size) or not is_long or num_kept:
+        kept = np.array(sorted(self.kept) if self.generation else (), np.int64)
+        if len(self.given) not in (0, size) or not is_long or len(kept) > KEYS_PER_MESSAGE:
             return None
         self.is_announced = True
-        commits = self.commits.copy()
-        commits[:, 5] |= m.ANNOUNCES
+        commits, pushes = self.commits.copy(), layout.pushes[kept]
+        commits[:, 5] |= m.ANNOUNCES | m.MAY_CHANGE * may_change
+        pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[kept]], 0
         return m.Contribute(
-            layout.pushes[_NONE],
+            pushes,
             (),
             commits,
             hyper=contribution.hyper,
             rescale=contribution.rescale,
             timeout=round_.session.options.timeout,
         )
+
+    def take_over(self, early: Leg) -> None:
+        """Go on with the leg that was announced during the backward pass, and what has come of its new weights."""
+        self.number, self.is_announced, self.may_go = early.number, True, early.may_go
+        self.is_coming, self.coming, self.came = early.is_coming, early.coming, early.came
+        self.staged, self.levels = early.staged, early.levels
 
     def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
         """Make messages that carry some slices, and with the last of them the commits of what is not over."""
@@ -209,6 +219,7 @@ class Leg:
     def drop_former(self, table: int) -> None:
         """What has come of new weights of a table was taken back: they all come again."""
         layout = self.layout
+        self.may_go = True
         self.coming[table], self.came[table] = int(layout.num_resident[table]), -1
         for at in layout.resident:
             self.is_coming[at] |= layout.table[at] == table
@@ -226,14 +237,15 @@ class Leg:
         finished = []
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
-        for slot, version, kind, source, start, nbytes in parts_of(weights):
-            at = layout.slots.get(slot)
+        for slot, version, word, source, start, nbytes in parts_of(weights):
+            at, kind = layout.slots.get(slot), word & ~m.MAY_GO
             if at is None:
-                finished += self._take_part(slot, version, kind, source[start : start + nbytes])
+                finished += self._take_part(slot, version, word, source[start : start + nbytes])
                 continue
             table = layout.table[at]
             if -1 < came[table] < version and table in self.open:
                 self.drop_former(table)
+            self.may_go &= kind != word
             end, news = at + 1, is_coming[at]
             if kind == m.ROWS:
                 end = layout.end_of_rows(at, source[start : start + nbytes])
@@ -265,18 +277,19 @@ class Leg:
             self.memory.raw[to : to + end - first].copy_(source[first:end])
         return finished
 
-    def _take_part(self, word: int, version: int, kind: int, raw: Tensor) -> list[int]:
+    def _take_part(self, place: int, version: int, word: int, raw: Tensor) -> list[int]:
         """Keep a part of the new weights of a slice; returns its table where all of it has come now.
 
         One that leaves a gap is not kept: if what was to fill that is lost, the weights come again as a whole.
         """
-        (slot, end), layout = m.place_of(word), self.layout
+        (slot, end), layout, kind = m.place_of(place), self.layout, word & ~m.MAY_GO
         at = layout.slots.get(slot)
         if at is None or not end:
             return []
         table = layout.table[at]
         if -1 < self.came[table] < version and table in self.open:
             self.drop_former(table)
+        self.may_go &= kind != word
         if not self.is_coming[at] or end - len(raw) != self.levels.get(at, 0):
             return []
         size = layout.nbytes[at]
@@ -294,7 +307,7 @@ class Leg:
 
     def take_places(self, shown: m.Shown) -> list[int]:
         """Note where new weights are; returns the tables of which all are known now."""
-        finished = []
+        finished, self.may_go = [], False
         for slot, version, place in shown.parts.tolist():
             at = self.layout.slots.get(slot)
             if at is not None and place == m.STILL and self.layout.mapped is not None:

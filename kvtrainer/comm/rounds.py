@@ -19,7 +19,9 @@ from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
+from kvtrainer.comm.expected import Expected
 from kvtrainer.comm.layout import Layout
+from kvtrainer.comm.parts import cut, size_of_parts
 from kvtrainer.comm.round import NO_COMMITS, Leg, Round
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
@@ -42,6 +44,8 @@ class Rounds:
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its round that is under way."""
+        self._expected: dict[int, Expected] = {}
+        """Table (index) of which slices are sent ahead → what is expected of its next round."""
         self._layouts: dict[tuple[int, ...], list[Layout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
 
@@ -77,11 +81,8 @@ class Rounds:
                 round_.legs.append(leg)
                 if leg.open:
                     round_.open.append(leg)
-            if session.is_far and len(tables) == 1 and _is_plain(contribution):
-                for leg in round_.open:
-                    announced = leg.announcement(round_)
-                    if announced is not None:
-                        session.send(leg.server, leg.number, announced, contribution.priority)
+            if session.is_far and len(tables) == 1 and not is_read:
+                self._announce(round_)
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
@@ -98,7 +99,56 @@ class Rounds:
             raise
         return round_
 
-    def send_ahead(self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor]) -> None:
+    def _announce(self, round_: Round) -> None:
+        """Tell servers what the commits to a table will say, if that may be of use, unless they expect just that."""
+        session, contribution = self._session, round_.contribution
+        [table] = contribution.tables
+        expected = self._expected.get(table.index, Expected())
+        is_plain = _is_plain(contribution)
+        is_alike = is_plain and expected.terms == (contribution.rescale, contribution.hyper)
+        for leg in round_.legs:
+            early = expected.legs.get(leg.server)
+            if early is not None and contribution.outs is not None:
+                session.forget(leg.number)
+                leg.take_over(early)
+                session.listen(leg.number, partial(self._take, round_, leg))
+            announced = leg.announcement(round_) if is_plain else None
+            if early is not None and not leg.generation and (leg.commits == early.commits).all() and is_alike:
+                continue
+            is_alike &= early is None
+            if announced is not None:
+                session.send(leg.server, leg.number, announced, contribution.priority)
+        expected.note(contribution if is_plain else None, is_alike or not expected.legs)
+
+    def _announce_early(self, table: RemoteTable, foresee: Callable[[], bytes]) -> None:
+        """Tell servers that the open round of a table is expected to be like the last one.
+
+        Weights that are mapped change when servers apply a round, so nothing is said of those.
+
+        Args:
+            foresee: Packs the numbers that may be new, as of Contribution.
+        """
+        expected = self._expected.setdefault(table.index, Expected())
+        for former in expected.legs.values():
+            self._session.forget(former.number)
+        expected.legs = {}
+        last = expected.contribution
+        if last is None or (last.mapped is not None and last.mapped.is_on):
+            return
+        round_ = Round(last._replace(hyper=foresee()), self._session)
+        expected.terms = last.rescale, round_.contribution.hyper
+        for layout in self._layouts[(table.index,)]:
+            leg = Leg(layout, round_, self.tables)
+            announced = leg.announcement(round_, may_change=True)
+            layout.spare = leg.memory
+            if announced is not None:
+                leg.number = self._session.next_number(partial(_take_early, leg))
+                self._session.send(leg.server, leg.number, announced)
+                expected.legs[leg.server] = leg
+
+    def send_ahead(
+        self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor], foresee: Callable[[], bytes] = bytes
+    ) -> None:
         """Send a slice of the open round before its commit, without which it does not count; returns at once.
 
         The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
@@ -106,6 +156,7 @@ class Rounds:
 
         Args:
             parts: The numbers of each of its keys, flat; copied.
+            foresee: Packs the numbers that the commit will bring, as of Contribution, so far as they are known.
 
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
@@ -120,11 +171,20 @@ class Rounds:
                 table.compressor.begin()
             form = table.compressor.packed_codec
             numbers = table.compressor.encode_ahead(numbers[: piece.used], piece)
+        if not sent and self._session.is_far:
+            self._announce_early(table, foresee)
         # From here on it counts as sent: if it does not get there, the server will ask for it.
         ahead.note(piece, table.round)
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
-        self._session.send(piece.server, self._session.next_number(), body)
+        number, expected = self._session.next_number(), self._expected.get(table.index)
+        leg = None if expected is None else expected.legs.get(piece.server)
+        if leg is None or form:
+            self._session.send(piece.server, number, body)
+            return
+        self._session.take_what_came()  # so that what waits for answers goes first
+        for part in cut(body, size_of_parts(sum(leg.layout.nbytes))):
+            self._session.send(piece.server, number, part)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -194,7 +254,8 @@ class Rounds:
             self.wait(round_)
             return
         for leg in round_.legs:
-            round_.write_early(leg)
+            if not leg.may_go:
+                round_.write_early(leg)
 
     def _listen_while(self, round_: Round, holds: Callable[[Leg], bool]) -> None:
         """Take answers to a round while something holds of a leg on which something is still to be said."""
@@ -344,6 +405,7 @@ class Rounds:
         table = leg.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         leg.skipped.add(at)
+        leg.drop_former(at)
         leg.coming[at] = 0
         for slice_, of in enumerate(leg.layout.table):
             if of == at:
@@ -478,8 +540,15 @@ class _Those(Collection[Leg]):
 
 
 def _lacks(places: Mapping[int, Sequence[int]], leg: Leg) -> bool:
-    """Tell whether new weights of some slices, by server and position there, are still to come."""
-    return any([leg.is_coming[at] for at in places[leg.server]])
+    """Tell whether new weights of some slices, by server and position there, are still to come, or may yet go."""
+    here = places[leg.server]
+    return bool(here) and (leg.may_go or any([leg.is_coming[at] for at in here]))
+
+
+def _take_early(leg: Leg, _: int, reply: m.ReplyBody) -> None:
+    """Keep new weights of a round that has yet to be started here; all else is said again to its commit."""
+    if isinstance(reply, m.Weights):
+        leg.take_weights(reply)
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:

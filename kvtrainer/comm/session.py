@@ -240,6 +240,10 @@ class Session:
             self._handlers[self._last_number] = handler
         return self._last_number
 
+    def listen(self, number: int, handler: Handler) -> None:
+        """Have a handler take the replies to a request from now on."""
+        self._handlers[number] = handler
+
     def forget(self, number: int) -> None:
         """Drop replies to a request from now on."""
         self._handlers.pop(number, None)
@@ -328,6 +332,11 @@ class Session:
 
     def _send_call(self, call: _Call) -> None:
         self.send(call.server, call.number, call.body)
+
+    def take_what_came(self) -> None:
+        """Hand out the replies that are here, and let go what they make room for; does not block."""
+        while (got := self.transport.receive(0.0)) is not None:
+            self._hand_out(*got, self.clock())
 
     def wait(
         self,

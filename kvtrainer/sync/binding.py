@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -129,6 +129,8 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self.awaited: Awaited | None = None
         """New weights of the last round that are still to come."""
+        self.numbers: Callable[[], dict[str, Any]] | None = None
+        """Reads the numbers that hold now, as `round` takes them."""
         self.is_lost = False
         """Whether the last call of `round` raised when servers and other workers may have had something of it."""
 
@@ -219,7 +221,7 @@ class Binding:
         if self.holder is not None and self.holder.born is not None:
             layout.devices[0].tracker.births = self.holder.born.births()
         if self.selection.overlaps and self.holder is not None:
-            self._overlap = Overlap(self.holder, layout.devices[0], self.settle)
+            self._overlap = Overlap(self.holder, layout.devices[0], self.settle, self._foresee)
         if self.selection.overlaps_pull and self.holder is not None:
             # What is on its way when a step returns may be written to by the loop.
             self.holder.lendable = frozenset()
@@ -315,6 +317,18 @@ class Binding:
             if not layout.has_replicas:
                 arena.zeros = frozenset(rows)
         return outcome
+
+    def _foresee(self) -> bytes:
+        """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
+        assert self._said is not None
+        former, limits = self._said
+        try:
+            options = former if self.numbers is None else self.numbers()
+        except KVStoreError:
+            options = former  # the step raises it
+        if self._is_told and options == former:
+            return b""
+        return pack_hypers(**options, update_on_kvstore=self.updates_weights, limits=limits.summary)
 
     def _begin(self, layout: Memory, gradients: Gradients) -> Outcome:
         """Begin a round of which nothing has to be known but the new weights; these are awaited."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,9 +364,9 @@ class StoreExchange(Exchange):
         """The layout of the table, with its servers."""
         return self._table.plan
 
-    def send_ahead(self, piece: Slice, parts: Sequence[Tensor]) -> None:
+    def send_ahead(self, piece: Slice, parts: Sequence[Tensor], foresee: Callable[[], bytes]) -> None:
         """Send a slice of gradients before the next `run`; see `Rounds.send_ahead`."""
-        self._client.rounds.send_ahead(self._table, piece, parts)
+        self._client.rounds.send_ahead(self._table, piece, parts, foresee)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""

@@ -29,11 +29,18 @@ class Overlap:
         exchange: synchronous rounds over servers.
         memory: of the only device, a CPU.
         settle: ends the round before, if that is still under way.
+        foresee: packs the numbers that are new in the step, as far as they are known before it.
     """
 
-    def __init__(self, exchange: StoreExchange, memory: DeviceMemory, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        exchange: StoreExchange,
+        memory: DeviceMemory,
+        settle: Callable[[], None],
+        foresee: Callable[[], bytes],
+    ) -> None:
         plan = exchange.plan
-        self._exchange, self._settle = exchange, settle
+        self._exchange, self._settle, self._foresee = exchange, settle, foresee
         self._parameters = memory.parameters
         self._slices = [plan.slices_with(key) for key in range(len(plan.specs))]
         self._num_keys = [len(piece.segments) for piece in plan.slices]
@@ -75,6 +82,6 @@ class Overlap:
                 return
             parts.append(grad.view(-1)[start : start + numel])
         try:
-            self._exchange.send_ahead(piece, parts)
+            self._exchange.send_ahead(piece, parts, self._foresee)
         except KVStoreError as error:  # the step will raise it, if it still holds then
             _log.debug("slice %d was not sent ahead: %s", piece.index, error)

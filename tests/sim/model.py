@@ -39,8 +39,9 @@ class Weights(NamedTuple):
     """In place of m.Weights: those of the model."""
 
     table: int
-    early: tuple[list[int], int] | None = None
-    """Slots, and their version, of which a round was applied before the others; None: all, as they are."""
+    early: tuple[list[int], int, int] | None = None
+    """Slots, their version, and what is added to their kind, of which a round was applied before the others; None: all,
+    as they are."""
 
 
 @dataclass
@@ -79,6 +80,22 @@ class Commit(NamedTuple):
     @property
     def wants_weights(self) -> bool:
         return bool(self.flags & m.WANTS_WEIGHTS)
+
+    @property
+    def terms(self) -> tuple[To, int, float | None, bytes]:
+        """All that it says but for its slices, and whether that may change."""
+        flags = self.flags & ~(m.ANNOUNCES | m.MAY_CHANGE)
+        return self.to, flags, self.said.rescale, self.said.hyper
+
+    @property
+    def is_firm(self) -> bool:
+        return not self.flags & m.MAY_CHANGE
+
+    def announced(self, slot: int) -> int:
+        """The generation in which a slice is to come, be it given or not."""
+        named = {one: generation for one, _, generation, _ in self.said.pushes.tolist()}
+        others = (self.generations - sum(named.values())) // max(self.count - len(named), 1)
+        return int(named.get(slot, others))
 
     def without_former(self, arrived: dict[int, int]) -> dict[int, int]:
         """Of slices that have come, those that may count."""
@@ -242,6 +259,8 @@ class SyncModel(Model):
         """Rank → what it said that it will commit to the open round."""
         self.begun: dict[int, Commit] | None = None
         """The same of all ranks, while the open round may be applied slice by slice."""
+        self.begun_hyper = b""
+        """The hyper-parameters with which it is."""
         self.results: dict[int, dict[int, Array]] = {}
         """Round that was applied → the weights then."""
         self.is_changed = False
@@ -260,16 +279,31 @@ class SyncModel(Model):
             self.take_back()
 
     def announce(self, rank: int, commit: Commit) -> Told:
-        is_news = commit.round == self.open and rank not in self.committed and self.begun is None
-        if not is_news:
+        if commit.round != self.open or rank in self.committed:
             return []
+        former = self.announced.get(rank)
+        if former is not None:
+            is_same = former.terms == commit.terms and former.is_firm == commit.is_firm
+            is_same = is_same and all(former.announced(s) == commit.announced(s) for s in self.slots)
+            if is_same or (former.is_firm and not commit.is_firm):
+                return []
+            self._seen["announced otherwise"] += self.begun is not None
         self.announced[rank] = commit
+        if self.begun is not None and former is not None:
+            if former.terms == commit.terms and all(
+                former.announced(s) == commit.announced(s) for s in self.early
+            ):
+                self._seen["announced again"] += bool(self.early)
+                self.begun[rank] = commit
+                return self.advance(self.slots)
+            self.take_back()
         hypers = {c.said.hyper or self.beliefs.get(r, b"") for r, c in self.announced.items()}
         may_begin = len(self.announced) == NUM_WORKERS and self.is_initialised and not self._may_raise
         if not may_begin or len(self.slots) == 1 or len(hypers - {b""}) > 1:
             return []
         self._seen["begun"] += 1
         self.begun = dict(sorted(self.announced.items()))
+        self.begun_hyper = min(hypers - {b""}, default=b"")
         return self.advance(self.slots)
 
     def advance(self, slots: Sequence[int]) -> Told:
@@ -287,14 +321,23 @@ class SyncModel(Model):
         self.committed, self.beliefs = committed, beliefs
         self.early += ready
         self.weights = {**self.weights, **{slot: updated[slot] for slot in ready}}
-        told = Weights(self.table, (ready, self.version + 1))
+        may_go = any(not c.is_firm and r not in committed for r, c in self.begun.items())
+        self._seen["may go"] += may_go
+        told = Weights(self.table, (ready, self.version + 1, m.MAY_GO * may_go))
         return [(c.to, [told]) for c in self.begun.values() if c.wants_weights]
 
     def _is_here(self, slot: int) -> bool:
         """Whether all ranks have given a slice as they announced it."""
         begun = (self.begun or {}).items()
-        return all(
-            self.arrived.get(r, {}).get(slot, -1) == c.generations // max(c.count, 1) for r, c in begun
+        return all(self.arrived.get(r, {}).get(slot, -1) == c.announced(slot) for r, c in begun)
+
+    def _is_as_announced(self) -> bool:
+        """Whether what all ranks have committed is that from which slices were applied."""
+        begun = (self.begun or {}).items()
+        return self.hyper() == self.begun_hyper and all(
+            self.committed[r].commit.terms[1:3] == c.terms[1:3]
+            and all(self.committed[r].slots.get(s, -1) == c.announced(s) for s in self.early)
+            for r, c in begun
         )
 
     def take_back(self) -> None:
@@ -423,7 +466,8 @@ class SyncModel(Model):
         """End the open round; an applied one changes what is stored."""
         self._count(outcome)
         begun, left = self.begun, [slot for slot in self.slots if slot not in self.early]
-        if outcome != APPLIED or not self.early:
+        if outcome != APPLIED or not self.early or not self._is_as_announced():
+            self._seen["committed otherwise"] += outcome == APPLIED and bool(self.early)
             self.take_back()
         active = self.active()
         assigns = self.open == 0 or (outcome == APPLIED and any(g.flags & m.ASSIGNS for g in active.values()))
@@ -452,7 +496,7 @@ class SyncModel(Model):
         told = [(commit.to, self._answer(commit)) for commit in waiting]
         if self.early and begun is not None:
             self._seen["applied slice by slice"] += 1
-            rest = [Weights(self.table, (left, self.version))]
+            rest = [Weights(self.table, (left, self.version, 0))]
             at_once = {c.to for c in begun.values() if c.wants_weights}
             told = [(to, rest if to in at_once else bodies) for to, bodies in told]
         self.announced, self.begun, self.early = {}, None, []

@@ -463,6 +463,47 @@ def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     return real(space, table)
 
 
+@replaces(slicewise, "_fits")
+def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
+    """What was applied stays when a rank says, or commits, another generation of it."""
+    return True
+
+
+@replaces(slicewise, "_go_on")
+def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
+    """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
+    if table.begun is not None:
+        news = space.rounds.shared.given[rank].announced[table.number]
+        table.begun.said = {**table.begun.said, rank: news}
+        if not slicewise._fits(table, table.begun, table.begun.said[rank], news.marks):
+            slicewise.take_back(space, table)
+
+
+@hears(SYNC)
+def generations_unnamed(self: Any, body: Any) -> Any:
+    """Of an announcement the slices that it names are not looked at."""
+    is_announcement = isinstance(body, m.Contribute) and (body.commits[:, 5] & m.ANNOUNCES).any()
+    return replace(body, pushes=body.pushes[:0]) if is_announcement else body
+
+
+@replaces(Book, "announce")
+def expected_instead_of_known(real: Any, self: Any, rank: int, commit: Any, said: Any, waiter: Any) -> Any:
+    """What a rank expected and what it knows count alike, whichever came last."""
+    known = self.of(rank).announced.get(commit[0])
+    if known is not None:
+        self.of(rank).announced[commit[0]] = known._replace(is_firm=False)
+    return real(self, rank, commit, said, waiter)
+
+
+@says(SYNC)
+def expected_and_said_to_stay(self: Any, peer: bytes, request: m.Request, out: Out) -> Out:
+    """Of weights nobody hears that they may be taken back."""
+    for one in out:
+        if _is(one, m.Weights):
+            one.reply.body.parts[:, 2] &= ~m.MAY_GO
+    return out
+
+
 @replaces(Shard, "restore")
 def state_not_taken_back(real: Any, self: Any, unit: Any, former: Any) -> None:
     """What is taken back leaves its traces in the optimizer's state."""

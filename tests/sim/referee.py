@@ -139,10 +139,12 @@ class Referee:
 
     def _contribute(self, sender: Worker, to: To, body: m.Contribute, now: float) -> Told | None:
         codec = b"" if body.form == PACKED_ROWS else body.form
-        for slot, round_, generation, _ in body.pushes.tolist():
-            self._model_of[slot].push(sender.rank, round_, slot, generation, codec)
         told: Told = []
-        slots = body.pushes[:, 0].tolist()
+        is_announcement = len(body.commits) > 0 and body.commits[0, 5] & m.ANNOUNCES
+        pushes = [] if is_announcement else body.pushes.tolist()
+        for slot, round_, generation, _ in pushes:
+            self._model_of[slot].push(sender.rank, round_, slot, generation, codec)
+        slots = [slot for slot, *_ in pushes]
         for model in {self._model_of[slot].table: self._model_of[slot] for slot in slots}.values():
             told += model.advance(slots)
         for table, round_, count, generations, _, flags in body.commits.tolist():
@@ -210,10 +212,10 @@ class Referee:
     def _are_weights(self, to: To, got: m.Weights, want: Weights) -> bool:
         """Whether these are the present weights of a table, which the one who reads them may have."""
         model = self.models[want.table]
-        slots, version = (model.slots, model.version) if want.early is None else want.early
+        slots, version, may_go = (model.slots, model.version, 0) if want.early is None else want.early
         if isinstance(model, AsyncModel):
             self._check_bound(model, self._processes[to[0]].rank)
-        if got.parts[:, :3].tolist() != [[slot, version, m.WHOLE] for slot in slots]:
+        if got.parts[:, :3].tolist() != [[slot, version, m.WHOLE | may_go] for slot in slots]:
             return False
         return all(
             p.numpy().tobytes() == model.weights[s].tobytes()

@@ -46,8 +46,9 @@ MAX_DRAIN = 100
 """Turns after which a schedule without loss must have come to its end."""
 HYPERS = tuple(pack_hypers([{"lr": rate}], {}, {}, True) for rate in RATES)
 TABLES = range(len(SPECS))
-CRASHES_HALFWAY = 0.05
-"""How often in a step a process ends while some slices of a round are applied and others are not."""
+CRASHES_HALFWAY, CHANGES_HALFWAY = 0.05, 0.1
+"""How often in a step a process ends, or gives something else, while some slices of a round are applied and others are
+not."""
 
 
 @register
@@ -364,6 +365,8 @@ class SyncSchedule(Schedule):
             hold=0.0 if announces == 1.0 else rng.choice((0.0, 0.0, *NORM_TYPES)),
             differs=rng.choice((0.0, 0.0, 0.15)),
             announces=announces,
+            expects=rng.choice((0.0, 0.7, 1.0)),
+            expects_wrongly=rng.random() < 0.3,
         )
 
     def _referee(self, engine: Engine) -> Referee:
@@ -383,8 +386,12 @@ class SyncSchedule(Schedule):
         for step in range(1, self.STEPS + 1):
             self.step = step
             is_halfway = any(model.early for referee in self.servers for model in referee.models)
-            if is_halfway and self.rng.random() < CRASHES_HALFWAY:
+            dice = self.rng.random() if is_halfway else 1.0
+            if dice < CRASHES_HALFWAY:
                 self._crash(self.rng.choice(self._alive()))
+            elif dice < CRASHES_HALFWAY + CHANGES_HALFWAY:
+                process, lane = self._some_lane()
+                process.push_again(lane, self.rng)
             else:
                 self._chaos()
         self._revive()

@@ -61,6 +61,10 @@ EVERYTHING = {
     "begun",
     "applied slice by slice",
     "taken back",
+    "announced again",
+    "announced otherwise",
+    "committed otherwise",
+    "may go",
 }
 """What must happen in every block of schedules; otherwise they prove little."""
 ASYNC_EVERYTHING = {

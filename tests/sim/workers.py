@@ -40,6 +40,9 @@ REPEAT = 0.3
 RAISES = 0.08
 """How often a process gives up a round rather than to tell a server what it makes of its norm, or to commit what it has
 announced."""
+CONFIRMS, EDITS = 0.3, 0.4
+"""How often a process that has said what is to be expected says what it will commit before it does anything else; and
+how often a slice is replaced just before that."""
 TOGETHER = 0.3
 """How often a commit travels with the last slices."""
 NORM_TYPES = (2.0, 1.0, 3.0, float("inf"))
@@ -136,6 +139,10 @@ class SimOptions:
     """How often a process wants another one."""
     announces: float = 0.0
     """How often a process announces to a server what it will commit."""
+    expects: float = 0.0
+    """How often it does so while it may still change its mind."""
+    expects_wrongly: bool = False
+    """Whether it then has former numbers in mind, or another factor."""
 
     def hyper(self, round_: int) -> bytes:
         """The hyper-parameters that everybody who has data believes in."""
@@ -190,8 +197,12 @@ class Lane:
     to_commit: list[int] = field(default_factory=list)
     to_announce: list[int] = field(default_factory=list)
     """Servers that are to be told what will be committed before they get slices."""
+    to_confirm: list[int] = field(default_factory=list)
+    """Servers that were told what is to be expected, and are to be told what is so."""
     was_announced: bool = False
     """Some server was told."""
+    fixed: set[int] = field(default_factory=set)
+    """Servers to which what was given will not be replaced."""
     came: dict[int, tuple[int, dict[int, bytes]]] = field(default_factory=dict)
     """Server → version and slots of the new weights that have come."""
     requests: dict[int, int] = field(default_factory=dict)
@@ -330,7 +341,15 @@ class Worker:
             for server in lane.aborts:
                 self._abort(lane, server)
         elif lane.to_announce:
-            self._announce(lane, lane.to_announce.pop())
+            server = lane.to_announce.pop()
+            may_change = rng.random() < self.options.expects
+            if may_change and rng.random() < 0.5:
+                lane.to_confirm.append(server)
+            self._announce(lane, server, rng, may_change)
+        elif lane.to_confirm and rng.random() < CONFIRMS:
+            if rng.random() < EDITS:
+                self.push_again(lane, rng)
+            self._announce(lane, lane.to_confirm.pop(), rng, may_change=False)
         elif lane.to_push:
             self._push_some(lane, rng)
         elif lane.to_commit and lane.was_announced and rng.random() < RAISES:
@@ -359,14 +378,14 @@ class Worker:
             row = (place[1], lane.round, lane.generations[place] + 1, later.nbytes)
             body = m.Contribute(m.matrix([row], 4), (torch.from_numpy(later),), m.matrix((), 6))
             self._send(place[0], self._number(), body)
-        elif place[0] not in lane.requests:
+        elif place[0] not in lane.fixed:
             lane.generations[place] += 1
             self._encode(lane)
             lane.to_push.append(place)
 
     def begin_anew(self, lane: Lane, rng: random.Random) -> None:
         """Leave out some slices that may have been pushed: the others count in a higher generation alone."""
-        if not lane.is_open or lane.given_up or lane.requests or not lane.round:
+        if not lane.is_open or lane.given_up or lane.fixed or not lane.round:
             return
         is_needed = bool(lane.flags & m.ASSIGNS) and not self.rank
         lane.flags |= m.ANEW
@@ -424,6 +443,7 @@ class Worker:
         lane.requests, lane.aborts, lane.held, lane.decision, lane.to_resolve = {}, {}, {}, None, []
         lane.accepted, lane.done, lane.kept, lane.vetoed, lane.overs = set(), set(), set(), set(), set()
         lane.came, lane.to_announce, lane.was_announced = {}, [], False
+        lane.to_confirm, lane.fixed = [], set()
         if options.announces and lane.round and not lane.hold and not lane.flags & ~m.WANTS_WEIGHTS:
             lane.to_announce = [s for s in range(NUM_SERVERS) if rng.random() < options.announces]
         self._encode(lane)
@@ -564,13 +584,28 @@ class Worker:
         part = {0: RowSet(ids, values.view(ROWS, -1)[ids])}
         return PACKED_ROWS, encode_rows(layout().plans[lane.table], layout().pieces[place], part)
 
-    def _announce(self, lane: Lane, server: int) -> None:
-        """Say what will be committed, unless slices differ in their generation; from then on they stay as they are."""
-        if len({generation for place, generation in lane.generations.items() if place[0] == server}) == 1:
-            self._give(lane, server, [], True, m.ANNOUNCES)
-            lane.was_announced = True
+    def _announce(self, lane: Lane, server: int, rng: random.Random, may_change: bool) -> None:
+        """Say what will be committed; unless it may change, slices stay as they are from then on."""
+        given = {slot: generation for (at, slot), generation in lane.generations.items() if at == server}
+        if not given or lane.flags & ~(m.WANTS_WEIGHTS | m.ANEW) or server not in lane.to_commit:
+            return
+        others = rng.choice(list(given.values()))
+        rows = [(slot, lane.round, one, 0) for slot, one in given.items() if one != others]
+        flags = lane.flags | m.ANNOUNCES | m.MAY_CHANGE * may_change
+        is_wrong = may_change and self.options.expects_wrongly
+        body = m.Contribute(
+            m.matrix(rows, m.PUSH_WORDS), (),
+            m.matrix([(lane.table, lane.round, len(given), sum(given.values()), -1, flags)], m.COMMIT_WORDS),
+            hyper=self.options.hyper(lane.round - is_wrong),
+            rescale=2.0 if is_wrong and not self.options.hypers else self._scale, timeout=TIMEOUT,
+        )  # fmt: skip
+        number = lane.requests.setdefault(server, self._number())
+        self.about[number] = (lane.table, lane.round)
+        self._send(server, number, body)
+        lane.was_announced = True
+        lane.fixed |= set() if may_change else {server}
 
-    def _give(self, lane: Lane, server: int, places: list[Place], is_last: bool, more_flags: int = 0) -> None:
+    def _give(self, lane: Lane, server: int, places: list[Place], is_last: bool) -> None:
         """Send slices, those of one form in one buffer, and with the last of them the commit if it is time for that."""
         batches: dict[bytes, list[tuple[Place, torch.Tensor]]] = {}
         for place in places:
@@ -584,9 +619,10 @@ class Worker:
             hyper = b""
             if is_last and not left:
                 number = lane.requests.setdefault(server, number)
+                lane.fixed.add(server)
                 self.about[number] = (lane.table, lane.round)
                 given = [generation for place, generation in lane.generations.items() if place[0] == server]
-                commits = [(lane.table, lane.round, len(given), sum(given), -1, lane.flags | more_flags)]
+                commits = [(lane.table, lane.round, len(given), sum(given), -1, lane.flags)]
                 hyper = b"" if lane.flags & m.HAS_JOINED else self.options.hyper(lane.round)
             body = m.Contribute(
                 m.matrix(rows, m.PUSH_WORDS), buffer, m.matrix(commits, m.COMMIT_WORDS), form, hyper,

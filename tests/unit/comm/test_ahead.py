@@ -28,6 +28,7 @@ from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
+from tests.support.scripted import is_announcement
 from tests.support.switchboard import connected, play
 
 SPECS = [
@@ -102,7 +103,7 @@ class Job:
         """The generations, in order, in which each slice was sent."""
         found: dict[tuple[int, int], list[int]] = {}
         for server, body in self.sent:
-            for slot, _, generation, _ in body.pushes.tolist():
+            for slot, _, generation, _ in () if is_announcement(body) else body.pushes.tolist():
                 found.setdefault((server, slot), []).append(generation)
         return [tuple(of) for of in found.values()]
 

@@ -10,7 +10,7 @@ import torch
 from kvstore_server.norms import Decision, Guard
 from kvstore_server.protocol import messages as m
 from kvtrainer.errors import RoundAbortedError
-from tests.support.scripted import Bench, Scripted, is_announcement
+from tests.support.scripted import SLOT, Bench, Scripted, is_announcement
 
 
 def part(bench: Bench, server: int, slices: slice, value: float, version: int) -> m.Weights:
@@ -114,7 +114,7 @@ def test_slices_that_are_sent_again_do_not_change_weights_that_came_before() -> 
     assert bench.out.unique().tolist() == [4.0]
 
 
-def test_a_round_announces_no_gradient_that_another_one_replaces() -> None:
+def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as_they_went_ahead() -> None:
     bench = Bench(1, lambda *_: [])
     pieces = bench.plan.slices[:2]
     for piece in pieces:
@@ -123,7 +123,9 @@ def test_a_round_announces_no_gradient_that_another_one_replaces() -> None:
     assert changed.values is not None
     changed.values[0]["float32"][0] = 7.0
     bench.rounds.start(changed)
-    assert not announcements(bench)
+    [said] = announcements(bench)
+    assert said.commits[:, 2:4].tolist() == [[8, 7]]
+    assert said.pushes.tolist() == [[SLOT + 1, 3, 0, 0]]
 
 
 def test_a_round_is_announced_of_which_some_slices_went_ahead_as_they_are() -> None:
