@@ -104,7 +104,7 @@ class Rounds:
         session, contribution = self._session, round_.contribution
         [table] = contribution.tables
         expected = self._expected.get(table.index, Expected())
-        is_plain = _is_plain(contribution)
+        is_plain, is_as_expected = _is_plain(contribution), True
         is_alike = is_plain and expected.terms == (contribution.rescale, contribution.hyper)
         for leg in round_.legs:
             early = expected.legs.get(leg.server)
@@ -113,12 +113,12 @@ class Rounds:
                 leg.take_over(early)
                 session.listen(leg.number, partial(self._take, round_, leg))
             announced = leg.announcement(round_) if is_plain else None
-            if early is not None and not leg.generation and (leg.commits == early.commits).all() and is_alike:
+            if early is not None and is_alike and not leg.generation and (leg.commits == early.commits).all():
                 continue
-            is_alike &= early is None
+            is_as_expected &= early is None
             if announced is not None:
                 session.send(leg.server, leg.number, announced, contribution.priority)
-        expected.note(contribution if is_plain else None, is_alike or not expected.legs)
+        expected.note(contribution if is_plain else None, is_as_expected)
 
     def _announce_early(self, table: RemoteTable, foresee: Callable[[], bytes]) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
