@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtrainer.comm.connection import Connection
 from kvtrainer.env import TRANSPORT
 from tests.support.processes import Members, Processes
 
@@ -30,3 +31,10 @@ def processes() -> Iterator[Processes]:
 def members() -> Iterator[Members]:
     with Members() as joined:
         yield joined
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network lies between workers and servers, as far as they know."""
+    monkeypatch.setenv(TRANSPORT, "tcp")
+    monkeypatch.setattr(Connection, "is_far", lambda *_: True)

@@ -22,7 +22,7 @@ from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
 
 
-def trained(jobs: Servers, name: str, overlap: bool) -> list[str]:
+def trained(jobs: Servers, name: str, overlap: bool, servers: int = 2) -> list[str]:
     """The digests of both workers."""
     case, options = CASES[name]
 
@@ -32,12 +32,38 @@ def trained(jobs: Servers, name: str, overlap: bool) -> list[str]:
             case(loop, at)
         return loop.digest.hexdigest()
 
-    return jobs.results(2, 2, body, **({"type": "p3"} if name == "p3" else {}))
+    return jobs.results(2, servers, body, **({"type": "p3"} if name == "p3" else {}))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_without_overlap(jobs: Servers, name: str) -> None:
     assert trained(jobs, name, True) == trained(jobs, name, False)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("name", CASES)
+def test_over_a_network_the_bits_are_those_without_overlap(jobs: Servers, name: str) -> None:
+    assert trained(jobs, name, True, servers=1) == trained(jobs, name, False)
+
+
+@pytest.mark.usefixtures("far")
+def test_new_weights_come_during_the_backward_pass_over_a_network(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> int:
+        loop = Loop(kv, rank, True)
+        for at in range(2):
+            plain(loop, at)
+        before = sent(loop)
+        loop.loss().backward()
+        kv.barrier()
+        after = sent(loop)
+        kv.barrier()
+        loop.step()
+        return after - before
+
+    def sent(loop: Loop) -> int:
+        return sum(row["bytes_out"] for one in loop.trainer.server_stats() for row in one["tables"])
+
+    assert jobs.results(2, 1, body)[0] > 0
 
 
 @pytest.mark.usefixtures("sent_once")

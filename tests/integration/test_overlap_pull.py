@@ -127,7 +127,7 @@ MORE: dict[str, tuple[Case, dict[str, Any]]] = {
 CASES = {name: case for name, case in test_overlap.CASES.items() if "update_on_kvstore" not in case[1]} | MORE
 
 
-def trained(jobs: Servers, name: str, mode: str) -> list[str]:
+def trained(jobs: Servers, name: str, mode: str, servers: int = 2) -> list[str]:
     """The digests of both workers."""
     case, options = CASES[name]
 
@@ -137,7 +137,7 @@ def trained(jobs: Servers, name: str, mode: str) -> list[str]:
             case(loop, at)
         return loop.end()
 
-    found: list[str] = jobs.results(2, 2, body, **({"type": "p3"} if name == "p3" else {}))
+    found: list[str] = jobs.results(2, servers, body, **({"type": "p3"} if name == "p3" else {}))
     return found
 
 
@@ -149,6 +149,12 @@ def test_the_bits_are_those_of_steps_that_wait(jobs: Servers, name: str) -> None
 @pytest.mark.parametrize("name", ["plain", "one edited", "uneven", "2bit, edited"])
 def test_so_they_are_where_gradients_go_early_as_well(jobs: Servers, name: str) -> None:
     assert trained(jobs, name, BOTH) == trained(jobs, name, "")
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("name", CASES)
+def test_over_a_network_so_they_are_with_both(jobs: Servers, name: str) -> None:
+    assert trained(jobs, name, BOTH, servers=1) == trained(jobs, name, "")
 
 
 # ---------------------------------------------------------------- ways to read a parameter

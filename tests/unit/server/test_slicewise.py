@@ -201,6 +201,122 @@ def test_a_commit_that_is_not_as_it_was_announced_counts_as_it_is(job: Job) -> N
     assert job.weights() == [{11.0}] * 8
 
 
+EXPECTS = m.WANTS_WEIGHTS | m.ANNOUNCES | m.MAY_CHANGE
+
+
+def expecting(job: Job) -> None:
+    """Both ranks say what is to be expected, and give half of the slices, which are applied."""
+    for rank in range(2):
+        job.say(rank, flags=EXPECTS)
+    for rank in range(2):
+        job.give(rank, SLICES[:4])
+
+
+def kinds(job: Job, rank: int) -> list[int]:
+    """The kind of each message of weights that a rank was sent for its round."""
+    bodies = [body for body in job.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
+    return [kind for body in bodies for kind in set(body.parts[:, 2].tolist())]
+
+
+def named(job: Job, rank: int, *slices: int) -> list[m.ReplyBody]:
+    """A rank announces slices of generation 1, except for some, which it names."""
+    rows = [(at, 1, 0, 0) for at in slices]
+    commits = m.matrix([(0, 1, 8, 8 - len(slices), -1, m.WANTS_WEIGHTS | m.ANNOUNCES)], m.COMMIT_WORDS)
+    return job.ask(rank, m.Contribute(m.matrix(rows, m.PUSH_WORDS), (), commits), SAYS)
+
+
+def commit_one_of_another(job: Job) -> None:
+    """Rank 1 commits eight slices, of which one is of generation 1."""
+    commits = m.matrix([(0, 1, 8, 1, -1, m.WANTS_WEIGHTS)], m.COMMIT_WORDS)
+    job.ask(1, m.Contribute(m.matrix((), m.PUSH_WORDS), (), commits), SAYS)
+
+
+def test_weights_of_a_round_that_is_only_expected_say_so_until_all_ranks_know(job: Job) -> None:
+    expecting(job)
+    job.say(0)
+    job.give(0, SLICES[4:])
+    job.give(1, SLICES[4:6])
+    job.say(1)
+    job.give(1, SLICES[6:])
+    job.commit_all(0, 1)
+    assert kinds(job, 0) == [m.WHOLE | m.MAY_GO] * 2 + [m.WHOLE] * 2
+    assert job.weights() == [{2.0}] * 8
+
+
+def test_what_was_expected_and_is_so_is_not_applied_again(job: Job) -> None:
+    expecting(job)
+    job.say(0)
+    job.say(1)
+    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
+
+
+def test_what_was_applied_is_taken_back_when_a_rank_gives_another_generation_of_it(job: Job) -> None:
+    expecting(job)
+    named(job, 1, *SLICES[1:])
+    job.give(1, SLICES[:1], 10.0, generation=1)
+    came = [(slots, versions) for slots, versions, _ in job.came(0)]
+    assert came == [([0, 1, 2, 3], {1}), ([1, 2, 3], {2}), ([0], {2})]
+    assert job.came(0)[-1][2] == {11.0}
+
+
+def test_what_was_applied_stays_when_a_rank_gives_another_generation_of_the_rest(job: Job) -> None:
+    expecting(job)
+    named(job, 1, *SLICES[:7])
+    job.give(0, SLICES[4:])
+    job.give(1, SLICES[4:7])
+    job.give(1, SLICES[7:], 10.0, generation=1)
+    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0}), ([4, 5, 6], {1}, {2.0})]
+    job.commit_all(0)
+    commit_one_of_another(job)
+    assert job.weights() == [{2.0}] * 7 + [{11.0}]
+
+
+def test_a_commit_of_another_generation_of_what_was_applied_counts_as_it_is(job: Job) -> None:
+    expecting(job)
+    job.give(1, SLICES[:1], 10.0, generation=1)
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0)
+    commit_one_of_another(job)
+    assert job.weights() == [{11.0}] + [{2.0}] * 7
+
+
+def test_another_factor_than_was_expected_is_that_of_the_whole_round(job: Job) -> None:
+    expecting(job)
+    job.say(0, rescale=10.0)
+    assert job.came(0)[1:] == [([0, 1, 2, 3], {2}, {11.0})]
+
+
+def test_what_was_expected_has_no_effect_when_it_comes_after_what_is_so(job: Job) -> None:
+    job.half(0, 1)
+    job.say(1, flags=EXPECTS, rescale=10.0)
+    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
+
+
+@pytest.mark.parametrize("request_", [m.Pull((0,), 30.0), m.GetState(0, 0)])
+def test_who_asks_before_it_knows_what_it_gives_is_answered_at_once(
+    job: Job, request_: m.RequestBody
+) -> None:
+    expecting(job)
+    [answer] = job.ask(1, request_, 900)
+    assert not isinstance(answer, m.Pending | m.Failed)
+    assert job.weights() == [{0.0}] * 8
+    for rank in range(2):
+        job.give(rank, SLICES[4:])
+    job.commit_all(0, 1)
+    assert job.weights() == [{2.0}] * 8
+
+
+@pytest.mark.parametrize("row", [(8, 1, 0, 0), (-1, 1, 0, 0), (0, 1, 0, 4)])
+def test_an_announcement_that_names_no_slice_of_its_table_or_brings_bytes_is_refused(
+    job: Job, row: tuple[int, int, int, int]
+) -> None:
+    commits = m.matrix([(0, 1, 8, 0, -1, EXPECTS)], m.COMMIT_WORDS)
+    [told] = job.ask(0, m.Contribute(m.matrix([row], m.PUSH_WORDS), (), commits))
+    assert isinstance(told, m.Failed)
+    assert told.code == "ProtocolError"
+
+
 @pytest.mark.parametrize("said", [{"hold": 2.0}, {"flags": m.WANTS_WEIGHTS | m.ANNOUNCES | m.VETOES}])
 def test_what_is_decided_about_the_whole_of_a_round_is_not_begun(job: Job, said: dict[str, float]) -> None:
     for rank in range(2):

@@ -1,0 +1,203 @@
+"""Workers tell servers during the backward pass what is to be expected of their round, and take weights that come then.
+
+Without an optimizer the weights after a round are the sum of what was given, so what counted can be read there. The
+table has eight slices, each of which is applied by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.engine import Engine
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.contribution import Contribution
+from kvtrainer.comm.rounds import Rounds
+from kvtrainer.errors import RoundAbortedError
+from tests.support.scripted import SLOT, Scripted, add_table, is_announcement
+from tests.support.switchboard import connected, play
+
+NUMEL = 140_000
+NUMBERS = pack_hypers([{"lr": 0.5}], {}, {}, True)
+
+
+class Job:
+    """Two workers on one server, of which both have made a round like those that follow."""
+
+    def __init__(self) -> None:
+        self.clients = connected([Engine(EngineConfig())], 2)
+        self.tables = [
+            client.register({"t": [TensorSpec("k", (NUMEL,), "float32")]})[0] for client in self.clients
+        ]
+        self.outs = [torch.zeros(NUMEL) for _ in self.clients]
+        self.sent: list[m.Contribute] = []
+        """What the first worker has sent."""
+        self.came = 0
+        """New weights that the first worker was sent."""
+        transport: Any = self.clients[0]._session.transport
+        send, receive = transport.send, transport.receive
+
+        def noted_send(server: int, request: m.Request, priority: int = 0) -> None:
+            if isinstance(request.body, m.Contribute):
+                self.sent.append(request.body)
+            send(server, request, priority)
+
+        def noted_receive(timeout: float) -> Any:
+            got = receive(timeout)
+            self.came += got is not None and isinstance(got[1].body, m.Weights)
+            return got
+
+        transport.send, transport.receive = noted_send, noted_receive
+        self.play(0.0, 0.0)
+        self.round(1.0, 1.0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Count what is sent and comes from now on."""
+        self.sent, self.came = [], 0
+
+    def given(self, rank: int, value: float | Tensor | None, **said: Any) -> Contribution:
+        """A worker's part in a round."""
+        values = None
+        if value is not None:
+            values = [{"float32": value if isinstance(value, Tensor) else torch.full((NUMEL,), value)}]
+        return Contribution([self.tables[rank]], values, [{"float32": self.outs[rank]}], **said)
+
+    def ahead(self, *values: float, foresee: Callable[[], bytes] = bytes) -> None:
+        """Have both workers send all slices ahead; the first one then looks what has come."""
+        for client, table, value in zip(self.clients, self.tables, values, strict=True):
+            for piece in table.plan.slices:
+                client.rounds.send_ahead(table, piece, [torch.full((piece.used,), value)], foresee)
+        self.clients[0]._session.take_what_came()
+
+    def play(self, *values: float | Tensor | None, **said: Any) -> list[float]:
+        """Make a round to which the first worker says something more; the distinct new weights of both."""
+        parts = [self.given(rank, value, **(said if rank == 0 else {})) for rank, value in enumerate(values)]
+        play(self.clients, parts)
+        return [number for out in self.outs for number in out.unique().tolist()]
+
+    def round(self, *values: float) -> list[float]:
+        """The same, with all slices sent ahead as they are given."""
+        self.ahead(*values)
+        return self.play(*values)
+
+    @property
+    def expected(self) -> list[bool]:
+        """Of each announcement of the first worker, whether it says only what is to be expected."""
+        said = [body for body in self.sent if is_announcement(body)]
+        return [bool(body.commits[0, 5] & m.MAY_CHANGE) for body in said]
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    assert job.came
+    assert job.play(2.0, 3.0) == [5.0, 5.0]
+    assert job.expected == [True]
+
+
+def test_weights_that_came_before_the_step_are_not_written_before_the_round_is_over(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    assert job.outs[0].unique().tolist() == [2.0]
+
+
+def test_a_gradient_that_was_replaced_after_servers_had_applied_it_counts_as_it_is_at_last(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    changed = torch.full((NUMEL,), 2.0)
+    changed[5] = 7.0
+    assert job.play(changed, 3.0) == [5.0, 10.0, 5.0, 10.0]
+    assert job.outs[1][5] == 10.0
+
+
+def test_a_step_with_another_factor_counts_with_that(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    assert job.play(2.0, 3.0, rescale=0.5) == [4.0, 4.0]
+    assert job.expected == [True, False]
+
+
+def test_after_a_round_that_came_otherwise_nothing_is_expected_of_one(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    job.play(2.0, 3.0, rescale=0.5)
+    said = []
+    for _ in range(2):
+        job.forget()
+        job.ahead(2.0, 3.0)
+        job.play(2.0, 3.0)
+        said.append(job.expected)
+    assert said == [[False], [True]]
+
+
+def test_numbers_that_were_foreseen_are_not_announced_again(job: Job) -> None:
+    job.ahead(2.0, 3.0, foresee=lambda: NUMBERS)
+    parts = [job.given(rank, value, hyper=NUMBERS) for rank, value in enumerate((2.0, 3.0))]
+    play(job.clients, parts)
+    assert job.expected == [True]
+    assert job.outs[0].unique().tolist() == [5.0]
+
+
+def test_of_a_round_that_a_worker_vetoes_no_weights_are_kept_that_came_before(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    assert job.play(None, 3.0, veto=True) == [2.0, 2.0]
+    assert job.round(4.0, 1.0) == [5.0, 5.0]
+
+
+def test_of_a_round_that_fails_no_weights_are_kept_that_came_before(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    first = job.clients[0].rounds.start(job.given(0, 2.0))
+    job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
+    with pytest.raises(RoundAbortedError):
+        job.clients[0].rounds.wait(first)
+    assert job.outs[0].unique().tolist() == [2.0]
+
+
+def test_who_reads_between_backward_pass_and_step_sees_the_weights_of_before(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    held = torch.zeros(NUMEL)
+    job.clients[1].rounds.pull([job.tables[1]], [{"float32": held}])
+    assert held.unique().tolist() == [2.0]
+    assert job.play(2.0, 3.0) == [5.0, 5.0]
+
+
+def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    joined = Contribution([job.tables[0]], None, None, joined=True)
+    play(job.clients, [joined, job.given(1, 3.0)])
+    assert job.outs[1].unique().tolist() == [3.0]
+
+
+def test_a_round_that_was_begun_and_never_started_gives_way_to_the_next_one(job: Job) -> None:
+    job.ahead(2.0, 3.0)
+    job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
+    for table in job.tables:
+        table.go_on(table.round + 1, True)
+    assert job.round(4.0, 1.0) == [5.0, 5.0]
+
+
+def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_committed() -> None:
+    plan = make_plan([TensorSpec(name, (1 << 15,), "float32") for name in "ab"], 1)
+    servers = Scripted(1)
+    rounds = Rounds(servers.session())
+    table = add_table(rounds, "w", plan, 5, 3)
+    values, out = torch.ones(1 << 16), torch.zeros(1 << 16)
+    round_ = rounds.start(Contribution([table], [{"float32": values}], [{"float32": out}]))
+    pieces = plan.slices_of(0)
+    half = len(pieces) // 2
+    for after, kind, some in ((0.0, m.MAY_GO, range(half)), (5.0, 0, range(half, len(pieces) - 1))):
+        rows = [(SLOT + at, 4, m.WHOLE | kind, 4 * pieces[at].length) for at in some]
+        new = tuple([torch.full((pieces[at].length,), 2.0) for at in some])
+        servers.reply(0, round_.legs[0].number, m.Weights(m.matrix(rows, 4), new), after)
+    began = servers.now
+    rounds.wait_for(round_, [0])
+    assert servers.now == began + 5.0
+    assert out[: 1 << 15].unique().tolist() == [2.0]
