@@ -16,6 +16,8 @@ from steps import LEARNING_RATE, Array, Work, run, worker_options
 class MXNetStep:
     """The `Store` of `steps.py` over a Gluon Trainer with `dist_sync` and `update_on_kvstore=True`."""
 
+    is_continuous = False
+
     def __init__(self, mx: Any) -> None:
         self._mx = mx
         self._kv = mx.kv.create("dist_sync")

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Measured, combine
 from kvstore_server.plan import Slice
@@ -46,6 +48,12 @@ class Rounds:
         """Table (index) → its round that is under way."""
         self._expected: dict[int, Expected] = {}
         """Table (index) of which slices are sent ahead → what is expected of its next round."""
+        self._pulled: set[int] = set()
+        """Tables (index) that were pulled since this worker's last round of them."""
+        self._asked: dict[int, Round | None] = {}
+        """Table (index) → that round, if its new weights were asked for with it, to be pulled."""
+        self._rooms: dict[int, Arenas] = {}
+        """Table (index) → where those come to."""
         self._layouts: dict[tuple[int, ...], list[Layout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
 
@@ -57,6 +65,9 @@ class Rounds:
         overtakes earlier ones.
         """
         session, tables = self._session, contribution.tables
+        asks_along = session.is_far and not is_read and self._is_pulled_next(contribution)
+        if asks_along:
+            contribution = contribution._replace(outs=[self._room(table) for table in tables])
         is_encoded = bool(contribution.rows)
         for table in tables:
             if table.index in self.open or self.tables.broken:
@@ -97,6 +108,11 @@ class Rounds:
         except BaseException as error:
             self._end(round_, error)
             raise
+        if not is_read:
+            self._pulled.difference_update(key)
+            self._asked.update(dict.fromkeys(key, round_ if asks_along else None))
+        if asks_along:
+            session.take_what_came()  # so that what waits for answers goes
         return round_
 
     def _announce(self, round_: Round) -> None:
@@ -289,8 +305,51 @@ class Rounds:
             self.wait(next(iter(self.open.values())))
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write the present weights of whole tables into arenas, after this worker's own rounds of them."""
-        self.wait(self.start(Contribution(tables, None, outs), is_read=True))
+        """Write the present weights of whole tables into arenas, after this worker's own rounds of them.
+
+        Over a network those that were pulled after one round are asked for with the next one, so that they come while
+        gradients of other tables are on their way. Until this worker begins another round nobody can change them.
+        """
+        found = [self._came_along(table) for table in tables]
+        known = [arenas for arenas in found if arenas is not None]
+        if len(known) < len(tables):
+            self.wait(self.start(Contribution(tables, None, outs), is_read=True))
+        for own, out in zip(known, outs, strict=True) if len(known) == len(tables) else ():
+            for dtype, flat in own.items():
+                out[dtype].copy_(flat[: len(out[dtype])])
+        self._pulled.update([table.index for table in tables])
+
+    def _is_pulled_next(self, contribution: Contribution) -> bool:
+        """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
+        is_plain = contribution.outs is None and _is_plain(contribution._replace(outs=contribution.values))
+        return (
+            is_plain
+            and contribution.values is not None
+            and all([table.index in self._pulled for table in contribution.tables])
+        )
+
+    def _room(self, table: RemoteTable) -> Arenas:
+        """Get memory of our own for the weights of a table."""
+        if table.index not in self._rooms:
+            sizes = table.plan.resident_sizes
+            self._rooms[table.index] = {
+                dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()
+            }
+        return self._rooms[table.index]
+
+    def _came_along(self, table: RemoteTable) -> Arenas | None:
+        """Wait for weights that were asked for with the last round of a table; None where they were not, or it failed.
+
+        Raises:
+            KVStoreError: as `settle`.
+        """
+        round_ = self._asked.get(table.index)
+        if round_ is None:
+            return None
+        self.settle(table)
+        if round_.is_lost(table) or table.name in round_.vetoes or round_.contribution.outs is None:
+            return None
+        return round_.contribution.outs[list(round_.contribution.tables).index(table)]
 
     # ---------------------------------------------------------------- sending
 

@@ -1,0 +1,115 @@
+"""Over a network, weights that a loop pulls after each of its pushes are asked for with the push."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.engine import Engine
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.plan import TensorSpec
+from kvstore_server.protocol import messages as m
+from kvtrainer.comm.contribution import Contribution
+from kvtrainer.errors import RoundAbortedError
+from tests.support.scripted import is_commit
+from tests.support.switchboard import connected
+
+NUMEL = 100
+
+
+class Job:
+    """Two workers on one server, where the sum replaces the weights; they have pushed ones, and pulled."""
+
+    def __init__(self) -> None:
+        self.clients = connected([Engine(EngineConfig())], 2)
+        self.tables = [
+            client.register({"t": [TensorSpec("k", (NUMEL,), "float32")]})[0] for client in self.clients
+        ]
+        self.sent: list[m.RequestBody] = []
+        """What the first worker has sent since."""
+        transport: Any = self.clients[0]._session.transport
+        real = transport.send
+
+        def send(server: int, request: m.Request, priority: int = 0) -> None:
+            self.sent.append(request.body)
+            real(server, request, priority)
+
+        transport.send = send
+        for value in (0.0, 1.0):
+            self.push(value)
+        self.pull()
+        self.sent.clear()
+
+    def push(self, value: float, *ranks: int) -> None:
+        """Have both workers push, or some, and wait for nothing."""
+        for rank in ranks or range(2):
+            values = [{"float32": torch.full((NUMEL,), value)}]
+            self.clients[rank].rounds.start(Contribution([self.tables[rank]], values, None))
+
+    def pull(self, rank: int = 0) -> Tensor:
+        """The weights as a worker reads them."""
+        found = torch.zeros(NUMEL)
+        self.clients[rank].rounds.pull([self.tables[rank]], [{"float32": found}])
+        return found
+
+    @property
+    def wants(self) -> list[bool]:
+        """Of each commit of the first worker, whether it asks for weights."""
+        commits = [body for body in self.sent if is_commit(body)]
+        return [
+            bool(body.commits[0, 5] & m.WANTS_WEIGHTS) for body in commits if isinstance(body, m.Contribute)
+        ]
+
+    @property
+    def num_pulls(self) -> int:
+        return sum(isinstance(body, m.Pull) for body in self.sent)
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_what_is_pulled_after_each_push_comes_with_it(job: Job) -> None:
+    for value in (2.0, 3.0):
+        job.push(value)
+        assert job.pull().unique().tolist() == [2 * value]
+    assert job.wants == [True, True]
+    assert job.num_pulls == 0
+
+
+def test_what_was_not_pulled_after_the_last_push_is_not_asked_for(job: Job) -> None:
+    for value in (2.0, 3.0):
+        job.push(value)
+    assert job.wants == [True, False]
+    assert job.pull().unique().tolist() == [6.0]
+    assert job.num_pulls == 1
+
+
+def test_what_came_along_may_be_pulled_again(job: Job) -> None:
+    job.push(2.0)
+    job.pull().fill_(9.0)
+    assert job.pull().unique().tolist() == [4.0]
+
+
+def test_after_a_round_that_failed_the_weights_are_those_of_before(job: Job) -> None:
+    job.clients[1].rounds.settle_all()
+    job.push(2.0, 0)
+    job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
+    with pytest.raises(RoundAbortedError):
+        job.pull()
+    assert job.pull().unique().tolist() == [2.0]
+    assert job.num_pulls == 1
+
+
+def test_a_table_that_comes_along_may_be_pulled_beside_one_that_does_not(job: Job) -> None:
+    others = [client.register({"u": [TensorSpec("j", (NUMEL,), "float32")]})[0] for client in job.clients]
+    for client, table in zip(job.clients, others, strict=True):
+        client.rounds.start(Contribution([table], [{"float32": torch.full((NUMEL,), 5.0)}], None))
+    job.push(2.0)
+    found = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    job.clients[0].rounds.pull([others[0], job.tables[0]], [{"float32": one} for one in found])
+    assert [one.unique().tolist() for one in found] == [[5.0], [4.0]]
