@@ -108,7 +108,7 @@ class Rounds:
         except BaseException as error:
             self._end(round_, error)
             raise
-        if not is_read:
+        if session.is_far and not is_read:
             self._pulled.difference_update(key)
             self._asked.update(dict.fromkeys(key, round_ if asks_along else None))
         if asks_along:
@@ -317,7 +317,8 @@ class Rounds:
         for own, out in zip(known, outs, strict=True) if len(known) == len(tables) else ():
             for dtype, flat in own.items():
                 out[dtype].copy_(flat[: len(out[dtype])])
-        self._pulled.update([table.index for table in tables])
+        if self._session.is_far:
+            self._pulled.update([table.index for table in tables])
 
     def _is_pulled_next(self, contribution: Contribution) -> bool:
         """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
@@ -538,6 +539,7 @@ class Rounds:
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
+        round_.contribution = round_.contribution._replace(values=None)  # whoever keeps the round needs no gradient
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
 

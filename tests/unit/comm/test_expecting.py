@@ -21,7 +21,7 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.errors import RoundAbortedError
-from tests.support.scripted import SLOT, Scripted, add_table, is_announcement
+from tests.support.scripted import SLOT, Scripted, add_table, is_announcement, is_commit
 from tests.support.switchboard import connected, play
 
 NUMEL = 140_000
@@ -105,6 +105,7 @@ def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
     assert job.came
     assert job.play(2.0, 3.0) == [5.0, 5.0]
     assert job.expected == [True]
+    assert len(list(filter(is_commit, job.sent))) == 1  # to what is missing another one would be the answer
 
 
 def test_weights_that_came_before_the_step_are_not_written_before_the_round_is_over(job: Job) -> None:
