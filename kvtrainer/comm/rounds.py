@@ -145,9 +145,6 @@ class Rounds:
             foresee: Packs the numbers that may be new, as of Contribution.
         """
         expected = self._expected.setdefault(table.index, Expected())
-        for former in expected.legs.values():
-            self._session.forget(former.number)
-        expected.legs = {}
         last = expected.contribution
         if last is None or (last.mapped is not None and last.mapped.is_on):
             return
@@ -539,7 +536,9 @@ class Rounds:
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
-        round_.contribution = round_.contribution._replace(values=None)  # whoever keeps the round needs no gradient
+        round_.contribution = round_.contribution._replace(
+            values=None
+        )  # whoever keeps the round needs no gradient
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
 

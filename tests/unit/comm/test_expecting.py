@@ -177,14 +177,6 @@ def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(jo
     assert job.outs[1].unique().tolist() == [3.0]
 
 
-def test_a_round_that_was_begun_and_never_started_gives_way_to_the_next_one(job: Job) -> None:
-    job.ahead(2.0, 3.0)
-    job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
-    for table in job.tables:
-        table.go_on(table.round + 1, True)
-    assert job.round(4.0, 1.0) == [5.0, 5.0]
-
-
 def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_committed() -> None:
     plan = make_plan([TensorSpec(name, (1 << 15,), "float32") for name in "ab"], 1)
     servers = Scripted(1)

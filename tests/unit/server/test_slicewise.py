@@ -300,9 +300,10 @@ def test_who_asks_before_it_knows_what_it_gives_is_answered_at_once(
     expecting(job)
     [answer] = job.ask(1, request_, 900)
     assert not isinstance(answer, m.Pending | m.Failed)
-    assert job.weights() == [{0.0}] * 8
     for rank in range(2):
         job.give(rank, SLICES[4:])
+    assert len(job.came(0)) == 1
+    assert job.weights() == [{0.0}] * 8
     job.commit_all(0, 1)
     assert job.weights() == [{2.0}] * 8
 
