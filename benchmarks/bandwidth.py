@@ -6,9 +6,9 @@
 each way, by a token bucket. `Trainer.step` with SGD, also with compressed gradients and weights that come as bfloat16,
 beside gloo with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop
 that computes for as long: it pushes layer by layer while it computes backwards, and computes each layer
-forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"); or a Trainer, plain
-or with overlap, overlap_pull or both. Needs root, to make the network, which goes when the program does, however that
-ends. The table says what the default leaves out, and how to ask for that.
+forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"); or a Trainer,
+plain or with overlap, overlap_pull or both. Needs root, to make the network, which goes when the program does, however
+that ends. The table says what the default leaves out, and how to ask for that.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Parts wait in this process until earlier ones are answered. One is answered with
 it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet;
 what is urgent finds no long queue in the network. Where a round is not answered part by part, because some worker is
 late or has announced nothing, the rest of it goes after a while, and some of the next rounds go as a whole: twice as
-many each time that this happens.
+many each time that this happens. While workers still compute the round, one of them is often late, and the next rounds
+are not changed for that.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Window:
         self.until: float | None = None
         """When what is held back goes all the same; None while nothing is."""
         self._is_on = False
+        self._is_computing = False
+        """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
         self._ahead = self._longest = 0
         """Bytes that were sent and not answered, and those of the longest part of the round."""
         self._skips, self._skipped = 1, 0
@@ -76,7 +79,8 @@ class Window:
         if now < self.until:
             return True
         self._is_on, self.until = False, None
-        self._skipped, self._skips = self._skips, min(2 * self._skips, _MOST_SKIPPED)
+        if not self._is_computing:
+            self._skipped, self._skips = self._skips, min(2 * self._skips, _MOST_SKIPPED)
         return False
 
     def sent(self, body: m.RequestBody) -> None:
@@ -84,6 +88,7 @@ class Window:
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
             # Weights that come rounded do not tell how much of what was sent they answer.
             self._is_on = not (self._skipped or body.commits[0, 5] & m.WANTS_HALF)
+            self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
             self._skipped = max(self._skipped - 1, 0)
             self._ahead, self._longest, self.until = 0, 0, None
         elif self._is_on:

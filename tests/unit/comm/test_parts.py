@@ -168,6 +168,16 @@ def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(w
     assert sent(window, *range(3)) == [0, 1]
 
 
+def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_go_as_a_whole() -> None:
+    window = Window()
+    expected = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.MAY_CHANGE)
+    window.sent(expected)
+    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 2, 3, now=STALL) == [2, 3]
+    window.sent(expected)
+    assert sent(window, 0, 1, 2) == [0, 1]
+
+
 def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:
     held = []
     while len(held) < 20:
