@@ -50,7 +50,7 @@ class Rounds:
         """Table (index) of which slices are sent ahead → what is expected of its next round."""
         self._pulled: set[int] = set()
         """Tables (index) that were pulled since this worker's last round of them."""
-        self._asked: dict[int, Round | None] = {}
+        self._asked: dict[int, Round] = {}
         """Table (index) → that round, if its new weights were asked for with it, to be pulled."""
         self._rooms: dict[int, Arenas] = {}
         """Table (index) → where those come to."""
@@ -76,6 +76,10 @@ class Rounds:
         round_ = Round(contribution, session, is_read)
         key = tuple([table.index for table in tables])
         self.open.update(dict.fromkeys(key, round_))
+        if session.is_far and not is_read:
+            self._pulled.difference_update(key)
+            for index in self._asked.keys() & set(key):
+                del self._asked[index]
         try:
             ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
             if ahead is not None and (sent := ahead.sent(tables[0].round)):
@@ -108,10 +112,8 @@ class Rounds:
         except BaseException as error:
             self._end(round_, error)
             raise
-        if session.is_far and not is_read:
-            self._pulled.difference_update(key)
-            self._asked.update(dict.fromkeys(key, round_ if asks_along else None))
         if asks_along:
+            self._asked.update(dict.fromkeys(key, round_))
             session.take_what_came()  # so that what waits for answers goes
         return round_
 
@@ -536,9 +538,8 @@ class Rounds:
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
-        round_.contribution = round_.contribution._replace(
-            values=None
-        )  # whoever keeps the round needs no gradient
+        # Whoever keeps the round has no use for its gradients.
+        round_.contribution = round_.contribution._replace(values=None)
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
 

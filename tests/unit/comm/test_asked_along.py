@@ -13,7 +13,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.errors import RoundAbortedError
+from kvtrainer.errors import KVStoreError, RoundAbortedError
 from tests.support.scripted import is_commit
 from tests.support.switchboard import connected
 
@@ -40,6 +40,8 @@ class Job:
         transport.send = send
         for value in (0.0, 1.0):
             self.push(value)
+        self.pull()
+        self.push(1.0)
         self.pull()
         self.sent.clear()
 
@@ -101,6 +103,23 @@ def test_after_a_round_that_failed_the_weights_are_those_of_before(job: Job) -> 
     job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
     with pytest.raises(RoundAbortedError):
         job.pull()
+    assert job.pull().unique().tolist() == [2.0]
+    assert job.num_pulls == 1
+
+
+def test_after_a_push_that_could_not_be_sent_the_weights_are_read_anew(job: Job) -> None:
+    transport: Any = job.clients[0]._session.transport
+    real = transport.send
+
+    def send(server: int, request: m.Request, priority: int = 0) -> None:
+        if is_commit(request.body):
+            transport.send = real
+            raise KVStoreError("no way out")
+        real(server, request, priority)
+
+    transport.send = send
+    with pytest.raises(KVStoreError, match="no way out"):
+        job.push(2.0, 0)
     assert job.pull().unique().tolist() == [2.0]
     assert job.num_pulls == 1
 
