@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class StepPipeline:
     def __init__(self, groups: ParameterGroups, link: Binding) -> None:
         self.groups = groups
         self.link = link
-        link.numbers = self._numbers
+        link.numbers = weakref.WeakMethod(self._numbers)
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         self.states = OptimizerStates(groups, self.memory, link)

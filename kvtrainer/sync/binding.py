@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,7 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self.awaited: Awaited | None = None
         """New weights of the last round that are still to come."""
-        self.numbers: Callable[[], dict[str, Any]] | None = None
+        self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
         self.is_lost = False
         """Whether the last call of `round` raised when servers and other workers may have had something of it."""
@@ -322,8 +323,9 @@ class Binding:
         """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
         assert self._said is not None
         former, limits = self._said
+        numbers = None if self.numbers is None else self.numbers()
         try:
-            options = former if self.numbers is None else self.numbers()
+            options = former if numbers is None else numbers()
         except KVStoreError:
             options = former  # the step raises it
         if self._is_told and options == former:
