@@ -7,6 +7,7 @@ every step.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import kvtrainer
 from kvtrainer.comm import session
 from kvtrainer.errors import WorkerLostError
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.lr_scheduler import FactorScheduler
 from tests.support.lossy import LossyProxy
 from tests.support.overlap_loops import CASES, SIZES, STEPS, Case, Loop, dropped, grown, one_edited, plain
 from tests.support.processes import Members, new_name, together
@@ -64,6 +66,25 @@ def test_new_weights_come_during_the_backward_pass_over_a_network(jobs: Servers)
         return sum(row["bytes_out"] for one in loop.trainer.server_stats() for row in one["tables"])
 
     assert jobs.results(2, 1, body)[0] > 0
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_a_rate_that_changes_in_every_step_is_foreseen_so_that_nothing_is_taken_back(
+    jobs: Servers, is_scheduled: bool
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[int]:
+        numbers: dict[str, Any] = {"learning_rate": 0.01}
+        if is_scheduled:
+            numbers["lr_scheduler"] = FactorScheduler(1, 0.9, base_lr=0.01)
+        loop = Loop(kv, rank, True, optimizer_params=numbers)
+        for at in range(STEPS):
+            plain(loop, at)
+            if not is_scheduled:
+                loop.trainer.set_learning_rate(0.01 / (at + 2))
+        return [row["version"] for one in loop.trainer.server_stats() for row in one["tables"]]
+
+    assert jobs.results(2, 1, body)[0] == [STEPS]  # the way back would be a version, too
 
 
 @pytest.mark.usefixtures("sent_once")
