@@ -18,7 +18,7 @@ keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -160,7 +160,9 @@ def _advance(space: Namespace, table: Table, touched: Sequence[Portion]) -> list
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
-    return _weights(space, table, ready, begun.said)
+    # Also the commit of a rank that has said only what is to be expected may be another one.
+    may_go = not all([one.is_firm for one in begun.said.values()])
+    return _weights(space, table, ready, begun.said.values(), may_go)
 
 
 def _given_of(space: Namespace, begun: Begun, portion: Portion) -> Portion | None:
@@ -229,15 +231,13 @@ def _place(space: Namespace, part: Portion) -> tuple[int, int, int]:
 
 
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Mapping[int, Announced]
+    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced], may_go: bool
 ) -> list[m.Outgoing]:
-    """Send the weights of some portions to those of some ranks that want them as bytes."""
+    """Send the weights of some portions, which may go again or not, to those of some ranks that want them as bytes."""
     out = list[m.Outgoing]()
     slots = [slot for one in portions if not one.is_part for slot in one.slots]
     parts = [_place(space, one) for one in portions if one.is_part]
-    told = list(filter(_wants_bytes, ranks.values()))
-    book = space.rounds.shared
-    may_go = not all([one.is_firm or book.has_committed(rank, table.number) for rank, one in ranks.items()])
+    told = list(filter(_wants_bytes, ranks))
     for half in {bool(one.flags & m.WANTS_HALF) for one in told}:
         bodies = [space.weights_in(*part, table.version + 1, half) for part in parts]
         if slots:
@@ -275,13 +275,13 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     if not is_as_said or not _apply(space, table, left):
         take_back(space, table)
         return None
-    told = {}
+    told = []
     for rank, one in begun.said.items():
         waiters = book.of(rank).waiters
         if _wants_bytes(one) and waiters[number] == one.waiter:
-            told[rank] = one
+            told.append(one)
             waiters[number] = None
-    out = _weights(space, table, left, told)
+    out = _weights(space, table, left, told, may_go=False)
     table.begun = None
     space.rounds.begun.discard(number)
     table.shard.count([table.unit])

@@ -321,7 +321,7 @@ class SyncModel(Model):
         self.committed, self.beliefs = committed, beliefs
         self.early += ready
         self.weights = {**self.weights, **{slot: updated[slot] for slot in ready}}
-        may_go = any(not c.is_firm and r not in committed for r, c in self.begun.items())
+        may_go = any(not c.is_firm for c in self.begun.values())
         self._seen["may go"] += may_go
         told = Weights(self.table, (ready, self.version + 1, m.MAY_GO * may_go))
         return [(c.to, [told]) for c in self.begun.values() if c.wants_weights]

@@ -243,6 +243,21 @@ def test_weights_of_a_round_that_is_only_expected_say_so_until_all_ranks_know(jo
     assert job.weights() == [{2.0}] * 8
 
 
+def test_weights_of_a_round_that_a_rank_has_committed_otherwise_than_expected_say_that_they_may_go(
+    job: Job,
+) -> None:
+    expecting(job)
+    job.give(0, SLICES[4:])
+    job.commit_all(0, rescale=10.0)
+    job.say(1)
+    job.give(1, SLICES[4:6])
+    assert kinds(job, 1) == [m.WHOLE | m.MAY_GO] * 2
+    job.give(1, SLICES[6:])
+    job.commit_all(1)
+    assert kinds(job, 1)[-1] == m.WHOLE
+    assert job.weights() == [{11.0}] * 8
+
+
 def test_what_was_expected_and_is_so_is_not_applied_again(job: Job) -> None:
     expecting(job)
     job.say(0)
