@@ -340,6 +340,8 @@ class Round:
         self.started = session.clock()
         self.is_read = is_read
         """Whether weights are only read."""
+        self.is_asked_along = False
+        """Whether weights come only for a pull that may follow: until then nobody has them."""
         self.legs: list[Leg] = []
         self.open: list[Leg] = []
         """The legs on which something is still to be said."""
@@ -440,8 +442,9 @@ class Round:
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
-        book.version[leg.server, layout.index[read]] = came[read]
         book.newest[leg.server, layout.index[read]] = came[read]
+        if not self.is_asked_along:
+            book.version[leg.server, layout.index[read]] = came[read]
         if self.contribution.is_kept:
             book.held[leg.server, layout.index[read]] = came[read]
 

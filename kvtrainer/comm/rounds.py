@@ -74,6 +74,7 @@ class Rounds:
                 self.settle(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
+        round_.is_asked_along = asks_along
         key = tuple([table.index for table in tables])
         self.open.update(dict.fromkeys(key, round_))
         if session.is_far and not is_read:
@@ -313,7 +314,8 @@ class Rounds:
         known = [arenas for arenas in found if arenas is not None]
         if len(known) < len(tables):
             self.wait(self.start(Contribution(tables, None, outs), is_read=True))
-        for own, out in zip(known, outs, strict=True) if len(known) == len(tables) else ():
+        for table, own, out in zip(tables, known, outs, strict=True) if len(known) == len(tables) else ():
+            self.tables.version[:, table.index] = self.tables.newest[:, table.index]
             for dtype, flat in own.items():
                 out[dtype].copy_(flat[: len(out[dtype])])
         if self._session.is_far:

@@ -97,6 +97,16 @@ def test_what_came_along_may_be_pulled_again(job: Job) -> None:
     assert job.pull().unique().tolist() == [4.0]
 
 
+def test_what_came_along_counts_as_read_only_when_it_is_pulled(job: Job) -> None:
+    table, rounds = job.tables[0], job.clients[0].rounds
+    before = table.versions[0]
+    job.push(2.0)
+    rounds.settle(table)
+    assert table.versions[0] == before
+    job.pull()
+    assert table.versions[0] == before + 1
+
+
 def test_after_a_round_that_failed_the_weights_are_those_of_before(job: Job) -> None:
     job.clients[1].rounds.settle_all()
     job.push(2.0, 0)
