@@ -520,13 +520,14 @@ class Rounds:
         gone = lost.union(book.broken)
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
+        is_sync = self._session.options.mode.is_sync
         for leg in round_.legs:
             for at, version in leg.applied.items():
                 index = int(leg.layout.index[at])
                 before = int(book.version[leg.server, index])
                 if index not in gone:
                     book.newest[leg.server, index] = version
-                if index not in gone and version >= 0 and before >= 0:
+                if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             round_.write(leg, gone, book)
         if round_.contribution.mapped is not None and not gone:

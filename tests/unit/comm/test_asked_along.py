@@ -107,6 +107,14 @@ def test_what_came_along_counts_as_read_only_when_it_is_pulled(job: Job) -> None
     assert table.versions[0] == before + 1
 
 
+def test_in_synchronous_rounds_no_update_of_others_is_ever_missed(job: Job) -> None:
+    table, rounds = job.tables[0], job.clients[0].rounds
+    for value in (2.0, 3.0, 4.0):
+        job.push(value)
+        rounds.settle(table)
+        assert table.staleness == 0
+
+
 def test_after_a_round_that_failed_the_weights_are_those_of_before(job: Job) -> None:
     job.clients[1].rounds.settle_all()
     job.push(2.0, 0)
