@@ -64,8 +64,8 @@ def main() -> int:
     torch.set_num_threads(1)
     systems = suite.choose(dict.fromkeys([*STEPS, *OVERLAPPED, BY_HOST], ""), options.systems)
     notes = _NOTES
-    if not options.systems:
-        systems[TOPK] = f"left out of the default: --systems '{TOPK}'"
+    for one in (TOPK, PULL, BOTH) if not options.systems else ():
+        systems[one] = f"left out of the default: --systems '{one}'"
     if options.megabits == _RATES:
         notes += f" Links of 200 Mb/s are left out of the default: --megabits {_ALL_RATES}"
     jobs, topology = _jobs(options), f"{options.workers} x {options.servers}"
