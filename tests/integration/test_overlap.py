@@ -56,6 +56,7 @@ def test_new_weights_come_during_the_backward_pass_over_a_network(jobs: Servers)
             plain(loop, at)
         before = sent(loop)
         loop.loss().backward()
+        sent(loop)  # which is answered when the server has what this worker has sent before
         kv.barrier()
         after = sent(loop)
         kv.barrier()
