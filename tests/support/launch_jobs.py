@@ -28,7 +28,7 @@ sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits, No
 """
 
 READY = """
-import os, signal, sys
+import os, signal, sys, time
 def report(address):
     print("kvstore-server: listening on", address, flush=True)
 def on_term(action):
@@ -36,10 +36,13 @@ def on_term(action):
 def drain():
     print("drained", flush=True)
     sys.exit(0)
+def stay():
+    while True:
+        time.sleep(0.05)  # `pause` would miss a signal that comes just before it
 index = int(sys.argv[1])
 on_term(drain)
 """
-SERVER = READY + 'report(f"tcp://127.0.0.1:{5000 + index}")\nwhile True: signal.pause()'
+SERVER = READY + 'report(f"tcp://127.0.0.1:{5000 + index}")\nstay()'
 STUBBORN = "trap '' TERM; while :; do sleep 1; done"
 
 

@@ -26,14 +26,14 @@ def test_servers_are_drained_when_all_workers_are_done(jobs: Jobs) -> None:
 
 
 def test_server_that_fails_in_its_drain_gives_its_code(jobs: Jobs) -> None:
-    server = READY + 'on_term(lambda: sys.exit(9))\nreport("tcp://127.0.0.1:5000")\nsignal.pause()'
+    server = READY + 'on_term(lambda: sys.exit(9))\nreport("tcp://127.0.0.1:5000")\nstay()'
     code, _, err = jobs.run("true", servers=1, server=server)
     assert code == 9
     assert "server 0 exited with code 9 while it was stopping" in err
 
 
 def test_server_that_does_not_drain_within_the_grace_is_killed(jobs: Jobs) -> None:
-    server = READY + 'on_term(int)\nreport("tcp://127.0.0.1:5000")\nwhile True: signal.pause()'
+    server = READY + 'on_term(int)\nreport("tcp://127.0.0.1:5000")\nstay()'
     code, _, err = jobs.run("true", servers=1, server=server, grace=0.3)
     assert code == 137
     assert "server 0 was killed by signal 9 (SIGKILL) while it was stopping" in err

@@ -205,7 +205,7 @@ def test_server_that_exits_early_fails_the_job(jobs: Jobs, tmp_path: Path, own: 
 def test_server_that_does_not_get_ready_fails_the_job_before_any_worker_starts(
     jobs: Jobs, server: str, start: float, told: str
 ) -> None:
-    server = READY + f'os.write(2, b"last words\\n")\n{server}\nsignal.pause()'
+    server = READY + f'os.write(2, b"last words\\n")\n{server}\nstay()'
     code, out, err = jobs.run("echo never", servers=1, server=server, start=start)
     assert (code, "never" in out) == (1, False)
     assert err.splitlines()[0] == "[s0] last words"
