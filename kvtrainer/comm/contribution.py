@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvstore_server.norms import Guard
 from kvstore_server.plan import Slice
-from kvstore_server.rows import PACKED_ROWS, RowSet, pack_rows
-from kvtrainer.comm.ahead import same_bits
+from kvstore_server.rows import PACKED_ROWS, RowSet, pack_rows, same_bits
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.tables import RemoteTable
 

@@ -54,6 +54,27 @@ def cut(body: m.Contribute, most: int) -> Iterator[m.Contribute]:
             yield replace(one, pushes=pushes, payloads=(part,))
 
 
+class Backoff:
+    """Rounds that do without something after it went wrong: one at first, and twice as many each time."""
+
+    def __init__(self) -> None:
+        self._next, self._left = 1, 0
+
+    def fail(self) -> None:
+        """It went wrong."""
+        self._left, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
+
+    def succeed(self) -> None:
+        """It went well: the next time that it does not, one round does without it."""
+        self._next = 1
+
+    def skips(self) -> bool:
+        """Tell whether the round that begins does without it."""
+        is_skipped = self._left > 0
+        self._left -= is_skipped
+        return is_skipped
+
+
 class Window:
     """The parts of a round that are on their way to one server."""
 
@@ -65,8 +86,8 @@ class Window:
         """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
         self._ahead = self._longest = 0
         """Bytes that were sent and not answered, and those of the longest part of the round."""
-        self._skips, self._skipped = 1, 0
-        """Rounds to send as a whole after the next one that stalls, and those of them that are left."""
+        self._stalls = Backoff()
+        """Rounds that go as a whole, because earlier ones have stalled."""
 
     def holds(self, body: m.RequestBody, now: float) -> bool:
         """Tell whether a message has to wait: a part, while enough of them are on their way."""
@@ -80,16 +101,16 @@ class Window:
             return True
         self._is_on, self.until = False, None
         if not self._is_computing:
-            self._skipped, self._skips = self._skips, min(2 * self._skips, _MOST_SKIPPED)
+            self._stalls.fail()
         return False
 
     def sent(self, body: m.RequestBody) -> None:
         """Note that a message has gone."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
+            is_whole = self._stalls.skips()
             # Weights that come rounded do not tell how much of what was sent they answer.
-            self._is_on = not (self._skipped or body.commits[0, 5] & m.WANTS_HALF)
+            self._is_on = not (is_whole or body.commits[0, 5] & m.WANTS_HALF)
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
-            self._skipped = max(self._skipped - 1, 0)
             self._ahead, self._longest, self.until = 0, 0, None
         elif self._is_on:
             self._ahead += _size_of_part(body)
@@ -98,7 +119,8 @@ class Window:
         """Note what a server says."""
         if self._is_on and isinstance(body, m.Weights):
             self._ahead = max(self._ahead - int(body.parts[:, 3].sum()), 0)
-            self._skips, self.until = 1, None
+            self._stalls.succeed()
+            self.until = None
 
 
 def _size_of_part(body: m.RequestBody) -> int:

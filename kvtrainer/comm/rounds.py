@@ -21,7 +21,6 @@ from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
-from kvtrainer.comm.expected import Expected
 from kvtrainer.comm.layout import Layout
 from kvtrainer.comm.parts import cut, size_of_parts
 from kvtrainer.comm.round import NO_COMMITS, Leg, Round
@@ -46,14 +45,14 @@ class Rounds:
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its round that is under way."""
-        self._expected: dict[int, Expected] = {}
-        """Table (index) of which slices are sent ahead → what is expected of its next round."""
+        self._ahead: dict[int, Ahead] = {}
+        """Table (index) → what goes ahead of its rounds."""
         self._pulled: set[int] = set()
         """Tables (index) that were pulled since this worker's last round of them."""
-        self._asked: dict[int, Round] = {}
-        """Table (index) → that round, if its new weights were asked for with it, to be pulled."""
         self._rooms: dict[int, Arenas] = {}
-        """Table (index) → where those come to."""
+        """Table (index) → where new weights come to that are asked for with a round, to be pulled."""
+        self._filled: set[int] = set()
+        """Tables (index) of which those of this worker's last round have come there."""
         self._layouts: dict[tuple[int, ...], list[Layout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
 
@@ -65,7 +64,8 @@ class Rounds:
         overtakes earlier ones.
         """
         session, tables = self._session, contribution.tables
-        asks_along = session.is_far and not is_read and self._is_pulled_next(contribution)
+        goes_far = session.is_far and not is_read
+        asks_along = goes_far and self._is_pulled_next(contribution)
         if asks_along:
             contribution = contribution._replace(outs=[self._room(table) for table in tables])
         is_encoded = bool(contribution.rows)
@@ -77,14 +77,15 @@ class Rounds:
         round_.is_asked_along = asks_along
         key = tuple([table.index for table in tables])
         self.open.update(dict.fromkeys(key, round_))
-        if session.is_far and not is_read:
+        if goes_far:
             self._pulled.difference_update(key)
-            for index in self._asked.keys() & set(key):
-                del self._asked[index]
+            self._filled.difference_update(key)
         try:
-            ahead = tables[0].ahead if len(tables) == 1 and not is_read else None
-            if ahead is not None and (sent := ahead.sent(tables[0].round)):
-                round_.kept = kept(contribution, sent)
+            ahead = self._ahead.get(key[0]) if len(key) == 1 and not is_read else None
+            if ahead is not None:
+                self._renew(ahead, tables[0])
+            if ahead is not None and ahead.sent:
+                round_.kept = kept(contribution, ahead.sent)
                 if contribution.values is not None:
                     ahead.end(round_.kept)
             if is_encoded:
@@ -92,13 +93,13 @@ class Rounds:
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 leg = Leg(layout, round_, self.tables)
                 leg.number = session.next_number(partial(self._take, round_, leg))
-                if round_.kept is not None:
-                    leg.follow(round_.kept, len(round_.kept) == len(sent))
+                if ahead is not None and round_.kept is not None:
+                    leg.follow(round_.kept, len(round_.kept) == len(ahead.sent))
                 round_.legs.append(leg)
                 if leg.open:
                     round_.open.append(leg)
-            if session.is_far and len(tables) == 1 and not is_read:
-                self._announce(round_)
+            if goes_far and len(tables) == 1:
+                self._announce(round_, ahead)
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
@@ -114,32 +115,38 @@ class Rounds:
             self._end(round_, error)
             raise
         if asks_along:
-            self._asked.update(dict.fromkeys(key, round_))
             session.take_what_came()  # so that what waits for answers goes
         return round_
 
-    def _announce(self, round_: Round) -> None:
+    def _announce(self, round_: Round, ahead: Ahead | None) -> None:
         """Tell servers what the commits to a table will say, if that may be of use, unless they expect just that."""
         session, contribution = self._session, round_.contribution
-        [table] = contribution.tables
-        expected = self._expected.get(table.index, Expected())
-        is_plain, is_as_expected = _is_plain(contribution), True
-        is_alike = is_plain and expected.terms == (contribution.rescale, contribution.hyper)
+        early = None if ahead is None else ahead.early
+        is_plain, was_right = _is_plain(contribution), True
+        said = None if early is None else (early.contribution.rescale, early.contribution.hyper)
+        is_alike = is_plain and said == (contribution.rescale, contribution.hyper)
+        told = {} if early is None else {leg.server: leg for leg in early.legs}
         for leg in round_.legs:
-            early = expected.legs.get(leg.server)
-            if early is not None and contribution.outs is not None:
+            before = told.get(leg.server)
+            if before is not None and contribution.outs is not None:
                 session.forget(leg.number)
-                leg.take_over(early)
+                leg.take_over(before)
                 session.listen(leg.number, partial(self._take, round_, leg))
             announced = leg.announcement(round_) if is_plain else None
-            if early is not None and is_alike and not leg.generation and (leg.commits == early.commits).all():
+            if (
+                before is not None
+                and is_alike
+                and not leg.generation
+                and (leg.commits == before.commits).all()
+            ):
                 continue
-            is_as_expected &= early is None
+            was_right &= before is None
             if announced is not None:
                 session.send(leg.server, leg.number, announced, contribution.priority)
-        expected.note(contribution if is_plain else None, is_as_expected)
+        if ahead is not None:
+            ahead.expect(contribution if is_plain else None, was_right)
 
-    def _announce_early(self, table: RemoteTable, foresee: Callable[[], bytes]) -> None:
+    def _announce_early(self, table: RemoteTable, ahead: Ahead, foresee: Callable[[], bytes]) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
 
         Weights that are mapped change when servers apply a round, so nothing is said of those.
@@ -147,20 +154,29 @@ class Rounds:
         Args:
             foresee: Packs the numbers that may be new, as of Contribution.
         """
-        expected = self._expected.setdefault(table.index, Expected())
-        last = expected.contribution
+        last = ahead.expected
         if last is None or (last.mapped is not None and last.mapped.is_on):
             return
-        round_ = Round(last._replace(hyper=foresee()), self._session)
-        expected.terms = last.rescale, round_.contribution.hyper
+        early = Round(last._replace(hyper=foresee()), self._session)
+        ahead.early = early  # now: whoever interrupts this leaves what the step takes over
         for layout in self._layouts[(table.index,)]:
-            leg = Leg(layout, round_, self.tables)
-            announced = leg.announcement(round_, may_change=True)
+            leg = Leg(layout, early, self.tables)
+            announced = leg.announcement(early, may_change=True)
             layout.spare = leg.memory
             if announced is not None:
-                leg.number = self._session.next_number(partial(_take_early, leg))
+                leg.number = self._session.next_number()
+                early.legs.append(leg)
+                self._session.listen(leg.number, partial(_take_early, leg))
                 self._session.send(leg.server, leg.number, announced)
-                expected.legs[leg.server] = leg
+
+    def _renew(self, ahead: Ahead, table: RemoteTable) -> bool:
+        """Forget what went ahead of a round that is over, and tell whether it was; its step may never have come."""
+        is_over = ahead.round != table.round
+        if is_over:
+            for leg in ahead.early.legs if ahead.early is not None else ():
+                self._session.forget(leg.number)
+            ahead.begin(table.round)
+        return is_over
 
     def send_ahead(
         self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor], foresee: Callable[[], bytes] = bytes
@@ -177,30 +193,37 @@ class Rounds:
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
         """
-        ahead = table.ahead = table.ahead or Ahead()
-        sent = ahead.sent(table.round)
-        if table.index in self.open or piece.index in sent:
+        ahead = self._ahead.setdefault(table.index, Ahead())
+        if table.index in self.open or (ahead.round == table.round and piece.index in ahead.sent):
             return
+        if self._renew(ahead, table):
+            if table.compressor is not None:
+                table.compressor.begin()
+            if self._session.is_far:
+                self._announce_early(table, ahead, foresee)
         numbers, form = ahead.copy(piece, parts), b""
         if table.compressor is not None:
-            if not sent:
-                table.compressor.begin()
             form = table.compressor.packed_codec
             numbers = table.compressor.encode_ahead(numbers[: piece.used], piece)
-        if not sent and self._session.is_far:
-            self._announce_early(table, foresee)
         # From here on it counts as sent: if it does not get there, the server will ask for it.
-        ahead.note(piece, table.round)
+        ahead.note(piece)
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
-        number, expected = self._session.next_number(), self._expected.get(table.index)
-        leg = None if expected is None else expected.legs.get(piece.server)
+        number, early = self._session.next_number(), ahead.early
+        leg = next((leg for leg in early.legs if leg.server == piece.server), None) if early else None
         if leg is None or form:
             self._session.send(piece.server, number, body)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
         for part in cut(body, size_of_parts(sum(leg.layout.nbytes))):
             self._session.send(piece.server, number, part)
+
+    def leave(self, table: RemoteTable) -> None:
+        """Keep nothing any more, neither gradients nor weights, for a table of which no rounds will follow."""
+        self._layouts.pop((table.index,), None)
+        self._ahead.pop(table.index, None)
+        self._rooms.pop(table.index, None)
+        self._filled.discard(table.index)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -310,16 +333,26 @@ class Rounds:
         Over a network those that were pulled after one round are asked for with the next one, so that they come while
         gradients of other tables are on their way. Until this worker begins another round nobody can change them.
         """
-        found = [self._came_along(table) for table in tables]
-        known = [arenas for arenas in found if arenas is not None]
-        if len(known) < len(tables):
+        if self._rooms and self._have_come(tables):
+            here = [table.index for table in tables]
+            self.tables.version[:, here] = self.tables.newest[:, here]
+            for table, out in zip(tables, outs, strict=True):
+                for dtype, flat in self._rooms[table.index].items():
+                    out[dtype].copy_(flat[: len(out[dtype])])
+        else:
             self.wait(self.start(Contribution(tables, None, outs), is_read=True))
-        for table, own, out in zip(tables, known, outs, strict=True) if len(known) == len(tables) else ():
-            self.tables.version[:, table.index] = self.tables.newest[:, table.index]
-            for dtype, flat in own.items():
-                out[dtype].copy_(flat[: len(out[dtype])])
         if self._session.is_far:
             self._pulled.update([table.index for table in tables])
+
+    def _have_come(self, tables: Sequence[RemoteTable]) -> bool:
+        """Wait for rounds of tables that are under way; tell whether their new weights have all come with them.
+
+        Raises:
+            KVStoreError: as `settle`.
+        """
+        for table in tables:
+            self.settle(table)
+        return self._filled.issuperset([table.index for table in tables])
 
     def _is_pulled_next(self, contribution: Contribution) -> bool:
         """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
@@ -338,20 +371,6 @@ class Rounds:
                 dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()
             }
         return self._rooms[table.index]
-
-    def _came_along(self, table: RemoteTable) -> Arenas | None:
-        """Wait for weights that were asked for with the last round of a table; None where they were not, or it failed.
-
-        Raises:
-            KVStoreError: as `settle`.
-        """
-        round_ = self._asked.get(table.index)
-        if round_ is None:
-            return None
-        self.settle(table)
-        if round_.is_lost(table) or table.name in round_.vetoes or round_.contribution.outs is None:
-            return None
-        return round_.contribution.outs[list(round_.contribution.tables).index(table)]
 
     # ---------------------------------------------------------------- sending
 
@@ -537,6 +556,9 @@ class Rounds:
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         book.round[applied] += 1
         book.is_initialised[applied] = True
+        if round_.is_asked_along:
+            vetoed = {table.index for table in tables if table.name in round_.vetoes}
+            self._filled.update(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:

@@ -9,7 +9,6 @@ import numpy as np
 from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.compressor import Compressor
 
 
@@ -24,8 +23,6 @@ class RemoteTable:
         """How this rank's contributions are compressed; None: they are not."""
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
-        self.ahead: Ahead | None = None
-        """The slices that were sent before the commit; None: none ever were."""
         self._tables = tables
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.plan import Plan
+from kvstore_server.rows import same_bits
 from kvtrainer.comm.ahead import InVain
 from kvtrainer.comm.rank_group import Buckets, RankGroup, SumsUnderWay
 from kvtrainer.memory.memory import DeviceMemory
@@ -280,4 +281,6 @@ def key_ends(plan: Plan) -> dict[int, int]:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Tell whether whole 64-byte lines hold the same bits."""
+    if one.is_cpu:
+        return same_bits(one, other)
     return torch.equal(one.view(torch.int64), other.view(torch.int64))

@@ -453,6 +453,9 @@ class StoreExchange(Exchange):
     def stats(self) -> list[dict[str, Any]]:
         return self._client.stats()
 
+    def close(self) -> None:
+        self._client.rounds.leave(self._table)
+
     def _down(self, *given: Arenas) -> list[Arenas]:
         """Get to the host what is on a CUDA device; what is on the host is returned."""
         flat = next(iter(given[0].values()), None)

@@ -20,8 +20,8 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import RowSet
-from kvtrainer.comm.ahead import Ahead, same_bits
+from kvstore_server.rows import RowSet, same_bits
+from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.contribution import Contribution

@@ -6,6 +6,8 @@ table has eight slices, each of which is applied by itself.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +177,46 @@ def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(jo
     joined = Contribution([job.tables[0]], None, None, joined=True)
     play(job.clients, [joined, job.given(1, 3.0)])
     assert job.outs[1].unique().tolist() == [3.0]
+
+
+def test_a_backward_pass_that_is_interrupted_as_servers_are_told_leaves_nothing_behind(job: Job) -> None:
+    session: Any = job.clients[0]._session
+    before, send, transport = len(session._handlers), session.transport.send, session.transport
+
+    def interrupted(server: int, request: m.Request, priority: int = 0) -> None:
+        transport.send = send
+        raise KeyboardInterrupt
+
+    transport.send = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        job.ahead(2.0, 3.0)
+    assert job.round(4.0, 1.0) == [5.0, 5.0]
+    assert len(session._handlers) == before
+
+
+def test_weights_that_came_before_a_step_that_was_interrupted_do_not_count_for_the_next_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    job.ahead(2.0, 3.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvtrainer.comm.rounds.kept", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.clients[0].rounds.start(job.given(0, 2.0))
+    with pytest.raises(RoundAbortedError):
+        job.clients[1].rounds.wait(job.clients[1].rounds.start(job.given(1, 3.0)))
+    assert job.play(6.0, 1.0) == [7.0, 7.0]
+
+
+def test_of_a_table_that_a_worker_leaves_no_gradients_and_weights_are_kept(job: Job) -> None:
+    job.round(2.0, 3.0)
+    out = weakref.ref(job.outs[0])
+    job.clients[0].rounds.leave(job.tables[0])
+    job.outs = []
+    gc.collect()
+    assert out() is None
 
 
 def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_committed() -> None:
