@@ -44,7 +44,7 @@ class Client:
     @property
     def shares_memory(self) -> bool:
         """Whether messages to some server go through memory that it shares."""
-        return any(map(self._session.transport.shares_memory, range(self.num_servers)))
+        return any(map(self._session.transport.channel, range(self.num_servers)))
 
     def tell(self, report: Report) -> None:
         """Have signs of life say what a report says, and the report count how long this worker waits."""
@@ -57,7 +57,7 @@ class Client:
     @property
     def shares_all_memory(self) -> bool:
         """Whether messages to every server go through memory that it shares."""
-        return all(map(self._session.transport.shares_memory, range(self.num_servers)))
+        return all(map(self._session.transport.channel, range(self.num_servers)))
 
     @property
     def is_closed(self) -> bool:

@@ -37,6 +37,7 @@ from kvstore_server.protocol.frames import (
 )
 from kvstore_server.tcp import ipc_address, prepare, routing_id
 from kvtrainer.comm.parts import Window
+from kvtrainer.comm.session import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _SOCKETS_HERE = Path("/proc/net/unix")
 
 
-class Connection:
+class Connection(Transport):
     """A transport over ZeroMQ to the servers at `addresses`, in index order.
 
     Large payloads are sent from the caller's memory, which must not change until the request is answered.
@@ -228,9 +229,6 @@ class Connection:
 
     def last_sign(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
-
-    def shares_memory(self, server: int) -> bool:
-        return server in self._channels
 
     def is_far(self, server: int) -> bool:
         return server not in self._channels and self._transport != "ipc" and not self._is_loopback(server)

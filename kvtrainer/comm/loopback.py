@@ -15,13 +15,13 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.comm.session import SessionOptions, Transport
 
 _KEYS = "keys"
 """The namespace of a store's own keys; each Trainer has another."""
 
 
-class Loopback:
+class Loopback(Transport):
     """Hands requests to engines by a function call. Payloads are passed by reference."""
 
     def __init__(
@@ -49,26 +49,11 @@ class Loopback:
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         return self._replies.popleft() if self._replies else None
 
-    def is_queueing(self, server: int) -> bool:
-        return False
-
     def describe(self, server: int) -> str:
         return f"in-process server {server}"
 
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (self._peer,)
-
-    def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
-        """Not needed: this process cannot outlive itself."""
-
-    def shares_memory(self, server: int) -> bool:
-        return False
-
-    def is_far(self, server: int) -> bool:
-        return False
-
-    def channel(self, server: int) -> None:
-        return None
 
     def last_sign(self, server: int) -> float:
         return self._clock()

@@ -82,7 +82,7 @@ class Leg:
             wants
             and contribution.mapped is not None
             and contribution.mapped.is_on
-            and round_.session.transport.shares_memory(self.server)
+            and round_.session.transport.channel(self.server) is not None
         ):
             flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
         if flags or not wants:
@@ -172,9 +172,10 @@ class Leg:
             ]
             batches.append((b"", own, tuple(payloads)))
         nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
-        is_near = len(round_.legs) == 1 and round_.session.transport.shares_memory(self.server)
-        most = _NEAR if is_near else SENT_ALONE
-        if not batches or (nbytes > most and (len(given) > 1 or self.is_announced)):
+        is_apart = nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)
+        if is_apart and nbytes <= _NEAR and len(round_.legs) == 1:
+            is_apart = round_.session.transport.channel(self.server) is None
+        if is_apart or not batches:
             batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
         bodies: list[m.Contribute | m.Pull] = []
         for number, (form, own, data) in enumerate(batches, start=1):

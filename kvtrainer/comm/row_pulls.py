@@ -114,7 +114,7 @@ class RowPulls:
     def _map(self, table: RemoteTable, key: int) -> MappedRows | None:
         """Map the slices of a key; None where that is impossible."""
         session, servers, shown = self._session, list(table.plan.rows(key).blocks), dict[int, Shown]()
-        if not all(map(session.transport.shares_memory, servers)):
+        if not all(map(session.transport.channel, servers)):
             return None
         answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
         for server, answer in zip(servers, answers, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,26 +47,31 @@ Handler = Callable[[int, m.ReplyBody], None]
 """Takes (server, reply) of a request that was sent."""
 
 
-class Transport(Protocol):
-    """Carries requests to servers and replies back."""
+class Transport(ABC):
+    """Carries requests to servers and replies back; what need not be in it are queues, networks and shared memory."""
 
     num_servers: int
 
+    @abstractmethod
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
         """Hand a request over without blocking; payload memory must not change until it is answered.
 
         Where requests have to queue, one of higher priority overtakes those of lower ones.
         """
 
+    @abstractmethod
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""
 
     def is_queueing(self, server: int) -> bool:
         """Tell whether requests for a server still queue here; they leave while somebody receives."""
+        return False
 
+    @abstractmethod
     def describe(self, server: int) -> str:
         """The server's name in error messages."""
 
+    @abstractmethod
     def sockets(self, server: int) -> tuple[bytes, ...]:
         """Routing ids of all sockets from which a server hears this process."""
 
@@ -76,19 +82,21 @@ class Transport(Protocol):
             sessions: (run, session) of each server.
             report: What goes along, as of Heartbeat; called by another thread.
         """
+        return None
 
+    @abstractmethod
     def last_sign(self, server: int) -> float:
         """When a server last answered such a message; on the clock of the session, 0 if it never did."""
 
-    def shares_memory(self, server: int) -> bool:
-        """Tell whether messages to a server go through memory that it shares."""
-
     def is_far(self, server: int) -> bool:
         """Tell whether a network lies between this process and a server."""
+        return False
 
     def channel(self, server: int) -> Channel | None:
         """Get the channel to a server that shares memory; None where there is none, or it has broken."""
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Send what is queued, for a short while, and give all resources back."""
 

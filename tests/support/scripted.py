@@ -16,7 +16,7 @@ from kvstore_server.protocol.frames import divided
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.session import Session, SessionOptions
+from kvtrainer.comm.session import Session, SessionOptions, Transport
 from kvtrainer.comm.tables import RemoteTable
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
@@ -26,7 +26,7 @@ SLOT = 100
 """The number of the first slice of the bench's table on each server."""
 
 
-class Scripted:
+class Scripted(Transport):
     """A transport to `num_servers` servers that answer as `answer` says, and welcome and confirm by default."""
 
     def __init__(self, num_servers: int = 1, answer: Answer | None = None) -> None:
@@ -82,17 +82,8 @@ class Scripted:
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         self.heartbeats = list(sessions)
 
-    def is_queueing(self, server: int) -> bool:
-        return False
-
-    def shares_memory(self, server: int) -> bool:
-        return False
-
     def is_far(self, server: int) -> bool:
         return True
-
-    def channel(self, server: int) -> None:
-        return None
 
     def last_sign(self, server: int) -> float:
         return self.signs.get(server, 0.0)

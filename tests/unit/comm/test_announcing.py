@@ -66,7 +66,7 @@ def test_through_shared_memory_slices_have_their_commit_with_them_unless_another
     servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
-    monkeypatch.setattr(Scripted, "shares_memory", lambda *_: True)
+    monkeypatch.setattr(Scripted, "channel", lambda *_: object())
     bench = Bench(servers, lambda server, _: [bench.weights(server, 9.0)], 1 << 16)
     bench.run()
     sent = [r.body for _, r in bench.servers.sent if isinstance(r.body, m.Contribute)]
