@@ -94,7 +94,7 @@ class Ahead:
         """
         if not was_right:
             self._surprises.fail()
-        elif self.early is not None:
+        elif self.early is not None and self.early.legs:
             self._surprises.succeed()
         self.early = None
         self.expected = None

@@ -132,6 +132,8 @@ class Rounds:
                 session.forget(leg.number)
                 leg.take_over(before)
                 session.listen(leg.number, partial(self._take, round_, leg))
+            elif before is not None:
+                session.forget(before.number)
             announced = leg.announcement(round_) if is_plain else None
             if (
                 before is not None
@@ -274,8 +276,8 @@ class Rounds:
         is_queueing = self._session.transport.is_queueing
         self._listen_while(round_, lambda leg: is_queueing(leg.server))
 
-    def wait_for(self, round_: Round, keys: Collection[int]) -> None:
-        """Block until new weights of some keys (by index) of the only table are in `outs`; the round may go on.
+    def wait_for(self, round_: Round, key: int) -> None:
+        """Block until new weights of a key (by index) of the only table are in `outs`; the round may go on.
 
         Those of others that are here are written as well, although the round may still fail. For rounds of which all
         weights come as whole slices to where they are copied.
@@ -286,7 +288,7 @@ class Rounds:
         [table] = round_.contribution.tables
         layouts = {leg.server: leg.layout for leg in round_.legs}
         places: dict[int, list[int]] = {server: [] for server in layouts}
-        for piece in [piece for key in keys for piece in table.plan.slices_with(key)]:
+        for piece in table.plan.slices_with(key):
             places[piece.server].append(layouts[piece.server].place_of(table, piece))
         self._listen_while(round_, partial(_lacks, places))
         if round_.error is not None or not round_.open:

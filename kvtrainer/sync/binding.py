@@ -294,9 +294,9 @@ class Binding:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
         gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard, layout.devices[0].lent)
-        if self.selection.overlaps_pull and guard is None and not (absent or rows or veto):
-            return self._begin(layout, gradients)
         try:
+            if self.selection.overlaps_pull and guard is None and not (absent or rows or veto):
+                return self._begin(layout, gradients)
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
@@ -335,12 +335,7 @@ class Binding:
     def _begin(self, layout: Memory, gradients: Gradients) -> Outcome:
         """Begin a round of which nothing has to be known but the new weights; these are awaited."""
         assert self.holder is not None
-        try:
-            round_ = self.holder.begin(gradients, layout.arena.weights)
-        except BaseException:
-            self.is_lost = True
-            layout.accept_writes(self.has_weights)
-            raise
+        round_ = self.holder.begin(gradients, layout.arena.weights)
         ended = partial(self._take_awaited, layout)
         self.awaited = Awaited(self.holder, round_, layout.parameters, layout.keys, ended)
         return Outcome(frozenset(), False)

@@ -332,7 +332,7 @@ class StoreExchange(Exchange):
         if self.mapped is not None and self.mapped.is_on:
             self.end(round_)
         try:
-            self._client.rounds.wait_for(round_, [key])
+            self._client.rounds.wait_for(round_, key)
         except BaseException as error:
             self._tell_torn(error, round_.early)
             raise

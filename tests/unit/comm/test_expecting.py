@@ -177,6 +177,8 @@ def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(jo
     joined = Contribution([job.tables[0]], None, None, joined=True)
     play(job.clients, [joined, job.given(1, 3.0)])
     assert job.outs[1].unique().tolist() == [3.0]
+    session: Any = job.clients[0]._session
+    assert not session._handlers
 
 
 def test_a_backward_pass_that_is_interrupted_as_servers_are_told_leaves_nothing_behind(job: Job) -> None:
@@ -233,6 +235,6 @@ def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_comm
         new = tuple([torch.full((pieces[at].length,), 2.0) for at in some])
         servers.reply(0, round_.legs[0].number, m.Weights(m.matrix(rows, 4), new), after)
     began = servers.now
-    rounds.wait_for(round_, [0])
+    rounds.wait_for(round_, 0)
     assert servers.now == began + 5.0
     assert out[: 1 << 15].unique().tolist() == [2.0]

@@ -291,7 +291,7 @@ def test_weights_that_were_used_before_their_round_was_taken_back_all_come_again
     transport, session.transport = session.transport, Deaf(session.transport, 1)
     lost = second.start(job.item(1, grads, rescale=1.0))
     session.transport = transport
-    first.wait_for(begun, [key])
+    first.wait_for(begun, key)
     assert any(not torch.equal(flat, before[name]) for name, flat in job.arenas[0].items())
     second._end(lost, KVStoreError("given up"))
     with pytest.raises(KVStoreError, match="given up"):
