@@ -12,10 +12,9 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_control
 from kvstore_server.tracing import Event, Trace, events_of
 from kvtrainer.comm.born import BornGradients
-from kvtrainer.comm.report import Report
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.row_pulls import RowPulls
-from kvtrainer.comm.session import Session, SessionOptions, SessionTrace, Transport
+from kvtrainer.comm.session import Report, Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.comm.tables import RemoteTable
 
 _REGISTERED_TOGETHER = 64

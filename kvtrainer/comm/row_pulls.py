@@ -1,4 +1,4 @@
-"""Rows of keys that a worker asks servers for, or reads out of their memory."""
+"""Rows of keys that a worker asks servers for, before it needs them or then, or reads out of their memory."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ class RowPulls:
     """
 
     def __init__(self, session: Session, rounds: Rounds) -> None:
-        self._session = session
-        self._rounds = rounds
-        self._mapped: dict[tuple[int, int], MappedRows | None] = {}
-        """Table and key (by index) → its rows in its servers' memory; None where they have to be asked for."""
+        self.session = session
+        self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
         """Fetch the present values of some rows of keys, after this worker's own rounds of their tables; blocks.
@@ -70,12 +68,12 @@ class RowPulls:
 
     def ask(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
         """Ask for rows as `pull` does, and return at once; then `take`, or `drop`."""
-        timeout = self._session.options.timeout
+        timeout = self.session.options.timeout
         outs: list[Tensor] = []
         requests: list[tuple[int, m.PullRows]] = []
         places: list[tuple[RemoteTable, Tensor, Ints]] = []
         for table, keys, ids in _side_by_side(wanted):
-            self._rounds.settle(table)
+            self.rounds.settle(table)
             spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
             rows = table.plan.rows(keys[0])
             given = ids[0]
@@ -93,53 +91,12 @@ class RowPulls:
                     body = m.PullRows(table.numbers[block.server], first, some, timeout)
                     requests.append((block.server, body))
                     places.append((table, out, where[at : at + block.most]))
-        return RowsAsked(self._session.begin(requests), places, outs)
-
-    def read(self, table: RemoteTable, key: int, ids: Tensor) -> Tensor | None:
-        """Copy rows (any int64 ids that the key has) of a key out of its servers' memory, after this worker's rounds.
-
-        Only in synchronous rounds. None where they cannot be read there: then they have to be asked for.
-        """
-        self._rounds.settle(table)
-        where = table.index, key
-        if where not in self._mapped:
-            self._mapped[where] = self._map(table, key)
-        mapped, servers = self._mapped[where], list(table.plan.rows(key).blocks)
-        versions = self._rounds.tables.newest[servers, table.index]
-        rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
-        if rows is not None:
-            self._rounds.tables.version[servers, table.index] = versions
-        return rows
-
-    def _map(self, table: RemoteTable, key: int) -> MappedRows | None:
-        """Map the slices of a key; None where that is impossible."""
-        session, servers, shown = self._session, list(table.plan.rows(key).blocks), dict[int, Shown]()
-        if not all(map(session.transport.channel, servers)):
-            return None
-        answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
-        for server, answer in zip(servers, answers, strict=True):
-            assert isinstance(answer, m.Shown)
-            pieces = {
-                table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
-            }
-            for slot, _, place in answer.parts.tolist():
-                memory = session.memory_at(server, place) if slot in pieces else None
-                if memory is not None:
-                    shown[pieces[slot].index] = Shown(*memory)
-        try:
-            return MappedRows(table.plan, key, shown)
-        except OSError as error:
-            _log.debug("rows of %s are asked for: %s", table.plan.specs[key].key, error)
-            return None
-
-    def drop(self, asked: RowsAsked) -> None:
-        """Have no use for rows that were asked for."""
-        self._session.drop(asked.calls)
+        return RowsAsked(self.session.begin(requests), places, outs)
 
     def take(self, asked: RowsAsked) -> list[Tensor]:
         """Block for rows that were asked for; result and errors as of `pull`."""
-        options = self._session.options
-        answers = self._session.finish(asked.calls, options.timeout + options.dead_after)
+        options = self.session.options
+        answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
         rows = zip(asked.calls.requests, asked.places, answers, strict=True)
         for (server, _), (table, out, where), answer in rows:
@@ -149,7 +106,7 @@ class RowPulls:
             put_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
             read[server, table.index] = min(version, read.get((server, table.index), version))
         for (server, index), version in read.items():
-            self._rounds.tables.version[server, index] = version
+            self.rounds.tables.version[server, index] = version
         return asked.outs
 
 
@@ -169,11 +126,111 @@ def _side_by_side(
         at = end
 
 
-class Shown(NamedTuple):
-    """Where a slice begins in a server's memory."""
+class TableRows:
+    """Rows of the keys (by index) of one table, after this worker's own rounds, on the CPU.
 
-    memory: Arena
-    begin: int
+    Some are asked for before they are needed: between one round and the next, not with its commit. A server that has
+    the commit of one rank still waits for the others, and would send rows as they were before. So the answers are what
+    a pull in the next forward pass would get, to the bit in synchronous rounds, and no server has to hold anything
+    back.
+
+    Args:
+        pulls: Asks servers for them.
+    """
+
+    def __init__(self, pulls: RowPulls, table: RemoteTable) -> None:
+        self.are_read = False
+        """They may be read where servers of this host have them; only in synchronous rounds."""
+        self.wanted: Mapping[int, Tensor] = {}
+        """Key → ids of the rows that were asked for before."""
+        self._pulls, self._table = pulls, table
+        self._asked: RowsAsked | None = None
+        """Those that are still to come."""
+        self._rows: dict[int, Tensor] = {}
+        self._mapped: dict[int, MappedRows | None] = {}
+        """Key → its rows in its servers' memory; None where they have to be asked for."""
+
+    def read(self, key: int, ids: Tensor) -> Tensor | None:
+        """Copy rows (any int64 ids that it has) of a key where servers have them; None where that cannot be."""
+        if not self.are_read:
+            return None
+        rounds, table = self._pulls.rounds, self._table
+        rounds.settle(table)
+        if key not in self._mapped:
+            self._mapped[key] = self._map(key)
+        mapped, servers = self._mapped[key], list(table.plan.rows(key).blocks)
+        versions = rounds.tables.newest[servers, table.index]
+        rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
+        if rows is not None:
+            rounds.tables.version[servers, table.index] = versions
+        return rows
+
+    def _map(self, key: int) -> MappedRows | None:
+        """Map the slices of a key; None where that is impossible."""
+        session, table, shown = self._pulls.session, self._table, dict[int, tuple[Arena, int]]()
+        servers = list(table.plan.rows(key).blocks)
+        if not all(map(session.transport.channel, servers)):
+            return None
+        answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
+        for server, answer in zip(servers, answers, strict=True):
+            assert isinstance(answer, m.Shown)
+            pieces = {
+                table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
+            }
+            for slot, _, place in answer.parts.tolist():
+                memory = session.memory_at(server, place) if slot in pieces else None
+                if memory is not None:
+                    shown[pieces[slot].index] = memory
+        try:
+            return MappedRows(table.plan, key, shown)
+        except OSError as error:
+            _log.debug("rows of %s are asked for: %s", table.plan.specs[key].key, error)
+            return None
+
+    def prefetch(self, wanted: Mapping[int, Tensor]) -> None:
+        """Ask for rows (distinct, ascending ids by key), which `pull` finds until `drop`; returns at once.
+
+        Nothing is asked for that can be read where servers have it.
+        """
+        self.drop()
+        self.wanted = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
+        if self.wanted:
+            self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in self.wanted.items()])
+
+    def pull(self, key: int, ids: Tensor) -> Tensor:
+        """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
+
+        Raises:
+            KVStoreError: the store did not answer what it was asked, or answered with an error; it is asked anew
+                by the next call.
+        """
+        if key not in self.wanted:
+            return self._fetch(key, ids)
+        if self._asked is not None:
+            asked, self._asked, wanted = self._asked, None, self.wanted
+            self.wanted = {}
+            self._rows = dict(zip(wanted, self._pulls.take(asked), strict=True))
+            self.wanted = wanted
+        have, rows = self.wanted[key], self._rows[key]
+        if torch.equal(have, ids):
+            return rows.clone()
+        place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
+        is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool)
+        found = rows.new_empty(len(ids), rows.shape[1])
+        found[is_here] = rows[place[is_here]]
+        if not bool(is_here.all()):
+            found[~is_here] = self._fetch(key, ids[~is_here])
+        return found
+
+    def drop(self) -> None:
+        """Forget rows that were asked for, because they change."""
+        if self._asked is not None:
+            self._pulls.session.drop(self._asked.calls)
+        self.wanted, self._asked, self._rows = {}, None, {}
+
+    def _fetch(self, key: int, ids: Tensor) -> Tensor:
+        [rows] = self._pulls.pull([(self._table, key, ids)])
+        return rows
 
 
 class MappedRows:
@@ -184,13 +241,13 @@ class MappedRows:
     and rows that were being written are not used.
 
     Args:
-        shown: Slice (by index) → where it is.
+        shown: Slice (by index) → a server's memory, and where it begins there.
 
     Raises:
         OSError: the slices do not fill pages, are not all shown, or the system refuses.
     """
 
-    def __init__(self, plan: Plan, key: int, shown: Mapping[int, Shown]) -> None:
+    def __init__(self, plan: Plan, key: int, shown: Mapping[int, tuple[Arena, int]]) -> None:
         spec, size, pieces = plan.specs[key], SIZES[plan.specs[key].dtype], plan.slices_with(key)
         if mmap.PAGESIZE != PAGE or not pieces or not plan.rows(key).blocks:
             raise OSError(f"key {spec.key!r} has no rows in whole pages")

@@ -7,7 +7,9 @@ deadline, and sends a request again when it hears nothing, which the protocol ma
 from __future__ import annotations
 
 import logging
+import math
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -27,10 +29,10 @@ from kvstore_server.errors import (
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
-from kvtrainer.comm.report import Report
 
 _log = logging.getLogger(__name__)
 
@@ -163,6 +165,42 @@ class Calls:
 
 
 AskedT = TypeVar("AskedT", bound=Asked)
+
+
+class Report:
+    """Numbers about a worker since it began, for those who look at the job, which go with its signs of life.
+
+    Its own thread counts them, and the one of signs of life reads them.
+
+    Attributes:
+        steps: How many steps it has made.
+        step_seconds: The time in them, and so the time between two is that of its forward and backward passes.
+        wait_seconds: The time in which it waited for servers, and so for the other workers.
+        samples: How many examples it has trained on, where the script says so.
+        loss: The last loss that the script has told; infinite or not a number counts as none.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self.steps = 0
+        self.step_seconds = self.wait_seconds = 0.0
+        self.samples = 0
+        self.loss = math.nan
+
+    def pack(self) -> bytes:
+        """Return the numbers as a Heartbeat takes them."""
+        numbers = {
+            "seconds": self._clock() - self._began,
+            "steps": self.steps,
+            "step_seconds": self.step_seconds,
+            "wait_seconds": self.wait_seconds,
+        }
+        if self.samples:
+            numbers["samples"] = self.samples
+        if math.isfinite(loss := self.loss):
+            numbers["loss"] = loss
+        return pack_control(numbers)
 
 
 class Session:

@@ -19,7 +19,8 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.host_sum import HostSum, open_host_sum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
-from kvtrainer.comm.report import Report
+from kvtrainer.comm.row_pulls import TableRows
+from kvtrainer.comm.session import Report
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.device import DeviceKVStore
@@ -42,7 +43,6 @@ from kvtrainer.sync.exchange import (
 from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.overlap_pull import Awaited
 from kvtrainer.sync.rank_exchange import GroupExchange
-from kvtrainer.sync.rows import StoreRows
 from kvtrainer.sync.select import Selection, group_too_late
 
 _log = logging.getLogger(__name__)
@@ -407,7 +407,7 @@ class Binding:
             layout.arena.mark_updated(None)
 
     @property
-    def rows(self) -> StoreRows:
+    def rows(self) -> TableRows:
         """Rows of row-sparse parameters, as the store has them; after `start`."""
         assert self.holder is not None
         return self.holder.rows

@@ -27,12 +27,12 @@ from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.round import Round
+from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.memory.staging import Arenas, SideStream, Staging
 from kvtrainer.progress import announced
-from kvtrainer.sync.rows import StoreRows
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class StoreExchange(Exchange):
         self._table.takes_half = takes_half
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
-        self.rows = StoreRows(client.rows, self._table)
+        self.rows = TableRows(client.rows, self._table)
         """Of row-sparse keys."""
         self._staging: Staging | None = None
         """The way between a CUDA device, where the weights are, and the host; from `init` on."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvstore_server.channel import Arena, Shelf
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
-from kvtrainer.comm.row_pulls import MappedRows, Shown
+from kvtrainer.comm.row_pulls import MappedRows
 from tests.support.row_tables import dealt
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))
@@ -25,7 +25,7 @@ class Job:
 
     plan: Plan
     servers: list[Storage]
-    shown: dict[int, Shown]
+    shown: dict[int, tuple[Arena, int]]
     tables: list[Tensor]
 
     def rows(self, key: int) -> MappedRows:
@@ -56,7 +56,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
             key, _, begin, numel = slot.piece.segments[0]
             storage.visible[at].copy_(laid[key][begin : begin + numel])
             if (place := storage.place(at)) >= 0:
-                job.shown[slot.piece.index] = Shown(memory, place & ((1 << 40) - 1))
+                job.shown[slot.piece.index] = (memory, place & ((1 << 40) - 1))
     return job
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvstore_server.facts import read_report
-from kvtrainer.comm.report import Report
+from kvtrainer.comm.session import Report
 
 
 class Clock:
