@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
@@ -15,10 +15,20 @@ from tests.support.limits import LIMIT
 
 
 class Line(Loopback):
-    """One worker's transport; a reply that another worker's message sets off reaches it too."""
+    """One worker's transport; a reply that another worker's message sets off reaches it too.
+
+    Attributes:
+        sent: What the worker has sent, with the server to which, since `line_of` was asked for it.
+        came: What it was told since.
+        loses: Whether a message, which is the last one in `sent`, gets lost; may raise.
+    """
 
     def __init__(self, engines: Sequence[Engine], lines: dict[bytes, Line], name: bytes) -> None:
         super().__init__(engines, time.monotonic, name)
+        self.sent: list[tuple[int, m.RequestBody]] = []
+        self.came: list[m.ReplyBody] = []
+        self.loses: Callable[[m.RequestBody], bool] = lambda _: False
+        self.is_noting = False
         self._lines = lines
         lines[name] = self
 
@@ -26,8 +36,24 @@ class Line(Loopback):
         return True
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
+        self.sent += [(server, request.body)] if self.is_noting else []
+        if self.loses(request.body):
+            return
         for out in self._engines[server].handle(self._peer, request, time.monotonic()):
             self._lines[out.peer]._replies.append((server, out.reply))
+
+    def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
+        got = super().receive(timeout)
+        self.came += [got[1].body] if got is not None and self.is_noting else []
+        return got
+
+
+def line_of(client: Client) -> Line:
+    """The transport of a client that was connected here, which from now on notes what goes and comes."""
+    line = client._session.transport
+    assert isinstance(line, Line)
+    line.is_noting = True
+    return line
 
 
 def connected(engines: Sequence[Engine], num_workers: int, timeout: float = LIMIT) -> list[Client]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
 from tests.support.scripted import is_announcement
-from tests.support.switchboard import connected, play
+from tests.support.switchboard import connected, line_of, play
 
 SPECS = [
     TensorSpec("small", (3,), "float32"),
@@ -40,7 +39,7 @@ SERVERS = 2
 
 
 class Job:
-    """Two workers, of which the first one sends ahead; `sent` are the contributions of that one, in order."""
+    """Two workers, of which the first one sends ahead."""
 
     def __init__(self) -> None:
         engines = [Engine(EngineConfig(server=i, num_servers=SERVERS)) for i in range(SERVERS)]
@@ -51,19 +50,7 @@ class Job:
         self.table = self.tables[0]
         self.outs = [self.filled(0.0) for _ in self.clients]
         self.round(*[self.filled(0.0) for _ in self.clients])
-        self.sent: list[tuple[int, m.Contribute]] = []
-        self.loses: Callable[[m.Contribute], bool] = lambda _: False
-        transport: Any = self.clients[0]._session.transport
-        real = transport.send
-
-        def send(server: int, request: m.Request, priority: int = 0) -> None:
-            if isinstance(request.body, m.Contribute):
-                self.sent.append((server, request.body))
-                if self.loses(request.body):
-                    return
-            real(server, request, priority)
-
-        transport.send = send
+        self.line = line_of(self.clients[0])
 
     def filled(self, *values: float) -> dict[str, Tensor]:
         """Arenas with one number for each key, or for all; between keys there are zeros."""
@@ -106,6 +93,11 @@ class Job:
             for slot, _, generation, _ in () if is_announcement(body) else body.pushes.tolist():
                 found.setdefault((server, slot), []).append(generation)
         return [tuple(of) for of in found.values()]
+
+    @property
+    def sent(self) -> list[tuple[int, m.Contribute]]:
+        """The contributions of the first one, in order, with the server of each."""
+        return [(server, body) for server, body in self.line.sent if isinstance(body, m.Contribute)]
 
     @property
     def num_slices(self) -> int:
@@ -223,24 +215,24 @@ def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
 
 def test_what_is_lost_on_the_way_is_asked_for_and_counts_once(job: Job) -> None:
     grads = job.filled(2.0)
-    job.loses = lambda body: not len(body.commits)
+    job.line.loses = lambda body: isinstance(body, m.Contribute) and not len(body.commits)
     job.send_ahead(grads)
-    job.loses = lambda body: False
+    job.line.loses = lambda body: False
     grads["float32"][0] = 8.0
     assert job.round(grads, job.filled(1.0)) == [[3.0, 9.0], [3.0], [3.0]]
 
 
 def test_what_comes_late_does_not_take_the_place_of_what_counts(job: Job) -> None:
     """The network holds a message back until its slice has been sent again, and after the round."""
-    late: list[m.Contribute] = []
+    late: list[m.RequestBody] = []
 
-    def holds_back(body: m.Contribute) -> bool:
+    def holds_back(body: m.RequestBody) -> bool:
         late.append(body)
         return True
 
-    job.loses = holds_back
+    job.line.loses = holds_back
     job.send_ahead(job.filled(2.0))
-    job.loses = lambda body: False
+    job.line.loses = lambda body: False
     client = job.clients[0]
     tickets = []
     for rank in range(2):
@@ -308,7 +300,8 @@ def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given
     job, draw = Job(), random.Random(seed)
     client, held_back = job.clients[0], list[tuple[int, m.Contribute]]()
 
-    def loses(body: m.Contribute) -> bool:
+    def loses(body: m.RequestBody) -> bool:
+        assert isinstance(body, m.Contribute)
         is_lost = not len(body.commits) and draw.random() < 0.3
         if draw.random() < 0.3:
             held_back.append(job.sent[-1])
@@ -324,7 +317,7 @@ def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given
     want = [0.0] * len(SPECS)
     for _ in range(25):
         mine = [float(draw.randrange(1, 100)) for _ in SPECS]
-        job.loses = loses
+        job.line.loses = loses
         some = [piece.index for piece in job.table.plan.slices if draw.random() < 0.8]
         if some:
             job.send_ahead(job.filled(*mine), *some)

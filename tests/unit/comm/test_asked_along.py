@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.errors import KVStoreError, RoundAbortedError
 from tests.support.scripted import is_commit
-from tests.support.switchboard import connected
+from tests.support.switchboard import connected, line_of
 
 NUMEL = 100
 
@@ -28,22 +26,13 @@ class Job:
         self.tables = [
             client.register({"t": [TensorSpec("k", (NUMEL,), "float32")]})[0] for client in self.clients
         ]
-        self.sent: list[m.RequestBody] = []
-        """What the first worker has sent since."""
-        transport: Any = self.clients[0]._session.transport
-        real = transport.send
-
-        def send(server: int, request: m.Request, priority: int = 0) -> None:
-            self.sent.append(request.body)
-            real(server, request, priority)
-
-        transport.send = send
+        self.line = line_of(self.clients[0])
         for value in (0.0, 1.0):
             self.push(value)
         self.pull()
         self.push(1.0)
         self.pull()
-        self.sent.clear()
+        self.line.sent.clear()
 
     def push(self, value: float, *ranks: int) -> None:
         """Have both workers push, or some, and wait for nothing."""
@@ -60,14 +49,14 @@ class Job:
     @property
     def wants(self) -> list[bool]:
         """Of each commit of the first worker, whether it asks for weights."""
-        commits = [body for body in self.sent if is_commit(body)]
+        commits = [body for _, body in self.line.sent if is_commit(body)]
         return [
             bool(body.commits[0, 5] & m.WANTS_WEIGHTS) for body in commits if isinstance(body, m.Contribute)
         ]
 
     @property
     def num_pulls(self) -> int:
-        return sum(isinstance(body, m.Pull) for body in self.sent)
+        return sum(isinstance(body, m.Pull) for _, body in self.line.sent)
 
 
 @pytest.fixture
@@ -126,16 +115,13 @@ def test_after_a_round_that_failed_the_weights_are_those_of_before(job: Job) -> 
 
 
 def test_after_a_push_that_could_not_be_sent_the_weights_are_read_anew(job: Job) -> None:
-    transport: Any = job.clients[0]._session.transport
-    real = transport.send
-
-    def send(server: int, request: m.Request, priority: int = 0) -> None:
-        if is_commit(request.body):
-            transport.send = real
+    def loses(body: m.RequestBody) -> bool:
+        if is_commit(body):
+            job.line.loses = lambda _: False
             raise KVStoreError("no way out")
-        real(server, request, priority)
+        return False
 
-    transport.send = send
+    job.line.loses = loses
     with pytest.raises(KVStoreError, match="no way out"):
         job.push(2.0, 0)
     assert job.pull().unique().tolist() == [2.0]

@@ -24,7 +24,7 @@ from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.errors import RoundAbortedError
 from tests.support.scripted import SLOT, Scripted, add_table, is_announcement, is_commit
-from tests.support.switchboard import connected, play
+from tests.support.switchboard import connected, line_of, play
 
 NUMEL = 140_000
 NUMBERS = pack_hypers([{"lr": 0.5}], {}, {}, True)
@@ -39,31 +39,15 @@ class Job:
             client.register({"t": [TensorSpec("k", (NUMEL,), "float32")]})[0] for client in self.clients
         ]
         self.outs = [torch.zeros(NUMEL) for _ in self.clients]
-        self.sent: list[m.Contribute] = []
-        """What the first worker has sent."""
-        self.came = 0
-        """New weights that the first worker was sent."""
-        transport: Any = self.clients[0]._session.transport
-        send, receive = transport.send, transport.receive
-
-        def noted_send(server: int, request: m.Request, priority: int = 0) -> None:
-            if isinstance(request.body, m.Contribute):
-                self.sent.append(request.body)
-            send(server, request, priority)
-
-        def noted_receive(timeout: float) -> Any:
-            got = receive(timeout)
-            self.came += got is not None and isinstance(got[1].body, m.Weights)
-            return got
-
-        transport.send, transport.receive = noted_send, noted_receive
+        self.line = line_of(self.clients[0])
         self.play(0.0, 0.0)
         self.round(1.0, 1.0)
         self.forget()
 
     def forget(self) -> None:
         """Count what is sent and comes from now on."""
-        self.sent, self.came = [], 0
+        self.line.sent.clear()
+        self.line.came.clear()
 
     def given(self, rank: int, value: float | Tensor | None, **said: Any) -> Contribution:
         """A worker's part in a round."""
@@ -93,7 +77,9 @@ class Job:
     @property
     def expected(self) -> list[bool]:
         """Of each announcement of the first worker, whether it says only what is to be expected."""
-        said = [body for body in self.sent if is_announcement(body)]
+        said = [
+            body for _, body in self.line.sent if isinstance(body, m.Contribute) and is_announcement(body)
+        ]
         return [bool(body.commits[0, 5] & m.MAY_CHANGE) for body in said]
 
 
@@ -104,10 +90,12 @@ def job() -> Job:
 
 def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
     job.ahead(2.0, 3.0)
-    assert job.came
+    assert any([isinstance(body, m.Weights) for body in job.line.came])
     assert job.play(2.0, 3.0) == [5.0, 5.0]
     assert job.expected == [True]
-    assert len(list(filter(is_commit, job.sent))) == 1  # to what is missing another one would be the answer
+    assert (
+        len([body for _, body in job.line.sent if is_commit(body)]) == 1
+    )  # to what is missing another one would be the answer
 
 
 def test_weights_that_came_before_the_step_are_not_written_before_the_round_is_over(job: Job) -> None:
@@ -183,13 +171,13 @@ def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(jo
 
 def test_a_backward_pass_that_is_interrupted_as_servers_are_told_leaves_nothing_behind(job: Job) -> None:
     session: Any = job.clients[0]._session
-    before, send, transport = len(session._handlers), session.transport.send, session.transport
+    before = len(session._handlers)
 
-    def interrupted(server: int, request: m.Request, priority: int = 0) -> None:
-        transport.send = send
+    def interrupted(body: m.RequestBody) -> bool:
+        job.line.loses = lambda _: False
         raise KeyboardInterrupt
 
-    transport.send = interrupted
+    job.line.loses = interrupted
     with pytest.raises(KeyboardInterrupt):
         job.ahead(2.0, 3.0)
     assert job.round(4.0, 1.0) == [5.0, 5.0]
