@@ -27,7 +27,6 @@ from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_NONE = np.zeros(0, np.int64)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _NEAR = 1 << 20
 """Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message. Not if other

@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
 from kvstore_server.norms import Decision, Measured, combine
 from kvstore_server.plan import Slice
@@ -67,7 +65,10 @@ class Rounds:
         goes_far = session.is_far and not is_read
         asks_along = goes_far and self._is_pulled_next(contribution)
         if asks_along:
-            contribution = contribution._replace(outs=[self._room(table) for table in tables])
+            for table in tables:
+                if table.index not in self._rooms:
+                    self._rooms[table.index] = table.new_arenas()
+            contribution = contribution._replace(outs=[self._rooms[table.index] for table in tables])
         is_encoded = bool(contribution.rows)
         for table in tables:
             if table.index in self.open or self.tables.broken:
@@ -242,11 +243,12 @@ class Rounds:
             read = contribution.of(known)
             self.pull(read.tables, read.outs or ())
 
-    def wait(self, round_: Round, anew: bool = False) -> None:
+    def wait(self, round_: Round, anew: bool = False, holds: Callable[[Leg], bool] | None = None) -> None:
         """Block until the round is over; new weights are then in `outs`.
 
         Args:
             anew: Servers have their time from now on, not since the start: nobody has listened to them meanwhile.
+            holds: Only while this holds of a leg on which something is still to be said; the round may go on then.
 
         Raises:
             KVStoreError: what the servers reported, the same on every worker of the round.
@@ -256,14 +258,17 @@ class Rounds:
             return
         if anew:
             round_.started = self._session.clock()
+        waiting = round_.open if holds is None else _Those(round_.open, holds)
         try:
             again = partial(self._send_again, round_, given=())
-            if not self._session.wait(round_.open, again, round_.started):
-                raise self._session.late(round_.open, round_.describe_end())
+            if not self._session.wait(waiting, again, round_.started):
+                raise self._session.late(waiting, round_.describe_end())
         except BaseException as error:
             self._end(round_, error)
             round_.note(error)
             raise
+        if holds is not None:
+            return
         self._end(round_, round_.error)
         if round_.error is not None:
             raise round_.error
@@ -274,7 +279,7 @@ class Rounds:
     def send_off(self, round_: Round) -> None:
         """Block until all that this worker gives to a round has left its queues. Raises as `wait`."""
         is_queueing = self._session.transport.is_queueing
-        self._listen_while(round_, lambda leg: is_queueing(leg.server))
+        self.wait(round_, anew=True, holds=lambda leg: is_queueing(leg.server))
 
     def wait_for(self, round_: Round, key: int) -> None:
         """Block until new weights of a key (by index) of the only table are in `outs`; the round may go on.
@@ -290,27 +295,13 @@ class Rounds:
         places: dict[int, list[int]] = {server: [] for server in layouts}
         for piece in table.plan.slices_with(key):
             places[piece.server].append(layouts[piece.server].place_of(table, piece))
-        self._listen_while(round_, partial(_lacks, places))
+        self.wait(round_, anew=True, holds=partial(_lacks, places))
         if round_.error is not None or not round_.open:
             self.wait(round_)
             return
         for leg in round_.legs:
             if not leg.may_go:
                 round_.write_early(leg)
-
-    def _listen_while(self, round_: Round, holds: Callable[[Leg], bool]) -> None:
-        """Take answers to a round while something holds of a leg on which something is still to be said."""
-        if round_.is_over:
-            return
-        waiting = _Those(round_.open, holds)
-        try:
-            again = partial(self._send_again, round_, given=())
-            if not self._session.wait(waiting, again, self._session.clock()):
-                raise self._session.late(waiting, round_.describe_end())
-        except BaseException as error:
-            self._end(round_, error)
-            round_.note(error)
-            raise
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round of a table that is under way, if there is one.
@@ -364,15 +355,6 @@ class Rounds:
             and contribution.values is not None
             and all([table.index in self._pulled for table in contribution.tables])
         )
-
-    def _room(self, table: RemoteTable) -> Arenas:
-        """Get memory of our own for the weights of a table."""
-        if table.index not in self._rooms:
-            sizes = table.plan.resident_sizes
-            self._rooms[table.index] = {
-                dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()
-            }
-        return self._rooms[table.index]
 
     # ---------------------------------------------------------------- sending
 

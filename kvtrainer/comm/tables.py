@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
@@ -26,6 +29,11 @@ class RemoteTable:
         self._tables = tables
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""
+
+    def new_arenas(self) -> dict[str, Tensor]:
+        """Make room for all values that are not row-sparse, as the Plan lays them out; zeros."""
+        sizes = self.plan.resident_sizes
+        return {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
 
     @property
     def round(self) -> int:

@@ -419,8 +419,7 @@ class StoreExchange(Exchange):
 
     def pull(self) -> dict[str, Tensor]:
         """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
-        sizes = self._table.plan.resident_sizes
-        held = {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+        held = self._table.new_arenas()
         self._client.rounds.pull([self._table], [held])
         return held
 
