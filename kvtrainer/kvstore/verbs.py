@@ -18,8 +18,8 @@ from torch import Tensor
 from kvstore_server.codec import Codec, make_codec
 from kvstore_server.commands import LONGEST, check_head
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, OptimizerError, ServerUnreachableError
-from kvstore_server.optimizer import Optimizer, spec_for_store
-from kvstore_server.plan import INTEGERS, TensorSpec
+from kvstore_server.optimizer import Optimizer, States, spec_for_store
+from kvstore_server.plan import INTEGERS, Slice, TensorSpec
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.compressor import Compressor
@@ -27,8 +27,7 @@ from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.tables import RemoteTable
-from kvtrainer.errors import SparsePullWarning
-from kvtrainer.kvstore import states
+from kvtrainer.errors import SparsePullWarning, StateMismatchError
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.replicas import (
     ReplicaCompressor,
@@ -60,9 +59,13 @@ from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.reducers import AUTO
 from kvtrainer.profiler import Profiler
+from kvtrainer.states.convert import export_states, import_states, saved_problems
+from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
 
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""
+_NUMBERS = "numbers count"
+"""Key of a state file's extra values: whether the optimizer's numbers are taken over as well."""
 
 Found = tuple[list[Entry], Values]
 """Keys that are known, each once, with their tensors, which were checked."""
@@ -278,8 +281,14 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: no optimizer is set.
             StateFileError: the file cannot be written; the former one is unchanged.
         """
-        tables = [entry.table for entry in self._entries.values()]
-        states.save(fname, self._client, tables, self._known_optimizer(), dump_optimizer)
+        optimizer, parameters = self._known_optimizer(), dict[str, SavedParameter]()
+        for spec, table in [(entry.spec, entry.table) for entry in self._entries.values()]:
+            state = export_states(table.plan, _Holder(self._client, table)).get(0, {})
+            counted = {**state, "step": int(state["step"])} if state else {}
+            parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, 0, counted)
+        options, extra = [dict(optimizer.plain_hyper())], {_NUMBERS: dump_optimizer}
+        saved = SavedStates(optimizer.spec(), optimizer.num_update, options, parameters, extra)
+        write_state_file(fname, saved)
 
     @by_one_thread
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
@@ -289,9 +298,20 @@ class TableKVStore(KVStoreBase):
             ConfigurationError: no optimizer is set.
             StateFileError, StateMismatchError: the file cannot be read or does not fit; nothing has changed.
         """
-        optimizer = self._known_optimizer()
-        tables = [entry.table for entry in self._entries.values()]
-        optimizer.hyper.update(states.load(fname, self._client, tables, optimizer))
+        optimizer, entries = self._known_optimizer(), list(self._entries.values())
+        saved = read_state_file(fname)
+        specs = [entry.spec for entry in entries]
+        if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
+            raise StateMismatchError(
+                f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states "
+                "of the same keys and the same optimizer"
+            )
+        for entry in entries:
+            found, holder = saved.parameters[entry.spec.key].state, _Holder(self._client, entry.table)
+            states = {0: dict(found)} if found else {}
+            import_states(entry.table.plan, holder, states, optimizer, torch.device("cpu"))
+        if saved.extra.get(_NUMBERS) and saved.groups:
+            optimizer.hyper.update(saved.groups[0])
 
     @by_one_thread
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -762,3 +782,16 @@ class TableKVStore(KVStoreBase):
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
         return None if self._codec is None else Compressor(self._codec, table.plan)
+
+
+class _Holder:
+    """The optimizer's state of one table, where it lies."""
+
+    def __init__(self, client: Client, table: RemoteTable) -> None:
+        self._client, self._table = client, table
+
+    def get_state(self, piece: Slice) -> States:
+        return self._client.get_state(self._table, piece)
+
+    def put_state(self, piece: Slice, state: States) -> None:
+        self._client.put_state(self._table, piece, state)
