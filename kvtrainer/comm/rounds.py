@@ -349,12 +349,10 @@ class Rounds:
 
     def _is_pulled_next(self, contribution: Contribution) -> bool:
         """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
-        is_plain = contribution.outs is None and _is_plain(contribution._replace(outs=contribution.values))
-        return (
-            is_plain
-            and contribution.values is not None
-            and all([table.index in self._pulled for table in contribution.tables])
-        )
+        if contribution.values is None or contribution.outs is not None:
+            return False
+        is_plain = _is_plain(contribution._replace(outs=contribution.values))
+        return is_plain and self._pulled.issuperset([table.index for table in contribution.tables])
 
     # ---------------------------------------------------------------- sending
 

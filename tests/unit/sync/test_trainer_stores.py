@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from kvstore_server.hyper import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
+from kvtrainer.stages import Limits
+from kvtrainer.sync.binding import Binding
+from kvtrainer.sync.select import select_store
 
 
 class Recorder(kvstore.KVStoreBase):
@@ -262,3 +267,14 @@ def test_gradients_by_rows_and_dense_ones_alternate_where_a_store_sums_and_the_t
         oracle.zero_grad()
     for table, twin in zip(tables, twins, strict=True):
         torch.testing.assert_close(table.weight, twin.weight)
+
+
+def test_a_schedule_that_raises_when_it_is_asked_before_the_step_is_left_to_that() -> None:
+    class Schedule:
+        def numbers(self) -> dict[str, Any]:
+            raise ZeroDivisionError
+
+    schedule, former = Schedule(), {"groups": [{"lr": 0.5}], "lr_mult": {}, "wd_mult": {}}
+    binding = Binding(select_store("dist_sync"))
+    binding._said, binding.numbers = (former, Limits()), weakref.WeakMethod(schedule.numbers)
+    assert binding._foresee() == pack_hypers(**former, update_on_kvstore=True, limits=Limits().summary)
