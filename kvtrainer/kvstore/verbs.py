@@ -778,6 +778,7 @@ class TableKVStore(KVStoreBase):
             table.compressor = self._compressor(table)
             if table.compressor is not None and entry.table.compressor is not None:
                 table.compressor.set_residuals(entry.table.compressor.residuals())
+            self._client.rounds.leave(entry.table)
             entry.table = table
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
