@@ -19,21 +19,14 @@ import torch
 from torch import Tensor, nn, optim
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.integrations.workers import Workers, check_version, scaler_like
+from kvtrainer.integrations import needing
+from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer import Trainer
 
-AT_LEAST, BELOW = (1, 15), (1, 16)
-"""Versions of accelerate that this works with: from the one, before the other."""
-
-try:
-    check_version("accelerate", AT_LEAST, BELOW)
+with needing("accelerate", (1, 15), (1, 16)):
     from accelerate import Accelerator, PartialState
     from accelerate.optimizer import AcceleratedOptimizer
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.accelerate needs it ({error}); install it with pip install 'kvtrainer[accelerate]'"
-    ) from error
 
 __all__ = ["KVStoreAccelerator", "join"]
 

@@ -15,23 +15,16 @@ from typing import Any
 import torch
 from torch import optim
 
-from kvtrainer.integrations.workers import Workers, check_version, scaler_like
+from kvtrainer.integrations import needing
+from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer import Trainer
 
-AT_LEAST, BELOW = (2, 5), (2, 7)
-"""Versions of Lightning that this works with: from the one, before the other."""
-
-try:
-    check_version("lightning", AT_LEAST, BELOW)
+with needing("lightning", (2, 5), (2, 7)):
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.utilities import rank_zero_only
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.lightning needs it ({error}); install it with pip install 'kvtrainer[lightning]'"
-    ) from error
 
 __all__ = ["KVStoreStrategy"]
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvtrainer import hooks
+from kvtrainer.integrations import needing
 
-try:
+with needing("mmcv", install="mmcv<2"):
     from mmcv.runner import HOOKS, Hook
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.mmcv needs the runners of MMCV 1.x ({error}); install it with pip install 'mmcv<2'"
-    ) from error
 
 
 class _Reserved:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import become_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
@@ -34,7 +35,7 @@ from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
 
-try:
+with needing("mmengine"):
     import mmengine
     from mmengine._strategy import BaseStrategy
     from mmengine.dist import infer_launcher
@@ -43,10 +44,6 @@ try:
     from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 
     from kvtrainer.integrations.mmengine_values import decode, encode_checkpoint, mmengine_globals
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.mmengine needs mmengine ({error}); install it with pip install 'kvtrainer[mmengine]'"
-    ) from error
 
 __all__ = ["KVStoreStrategy", "TrainerOptimWrapper"]
 

@@ -21,21 +21,18 @@ from typing import Any
 
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
+from kvtrainer.integrations import needing
 from kvtrainer.launcher.group import Group, start_servers
 from kvtrainer.launcher.job import Limits
 
-try:
+with needing("ray"):
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 60):
-        raise ImportError(f"this is Ray {ray.__version__}")
+        raise ImportError(f"of Ray Train 2.60 or newer, this is Ray {ray.__version__}")
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.ray needs Ray Train 2.60 or newer ({error}); pip install 'kvtrainer[ray]'"
-    ) from error
 
 
 @dataclass

@@ -15,20 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtrainer.integrations.workers import check_version
+from kvtrainer.integrations import needing
 
-AT_LEAST, BELOW = (1, 4), (1, 5)
-"""Versions of skorch that this works with: from the one, before the other."""
-
-try:
-    check_version("skorch", AT_LEAST, BELOW)
+with needing("skorch", (1, 4), (1, 5)):
     from skorch.hf import AccelerateMixin
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.skorch needs it ({error}); install it with pip install 'kvtrainer[skorch]'"
-    ) from error
 
 __all__ = ["KVStoreAccelerator", "KVStoreMixin"]
 

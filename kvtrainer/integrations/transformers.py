@@ -13,20 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.integrations.workers import Workers, check_version
+from kvtrainer.integrations import needing
+from kvtrainer.integrations.workers import Workers
 
-AT_LEAST, BELOW = (5, 23), (5, 24)
-"""Versions of Transformers that this works with: from the one, before the other."""
-
-try:
-    check_version("transformers", AT_LEAST, BELOW)
+with needing("transformers", (5, 23), (5, 24)):
     from transformers import Trainer
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator, join
-except ImportError as error:
-    raise ImportError(
-        f"kvtrainer.integrations.transformers needs it ({error}); install it with pip install 'kvtrainer[transformers]'"
-    ) from error
 
 __all__ = ["KVStoreTrainer", "join"]
 

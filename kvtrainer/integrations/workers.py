@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import socket
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -168,19 +166,3 @@ def scaler_like(scaler: torch.amp.GradScaler) -> GradScaler:
         growth_interval=scaler.get_growth_interval(),
         enabled=scaler.is_enabled(),
     )
-
-
-def check_version(package: str, at_least: tuple[int, int], below: tuple[int, int]) -> None:
-    """Check the version of an installed package, (major, minor): from the one, before the other.
-
-    Raises:
-        ConfigurationError: it is another one.
-        ImportError: the package is not installed.
-    """
-    found = version(package)
-    if not at_least <= tuple(map(int, re.findall("[0-9]+", found)[:2])) < below:
-        low, high = (".".join(map(str, one)) for one in (at_least, below))
-        raise ConfigurationError(
-            f"kvtrainer.integrations.{package} works with {package} from {low} up to, but not including, {high}, and "
-            f"found {found}; pip install 'kvtrainer[{package}]' brings one that fits"
-        )
