@@ -105,6 +105,8 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, kvstore: str | KVStoreBase = "dist_sync", **options: Any) -> None:
         self.workers = Workers(kvstore)
         self._options = options
+        self._made: list[Trainer] = []
+        """Trainers of the present fit that the module did not bring itself."""
         super().__init__(cluster_environment=WorkersEnvironment(self.workers))
         self.set_world_ranks()
 
@@ -134,13 +136,14 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self.workers.share(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make Trainers of the module's optimizers, and close those of an earlier fit."""
-        for one in self._trainers():
+        """Make Trainers of the module's optimizers, and close those that were made for an earlier fit."""
+        for one in self._made:
             one.close()
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        module = self.lightning_module
-        self.optimizers = [self.workers.trainer_of(one, module, **self._options) for one in self.optimizers]
+        given, module = self.optimizers, self.lightning_module
+        self.optimizers = [self.workers.trainer_of(one, module, **self._options) for one in given]
+        self._made = [one for one in self.optimizers if one not in given]
 
     def setup_precision_plugin(self) -> None:
         """Leave limits of gradients, and overflows, to all workers together."""
@@ -183,6 +186,3 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         optimizers, self._optimizers = self._optimizers, []
         super().teardown()
         self._optimizers = optimizers
-
-    def _trainers(self) -> list[Trainer]:
-        return [one for one in self.optimizers if isinstance(one, Trainer)]

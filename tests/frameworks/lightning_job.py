@@ -160,6 +160,23 @@ def by_hand(folder: Path) -> list[float]:
     return fitted(folder, ByHand())
 
 
+def with_one_trainer_in_two_fits(folder: Path) -> list[float]:
+    """A Trainer that the module keeps is its own: nobody closes it."""
+
+    class Keeping(WithTrainer):
+        kept: Any = None
+
+        def configure_optimizers(self) -> Any:
+            self.kept = self.kept or super().configure_optimizers()
+            return self.kept
+
+    module, trainer = Keeping(), trainer_in(folder, max_epochs=1)
+    trainer.fit(module, loader(Examples()))
+    trainer.fit_loop.max_epochs = EPOCHS
+    trainer.fit(module, loader(Examples()))
+    return numbers(module.net)
+
+
 def overflowing(folder: Path) -> dict[str, Any]:
     """The gradients of worker 1 alone overflow, in the first step."""
 
@@ -247,6 +264,7 @@ CASES = (
     accumulated,
     in_bfloat16,
     with_a_trainer,
+    with_one_trainer_in_two_fits,
     by_hand,
     overflowing,
     uneven,

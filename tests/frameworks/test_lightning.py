@@ -138,6 +138,11 @@ def test_a_trainer_of_the_module_and_manual_steps_train_alike(job: Job, case: st
         assert weights == pytest.approx(train_plainly(sgd), **CLOSE)
 
 
+def test_a_trainer_of_the_module_serves_several_fits(job: Job) -> None:
+    for weights in job.of("with_one_trainer_in_two_fits"):
+        assert weights == pytest.approx(train_plainly(sgd), **CLOSE)
+
+
 def test_an_overflow_on_one_worker_skips_the_step_of_all(job: Job) -> None:
     first, second = job.of("overflowing")
     assert first == second
