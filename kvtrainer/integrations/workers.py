@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,7 +46,7 @@ class Workers:
         self._agreement = agreement_of(self.store)
         self.rank, self.size = self._agreement.rank, self._agreement.size
         self._limits: WeakKeyDictionary[Trainer, Limit] = WeakKeyDictionary()
-        become_ranks(self._agreement, self.store.type, environment.processes_of_job(os.environ))
+        become_ranks(self._agreement, self.store, environment.processes_of_job(os.environ))
 
     def share(self, module: nn.Module) -> None:
         """Give every worker rank 0's weights and buffers, where they differ; collective."""
@@ -105,39 +105,43 @@ class _Buffers(nn.Module):
 
 
 def become_ranks(
-    agreement: Agreement, kvstore: object, processes: int, options: Mapping[str, Any] | None = None
+    agreement: Agreement,
+    kvstore: str | KVStoreBase | None,
+    processes: int,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Have the workers of a store be the ranks of a torch.distributed group, with the same numbers; collective, blocks.
 
     Args:
-        kvstore: What the store is called.
+        kvstore: Over which they agree; or its name, where each process is alone.
         processes: How many the job has.
         options: of torch.distributed.init_process_group, where there is no group yet.
 
     Raises:
         ConfigurationError: the job has several processes that the store does not connect; or this one is another rank.
     """
+    name = kvstore.type if isinstance(kvstore, KVStoreBase) else kvstore
     if agreement.size == 1 and processes > 1:
         raise ConfigurationError(
-            f"the job has {processes} processes, but kvstore {kvstore!r} keeps to this one, so all would train on the "
+            f"the job has {processes} processes, but kvstore {name!r} keeps to this one, so all would train on the "
             "same data and write the same files; use 'dist_sync'"
         )
     if agreement.size > 1 and not dist.is_initialized():
-        _make_group(agreement, options or {})
+        servers = getattr(kvstore, "servers", None) or read_servers(os.environ)
+        _make_group(agreement, servers or ("tcp://127.0.0.1:1",), options or {})
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if place != (agreement.rank, agreement.size):
         raise ConfigurationError(
             f"this process is rank {place[0]} of {place[1]} in torch.distributed, and worker {agreement.rank} of "
-            f"{agreement.size} of kvstore {kvstore!r}; start both in the same way"
+            f"{agreement.size} of kvstore {name!r}; start both in the same way"
         )
 
 
-def _make_group(agreement: Agreement, options: Mapping[str, Any]) -> None:
+def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
     """Agree over the store where rank 0 listens, at an address that the servers are reached from, and meet there."""
     listener, told = None, b""
     if agreement.rank == 0:
-        [server, *_] = read_servers(os.environ) or ("tcp://127.0.0.1:1",)
-        host = host_towards(server)  # the loopback's where the servers are here
+        host = host_towards(servers[0])  # the loopback's where the servers are here
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         told = f"{host} {listener.getsockname()[1]}".encode()
     host, port = agreement.broadcast(told).decode().split()

@@ -117,7 +117,8 @@ class DistKVStore(TableKVStore):
             # The last: a store that is refused does not count.
             namespace=f"store{next(_created)}" if namespace is None else namespace,
         )
-        self._servers = topology.servers
+        self.servers = topology.servers
+        """Where the servers listen, by their index."""
         self._clients: list[Client] = []
         weakref.finalize(self, _leave, self._clients)
         self._sides = 0
@@ -149,7 +150,7 @@ class DistKVStore(TableKVStore):
     def _connect(self, name: str, mode: Mode | None = None) -> Client:
         """Connect a client with the store's namespace, or one beside it."""
         options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
-        client = Client(Connection(self._servers, self._water_mark, self._transport), options, time.monotonic)
+        client = Client(Connection(self.servers, self._water_mark, self._transport), options, time.monotonic)
         self._clients.append(client)
         try:
             client.connect()

@@ -14,9 +14,11 @@ import pytest
 
 from kvtrainer import hooks, integrations
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.integrations import workers
 from kvtrainer.integrations.workers import Workers
-from kvtrainer.kvstore import create
+from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.registry import Registry
+from kvtrainer.strategy import Agreement
 from tests.extra_uses import USES
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,31 @@ def test_a_store_that_keeps_to_one_of_several_processes_is_refused(monkeypatch: 
     monkeypatch.setenv("KVSTORE_NUM_WORKERS", "3")
     with pytest.raises(ConfigurationError, match=r"3 processes.*'local'"):
         Workers("local")
+
+
+def test_workers_meet_at_an_address_that_the_servers_of_their_store_are_reached_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Asked(Exception):
+        """The way to an address is looked for."""
+
+    class First(Agreement):
+        size = 2
+
+    class Store(KVStoreBase):
+        type, rank, num_workers = "dist_sync", 0, 2
+        servers = ("tcp://10.1.2.3:5555",)
+        broadcast = pushpull = lambda *_: None
+
+    def look(address: str) -> str:
+        raise Asked(address)
+
+    monkeypatch.setattr(workers, "host_towards", look)
+    monkeypatch.setenv(
+        "KVSTORE_SERVERS", ""
+    )  # they were given by an argument, or by the scheduler of the job
+    with pytest.raises(Asked, match=r"^tcp://10\.1\.2\.3:5555$"):
+        workers.become_ranks(First(), Store(), 2)
 
 
 def test_a_process_alone_is_one_worker() -> None:
