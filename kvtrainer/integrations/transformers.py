@@ -61,6 +61,16 @@ class KVStoreTrainer(Trainer):  # type: ignore[misc]
         self.accelerator.__class__ = KVStoreAccelerator
         self.accelerator.follow(self._workers, self._trainer_options)
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights to go on from as Transformers does; they become those of the store, too."""
+        super()._load_from_checkpoint(*args, **kwargs)
+        self.accelerator.publish()
+
+    def _load_best_model(self) -> None:
+        """Load the best weights as Transformers does; they become those of the store, too."""
+        super()._load_best_model()
+        self.accelerator.publish()
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as Transformers does, the same model on all workers: buffers become rank 0's."""
         self._workers.share_buffers(self.model)

@@ -108,6 +108,13 @@ def test_a_checkpoint_is_written_once_and_a_run_goes_on_from_it_to_the_same_bits
     assert job.of("resumed") == [whole, whole]
 
 
+def test_training_goes_on_from_the_best_weights_on_all_workers(job: Job, alone: dict[str, Any]) -> None:
+    first, second = job.of("from_the_best_on")
+    assert first == second
+    for found, wanted in zip(first, alone["from_the_best_on"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-2, abs=1e-3)
+
+
 def test_only_rank_0_logs(job: Job) -> None:
     printed = [line for line in job.done.stdout.splitlines() if "'grad_norm'" in line]
     assert printed

@@ -141,6 +141,20 @@ def in_float16(folder: Path) -> dict[str, Any]:
     return {**found, "kinds": sorted(kinds)}
 
 
+def from_the_best_on(folder: Path) -> list[list[float]]:
+    """The weights after two epochs of which the first was the best, after two more, and again from the first on."""
+    saving = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    trainer = trainer_in(folder, Sentences(), metric_for_best_model="good", **saving)
+    falling = itertools.count(0, -1)
+    trainer.compute_metrics = lambda _: {"good": next(falling)}
+    trainer.train()
+    found = [numbers(trainer.model)]
+    for checkpoint in (None, str(folder / "checkpoint-4")):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found.append(numbers(trainer.model))
+    return found
+
+
 def with_a_buffer(folder: Path) -> list[float]:
     """A buffer that each worker has written to, in an evaluation."""
     trainer = trainer_in(folder, Sentences())
@@ -157,7 +171,16 @@ def fails(folder: Path) -> None:
     trainer.train()
 
 
-CASES = (whole_run, resumed, accumulated, without_a_limit, in_bfloat16, in_float16, with_a_buffer)
+CASES = (
+    whole_run,
+    resumed,
+    accumulated,
+    without_a_limit,
+    in_bfloat16,
+    in_float16,
+    with_a_buffer,
+    from_the_best_on,
+)
 
 if __name__ == "__main__":
     if sys.argv[2:] == ["late"]:
