@@ -20,6 +20,7 @@ from kvstore_server.version import __version__
 from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
 from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
+from kvtrainer.launcher.processes import server_command
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -69,12 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, command = _parse(arguments)
-    # A server that still waits for a dead worker's round must have given up before it would be killed.
-    drain = ["--drain-timeout", f"{max(0.8 * options.grace, 0.1):g}"]
     imports = [part for module in options.imports for part in ("--import", module)]
-    server = [sys.executable, "-m", "kvstore_server", "--num-servers", str(options.servers)]
+    flags = [*options.server_arg, *imports]
     servers = [
-        [*server, "--bind", bind, "--index", str(index), *drain, *options.server_arg, *imports]
+        server_command(index, options.servers, options.grace, ["--bind", bind, *flags])
         for index, bind in enumerate(options.binds)
     ]
     environ = {**os.environ, **options.env}

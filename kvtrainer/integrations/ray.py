@@ -24,6 +24,7 @@ from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
 from kvtrainer.launcher.group import Group, start_servers
 from kvtrainer.launcher.job import Limits
+from kvtrainer.launcher.processes import server_command
 
 with needing("ray"):
     import ray
@@ -175,9 +176,9 @@ class KVServer:
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:
         """Start the server and return its address."""
         bind = tcp_address(_host() if is_public else "127.0.0.1", 0)
-        flags = ["--index", str(self._index), "--num-servers", str(config.num_servers), "--bind", bind]
-        flags += ["--allow-public-bind"] if is_public else []
-        [address] = start_servers(self._group, [[*flags, *config.server_args]], config.start_timeout)
+        flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
+        command = server_command(self._index, config.num_servers, Limits.grace, flags)
+        [address] = start_servers(self._group, [command], config.start_timeout)
         return address
 
 

@@ -120,8 +120,8 @@ def exited(children: Collection[Child], seconds: float) -> list[Child]:
     return [child for child in children if child.process.poll() is not None]
 
 
-def start_servers(group: Group, each: Sequence[Sequence[str]], seconds: float) -> tuple[str, ...]:
-    """Start servers, given the flags of each; return their addresses when all listen.
+def start_servers(group: Group, commands: Sequence[Sequence[str]], seconds: float) -> tuple[str, ...]:
+    """Start servers, given the command of each; return their addresses when all listen.
 
     Raises:
         ClusterError: one ended before it listened; its own lines say why.
@@ -130,11 +130,10 @@ def start_servers(group: Group, each: Sequence[Sequence[str]], seconds: float) -
     deadline = time.monotonic() + seconds
     ready: list[tuple[Child, int]] = []
     try:
-        for flags in each:
+        for command in commands:
             reading, writing = os.pipe()
             try:
-                command = [sys.executable, "-m", "kvstore_server", *flags, "--ready-fd", str(writing)]
-                group.start("server", command, {}, 0, (writing,))
+                group.start("server", [*command, "--ready-fd", str(writing)], {}, 0, (writing,))
             finally:
                 os.close(writing)
             ready.append((group.children[-1], reading))

@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,19 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what the processes of a job inherit of an environment, which may be that of a worker of another job."""
     kept = {name: value for name, value in environ.items() if name not in (RANK, NUM_WORKERS, SERVERS)}
     return {**_DEFAULTS, **kept}
+
+
+def server_command(index: int, count: int, grace: float, flags: Sequence[str]) -> list[str]:
+    """Return the command of a server of a job.
+
+    Args:
+        grace: Seconds between SIGTERM and SIGKILL. A server that still waits for the round of a dead worker must have
+            given up before.
+        flags: More of them, which may overrule these.
+    """
+    place = ["--index", str(index), "--num-servers", str(count)]
+    drain = ["--drain-timeout", f"{max(0.8 * grace, 0.1):g}"]
+    return [sys.executable, "-m", "kvstore_server", *place, *drain, *flags]
 
 
 class Child:

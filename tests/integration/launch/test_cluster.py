@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtrainer import local_cluster
-from kvtrainer.cluster import LocalCluster
+from kvtrainer.cluster import LocalCluster, Paper, unpack
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -24,7 +24,6 @@ from kvtrainer.errors import (
     WorkerLostError,
     WorkerTraceback,
 )
-from kvtrainer.launcher import call
 from tests.support.cluster_work import fail, place, say, sum_of_ranks
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT
@@ -256,8 +255,8 @@ def test_functions_of_a_program_without_a_file_run_and_nothing_outlives_it_howev
 
 
 def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
-    paper = call.Paper()
-    assert call.unpack(paper.read()) is None
+    paper = Paper()
+    assert unpack(paper.read()) is None
     os.pwrite(paper.fd, b"begun", 8)
     assert paper.read() == b""
     paper.write(b"whole")
@@ -267,11 +266,11 @@ def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
 
 def test_a_result_of_a_class_that_only_workers_know_is_said_to_be_so() -> None:
     with pytest.raises(ClusterError, match="cannot be unpacked here"):
-        call.unpack(b"cno_such_module\nThing\n.")
+        unpack(b"cno_such_module\nThing\n.")
 
 
 def test_several_readers_that_share_a_descriptor_all_get_the_whole() -> None:
-    paper, data = call.Paper(), bytes(range(256)) * 4096
+    paper, data = Paper(), bytes(range(256)) * 4096
     try:
         paper.write(data)
         readers = [Call(lambda: [paper.read() == data for _ in range(50)]) for _ in range(3)]
