@@ -43,6 +43,9 @@ TRANSPORTS = ("auto", "shm", "ipc", "tcp")
 PROGRESS = "KVSTORE_PROGRESS"
 """1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
 
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Variables in which launchers say which process of its host this one is."""
+
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")
@@ -215,6 +218,14 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
         return None
     text = text_of(environ, source.count)
     return (int(text), source.count) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
+    """Return which process of its host this one is; where no launcher tells that, which worker, or 0."""
+    source = _source(environ)
+    told = [text_of(environ, name) for name in LOCAL_RANKS]
+    worker = (source.rank_in(environ)[1] if source else "") if rank is None else str(rank)
+    return next((int(text) for text in (*told, worker) if text.isdecimal()), 0)
 
 
 def parse_address(text: str) -> str:

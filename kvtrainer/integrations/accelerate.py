@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn, optim
 
+from kvtrainer.env import local_rank
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
@@ -42,9 +43,8 @@ def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
     workers = Workers(kvstore)
     if workers.size > 1:
         rank, size = str(workers.rank), str(workers.size)
-        found = {"RANK": rank, "WORLD_SIZE": size}
-        for name, value in {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}.items():
-            found[name] = os.environ.get(name, value)
+        found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(local_rank(os.environ, workers.rank))}
+        found["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", size)
         if not torch.cuda.is_available():
             found["ACCELERATE_USE_CPU"] = "true"
         os.environ.update(found)

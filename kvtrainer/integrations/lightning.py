@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from kvtrainer.env import local_rank
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
@@ -70,9 +71,8 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
         """Leave it as it is: the store knows."""
 
     def local_rank(self) -> int:
-        """Return the number of this process on its host where LOCAL_RANK says so, else its rank."""
-        text = os.environ.get("LOCAL_RANK", "")
-        return int(text) if text.isdecimal() else self._workers.rank
+        """Return the number of this process on its host where the launcher says it, else its rank."""
+        return local_rank(os.environ, self._workers.rank)
 
     def node_rank(self) -> int:
         """Return 0: workers are counted over all hosts."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.version import __version__
-from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, read_place
+from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
 from kvtrainer.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ _SIGNS = (
 """Launchers and the variables that they set, in the order in which kvtrainer.env takes ranks from them."""
 LAUNCHERS = (NONE, *(name for name, _ in _SIGNS))
 
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SEEDS = 1 << 32
 """numpy takes seeds below this."""
@@ -88,9 +87,7 @@ def set_multi_processing(
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
     """Make the CUDA device of this process's number on its host the current one, where there is CUDA."""
     if torch.cuda.is_available():
-        texts = (environ.get(name, "").strip() for name in _LOCAL_RANKS)
-        local_rank = next((int(text) for text in texts if text.isdecimal()), 0)
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
 
 
 def current_device() -> torch.device:

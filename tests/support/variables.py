@@ -53,7 +53,7 @@ LAUNCHERS = {
     "DMLC_TASK_ID": "a number of this process that orders ranks where no rank is set",
     "RANK": "torchrun: which worker this is",
     "WORLD_SIZE": "torchrun: how many there are",
-    "LOCAL_RANK": "torchrun: which process of this host, for the choice of a CUDA device (`Strategy`)",
+    "LOCAL_RANK": "torchrun: which process of this host, for the choice of a CUDA device; by default the rank",
     "MASTER_ADDR": "torchrun: where rank 0 is (`Strategy` over torch.distributed)",
     "MASTER_PORT": "torchrun: the port there",
     "SLURM_PROCID": "Slurm: which worker this is",

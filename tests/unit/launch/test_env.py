@@ -11,6 +11,7 @@ from kvtrainer.env import (
     DEFAULT_SECONDS,
     SOURCES,
     Topology,
+    local_rank,
     parse_address,
     read_place,
     read_timeout,
@@ -264,3 +265,19 @@ def test_documented_defaults_of_the_time_limits() -> None:
 def test_bad_timeout_is_refused_with_name_and_value(text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"KVSTORE_DEAD_AFTER is '{text}'"):
         read_timeout({"KVSTORE_DEAD_AFTER": text}, "KVSTORE_DEAD_AFTER")
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "expected"),
+    [
+        ({}, None, 0),
+        ({"KVSTORE_RANK": "3", "KVSTORE_NUM_WORKERS": "4"}, None, 3),
+        ({"KVSTORE_RANK": "3", "KVSTORE_NUM_WORKERS": "4", "LOCAL_RANK": "1"}, None, 1),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "2"}, 5, 2),
+        ({}, 6, 6),
+    ],
+)
+def test_a_process_has_the_number_on_its_host_that_a_launcher_says_or_else_its_rank(
+    environ: dict[str, str], rank: int | None, expected: int
+) -> None:
+    assert local_rank(environ, rank) == expected
