@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from kvtrainer.errors import (
@@ -116,9 +117,10 @@ class TrainerDict(Mapping[str, Trainer]):
             trainer.load_state_dict(state_dict[name])
 
     def close(self) -> None:
-        """Close all Trainers; idempotent."""
-        for trainer in self._trainers.values():
-            trainer.close()
+        """Close all Trainers, also where one raises; idempotent."""
+        with ExitStack() as stack:
+            for trainer in reversed(self._trainers.values()):
+                stack.callback(trainer.close)
 
     def _joint(self, method: str) -> JointStepError:
         return JointStepError(

@@ -429,9 +429,11 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the Trainers, the store, the group of workers and the log; idempotent."""
-        super().close()
-        if self._made_group and dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            super().close()
+        finally:
+            if self._made_group and dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _by_name(built: Any) -> dict[str, Any]:

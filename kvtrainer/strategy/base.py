@@ -8,6 +8,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -336,9 +337,6 @@ class BaseStrategy(ABC):
         if not isinstance(optim_wrapper, Trainer | TrainerDict):
             kind = type(optim_wrapper).__name__
             raise ArgumentTypeError(f"schedules need the Trainer whose values they change, got {kind}")
-        for one in scheduler if isinstance(scheduler, list | tuple) else [scheduler]:
-            if one is None or isinstance(one, str | int | float):
-                raise ArgumentTypeError(f"scheduler should be a schedule or a dict, but got {one!r:.200}")
         if default_args is None:
             run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
             passes = optim_wrapper.accumulation.counts if isinstance(optim_wrapper, Trainer) else 1
@@ -477,8 +475,10 @@ class BaseStrategy(ABC):
         return None if load_from is None else self.load_checkpoint(os.fspath(load_from))
 
     def close(self) -> None:
-        """Close the Trainers and the log; idempotent."""
-        if self._wrapper() is not None:
-            self._trainer().close()
-        self._agreement.close()
-        environment.close_logger(self.logger, self._log_handlers)  # a later strategy may have the same name
+        """Close the Trainers and the log, also where one raises; idempotent."""
+        with ExitStack() as stack:
+            # A later strategy may have a log of the same name.
+            stack.callback(environment.close_logger, self.logger, self._log_handlers)
+            stack.callback(self._agreement.close)
+            if self._wrapper() is not None:
+                stack.callback(self._trainer().close)

@@ -428,6 +428,8 @@ class Strategy(BaseStrategy):
             raise ConfigurationError(f"{method} needs a model; call prepare() first")
 
     def close(self) -> None:
-        super().close()
-        if self._made_store is not None:
-            self._made_store.close()
+        try:
+            super().close()
+        finally:
+            if self._made_store is not None:
+                self._made_store.close()

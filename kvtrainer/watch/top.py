@@ -76,7 +76,7 @@ def follow(
     """Look at servers again and again; yield a view each time, the first after one interval (seconds)."""
     before = Look(clock(), look(addresses, interval))
     while True:
-        pause(max(0.0, before.at + interval - clock()))
+        pause(min(interval, max(0.0, before.at + interval - clock())))  # the clock may be set back meanwhile
         now = Look(clock(), look(addresses, interval))
         yield view_of(before, now, addresses)
         before = now

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kvtrainer import Trainer, TrainerDict
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError, StateMismatchError
 
 
 def trainers() -> tuple[nn.ModuleDict, TrainerDict]:
@@ -101,3 +101,18 @@ def test_it_shows_the_name_the_type_and_the_optimizer_of_each() -> None:
         "adam",
     ):
         assert part in shown
+
+
+def test_all_are_closed_also_where_the_first_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, both = trainers()
+    closed: list[str] = []
+
+    def fail() -> None:
+        closed.append("g")
+        raise KVStoreError("the round of the last step has failed")
+
+    monkeypatch.setattr(both["g"], "close", fail)
+    monkeypatch.setattr(both["d"], "close", lambda: closed.append("d"))
+    with pytest.raises(KVStoreError, match="last step"):
+        both.close()
+    assert closed == ["g", "d"]

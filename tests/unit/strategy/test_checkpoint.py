@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -491,3 +492,20 @@ def test_a_strategy_needs_a_model_and_is_closed_with_its_trainers(make: Make) ->
     strategy.close()
     with pytest.raises(KVStoreError, match="closed"):
         steps(model, trainer, 1)
+
+
+def test_the_log_and_the_store_are_closed_although_the_trainer_raises(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, closed = make(), []
+    strategy.prepare(Net(), optim_wrapper=SGD)
+    strategy._made_store = SimpleNamespace(close=lambda: closed.append("store"))  # type: ignore[assignment]
+
+    def fail() -> None:
+        raise KVStoreError("the round of the last step has failed")
+
+    monkeypatch.setattr(strategy.optim_wrapper, "close", fail)
+    with pytest.raises(KVStoreError, match="last step"):
+        strategy.close()
+    assert closed == ["store"]
+    assert strategy.logger.handlers == []

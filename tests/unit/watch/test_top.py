@@ -66,6 +66,13 @@ def test_servers_are_named_as_the_variable_holds_them(
     assert [one["address"] for one in told["servers"]] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
 
 
+def test_a_clock_that_is_set_back_delays_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, None, None)
+    times, pauses = iter([1000.0, 10.0, 11.0]), []
+    next(top.follow(["tcp://h:1"], 2.0, lambda: next(times), pauses.append))
+    assert pauses == [2.0]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
