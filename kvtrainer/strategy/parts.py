@@ -28,7 +28,7 @@ from kvtrainer.trainer_dict import TrainerDict
 
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
-"""Takes away what DistributedDataParallel puts before every name."""
+"""Takes away what DistributedDataParallel puts before every name; it is not asked for where a name lacks that."""
 _INSIDE = ("_orig_mod", "module")
 """Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
 _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -87,13 +87,17 @@ def load_weights(
 
     Args:
         strict: Raise if anything does not fit.
-        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order.
+        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default is
+            for names that all begin with "module.": a part of a model may be called so.
 
     Raises:
         StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
         ConfigurationError: two names of the checkpoint become the same one, or a pattern is malformed.
     """
-    given = _revised(state_dict, revise_keys)
+    is_bare = revise_keys is WITHOUT_WRAPPER and not all(
+        str(name).startswith("module.") for name in state_dict
+    )
+    given = _revised(state_dict, () if is_bare else revise_keys)
     inner = unwrapped(model)
     own = inner.state_dict()
     mismatched = {

@@ -49,6 +49,12 @@ def test_prefix_of_a_wrapper_is_taken_away_and_nothing_else() -> None:
     assert net.module1.bias.item() == 5.0
 
 
+def test_what_ddp_puts_before_names_is_taken_away_and_a_part_called_module_keeps_its_name() -> None:
+    net, other = Net(), nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    assert not load_weights(net, {f"module.{name}": v for name, v in Net().state_dict().items()}, strict=True)
+    assert not load_weights(other, other.state_dict(), strict=True)
+
+
 def test_names_are_revised_as_asked() -> None:
     net = Numbered()
     saved = {"old.weight": torch.tensor([[3.0]]), "old.bias": torch.tensor([4.0])}
