@@ -142,26 +142,37 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
 
 
 def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
-    parameters = {
-        row["name"]: SavedParameter(
-            tuple(map(int, row["shape"])), str(row["dtype"]), int(row["group"]), dict(row["numbers"])
-        )
-        for row in content["parameters"]
-    }
+    parameters = {row["name"]: {**row, "state": dict(row["numbers"])} for row in content["parameters"]}
     sections: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         kind, owner, name = map(unquote, full_name.split("/"))
-        members = parameters[owner].state if kind == _STATE else sections.setdefault(owner, {})
+        members = parameters[owner]["state"] if kind == _STATE else sections.setdefault(owner, {})
         members[name] = tensor
+    return rebuilt({**content, "parameters": parameters, "tensors": sections})
+
+
+def rebuilt(content: Mapping[str, Any]) -> SavedStates:
+    """Make saved states of dicts and lists with the names of their fields; parameters are dicts by name.
+
+    Raises KeyError, TypeError, ValueError or AttributeError if these make no sense.
+    """
+    parameters = {
+        name: SavedParameter(
+            tuple(map(int, one["shape"])), str(one["dtype"]), int(one["group"]), dict(one["state"])
+        )
+        for name, one in content["parameters"].items()
+    }
     optimizer = dict(content["optimizer"])
-    groups = [{name: tupled(value) for name, value in group.items()} for group in content["groups"]]
+    # JSON knows no tuples, and options such as `betas` are some.
+    groups = [{name: _tupled(value) for name, value in group.items()} for group in content["groups"]]
     if not isinstance(optimizer["name"], str):
         raise ValueError(f"the optimizer is called {optimizer['name']!r}")
     for name, parameter in parameters.items():
         if not 0 <= parameter.group < len(groups):
             raise ValueError(f"{name!r} is in group {parameter.group} of {len(groups)}")
+    tensors = {part: dict(members) for part, members in content["tensors"].items()}
     return SavedStates(
-        optimizer, int(content["num_update"]), groups, parameters, dict(content["extra"]), sections
+        optimizer, int(content["num_update"]), groups, parameters, dict(content["extra"]), tensors
     )
 
 
@@ -175,9 +186,8 @@ def _storable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
-def tupled(value: Any) -> Any:
-    """Make tuples of lists: JSON knows no tuples, and options such as `betas` are some."""
-    return tuple(map(tupled, value)) if isinstance(value, list) else value
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def write_state_file(fname: Path, saved: SavedStates) -> None:

@@ -29,7 +29,7 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
-from kvtrainer.states.file import SavedParameter, SavedStates, checksum, replacing, tupled
+from kvtrainer.states.file import checksum, rebuilt, replacing
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import check_names
@@ -368,18 +368,8 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
     if "param_groups" in common and "state" in common:
         trainer.check_state_dict(common)
         return lambda: trainer.load_state_dict(dict(common))
-    tensors = {**common.get("tensors", {}), **own.get("tensors", {})}
-    saved = SavedStates(
-        dict(common["optimizer"]),
-        common["num_update"],
-        [{name: tupled(value) for name, value in group.items()} for group in common["groups"]],
-        {
-            name: SavedParameter(tuple(one["shape"]), one["dtype"], one["group"], dict(one["state"]))
-            for name, one in common["parameters"].items()
-        },
-        {**common.get("extra", {}), **own.get("extra", {})},
-        {part: dict(members) for part, members in tensors.items()},
-    )
+    both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
+    saved = rebuilt({**common, **both})
     trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)
 
