@@ -6,6 +6,7 @@ States of Trainers and schedules are plain values there.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -52,7 +52,6 @@ _WITH_CHECKSUM = 2
 """The number of the format that has a checksum; files of the first one have neither mark."""
 _SCHEDULES = "schedules"
 """The part of a Trainer's states that a checkpoint has in a place of its own."""
-_DICT, _TENSOR, _BYTES = "d", "t", "b"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -284,14 +283,6 @@ def tree_checksum(value: Any) -> str:
     return checksum(*_taken_apart(value))
 
 
-def pack_tree(value: Any) -> bytes:
-    """Encode a `plain_copy` as bytes; `unpack_tree` gives the value back, with lists for tuples."""
-    tensors, text = _taken_apart(value)
-    own = {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
-    # A file of safetensors holds at least one tensor in every release.
-    return safetensors.torch.save({**own, "": torch.zeros(1)}, {"tree": text})
-
-
 def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
     """Return the tensors by number, and all else as JSON, in which these numbers stand for them."""
     tensors: dict[str, Tensor] = {}
@@ -300,36 +291,27 @@ def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
         if isinstance(one, Tensor):
             name = str(len(tensors))
             tensors[name] = one
-            return {_TENSOR: name}
+            return {"t": name}
         if isinstance(one, bytes):
-            return {_BYTES: one.hex()}
+            return {"b": one.hex()}
         if isinstance(one, Mapping):
-            return {_DICT: [[key, walk(item)] for key, item in one.items()]}
+            return {"d": [[key, walk(item)] for key, item in one.items()]}
         return [walk(item) for item in one] if isinstance(one, list | tuple) else one
 
     text = json.dumps(walk(value))
     return tensors, text
 
 
+def pack_tree(value: Any) -> bytes:
+    """Encode plain values and tensors for another worker; `unpack_tree` gives a `plain_copy` of them back."""
+    packed = io.BytesIO()
+    torch.save(plain_copy(value, "what a worker tells"), packed)
+    return packed.getvalue()
+
+
 def unpack_tree(data: bytes) -> Any:
-    """Decode the value that `pack_tree` encoded."""
-    tensors = safetensors.torch.load(data)
-    length = int.from_bytes(data[:8], "little")
-    text = json.loads(data[8 : 8 + length])["__metadata__"]["tree"]
-
-    def walk(one: Any) -> Any:
-        if isinstance(one, list):
-            return [walk(item) for item in one]
-        if not isinstance(one, dict):
-            return one
-        [(kind, content)] = one.items()
-        if kind == _TENSOR:
-            return tensors[content]
-        if kind == _BYTES:
-            return bytes.fromhex(content)
-        return {key: walk(item) for key, item in content}
-
-    return walk(json.loads(text))
+    """Decode the value that `pack_tree` encoded; nothing in it is run as code."""
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def own_states(trainer: Trainer) -> dict[str, Any]:
