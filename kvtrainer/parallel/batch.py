@@ -49,11 +49,11 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     if total == 0:
         raise ConfigurationError(f"the batch has no entry along axis {axis}")
     counts = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
-    parts, begin = PerReplica(), 0
-    for device, count in zip(devices, counts, strict=True):
-        part = partial(_to, device=device, window=(axis, begin, count))
-        parts.append(_mapped(batch, part) if count else None)
-        begin += count
+
+    def part(one: Tensor, at: int) -> Tensor:
+        return _to(one.tensor_split(len(devices), axis)[at] if one.dim() else one, devices[at])
+
+    parts = PerReplica(_mapped(batch, partial(part, at=at)) if n else None for at, n in enumerate(counts))
     parts.shares = [count / total for count in counts]
     return parts
 
@@ -63,9 +63,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _mapped(batch, partial(_to, device=device))
 
 
-def _to(one: Tensor, device: torch.device, window: tuple[int, int, int] | None = None) -> Tensor:
-    """Move a tensor to a device, or of one with axes a window: an axis, where it begins, and its length."""
-    one = one.narrow(*window) if window is not None and one.dim() else one
+def _to(one: Tensor, device: torch.device) -> Tensor:
     return one.to(device, non_blocking=one.device.type == "cpu" and device.type == "cuda" and one.is_pinned())
 
 
