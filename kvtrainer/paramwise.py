@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Conv2d, GroupNorm, LayerNorm, Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
@@ -114,17 +113,21 @@ def places_in(model: Any) -> list[Place]:
     return [Place(name, given[0] if isinstance(given, Sequence) else given, given) for name, given in named]
 
 
-def unwrapped(model: Any) -> Any:
-    """Take a module out of DataParallel, DistributedDataParallel, or a wrapper that has nothing but `module`."""
-    while isinstance(model, Module) and not hasattr(model, "named_replicas"):
-        inner = model._modules.get("module")
-        is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or (
-            set(model._modules) == {"module"} and not any(True for _ in model.parameters(recurse=False))
-        )
-        if inner is None or not is_wrapper:
-            break
-        model = inner
-    return model
+def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
+    """Iterate over a model, what is inside of it if that is all that it has, under one of these names, and so on."""
+    inner: Module | None = model
+    while inner is not None:
+        yield inner
+        is_bare = len(inner._modules) == 1 and not inner._parameters and not inner._buffers
+        inner = next((part for name, part in inner._modules.items() if is_bare and name in names), None)
+
+
+def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
+    """Take a module, or one with replicas, out of what wraps it, as DistributedDataParallel and its like do."""
+    if not isinstance(model, Module):
+        return model
+    inside = list(wrappers(model, names))
+    return next((one for one in inside if hasattr(one, "named_replicas")), inside[-1])
 
 
 def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[Place]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
+from kvtrainer import paramwise
 from kvtrainer.config import read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
@@ -58,23 +59,8 @@ class LoadReport(NamedTuple):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of wrappers; of replicas the first."""
-    *_, inner = _wrappers(model)
+    *_, inner = paramwise.wrappers(model, _INSIDE)
     return inner
-
-
-def trained(model: nn.Module) -> nn.Module:
-    """Return what a Trainer is given of a model: all its replicas, else what is inside of wrappers."""
-    return next((one for one in _wrappers(model) if isinstance(one, DataParallel)), unwrapped(model))
-
-
-def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over a model, what is inside of it if that is all that it has, and so on."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        yield inner
-        is_bare = len(inner._modules) == 1 and not inner._parameters and not inner._buffers
-        parts = inner._modules if is_bare else {}
-        inner = next((part for name, part in parts.items() if name in _INSIDE), None)
 
 
 def load_weights(
@@ -116,7 +102,7 @@ def load_weights(
     if strict and report:
         raise StateMismatchError(f"the checkpoint does not fit: {report}; strict=False takes what fits")
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
-    for wrapper in _wrappers(model):
+    for wrapper in paramwise.wrappers(model, _INSIDE):
         if isinstance(wrapper, DataParallel):
             wrapper.broadcast()
     return report
@@ -192,7 +178,7 @@ def build_trainers(
     if model is None and isinstance(cfg.get("optimizer") or {}, Mapping):
         raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
     given = {**cfg, "type": None} if cfg.get("type") is Trainer else cfg
-    kind, each = read_wrapper(None if model is None else trained(model), given)
+    kind, each = read_wrapper(paramwise.unwrapped(model, _INSIDE), given)
 
     def make(arguments: dict[str, Any]) -> Trainer:
         built = arguments["optimizer"]
