@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from kvstore_server.errors import describe
@@ -26,8 +25,6 @@ _FIRST = 4096
 """Bytes of the first piece that is given to servers; most messages are no longer."""
 _SMALL, _LARGE = 4096, 256 * 1024
 """Numbers under the two keys of a third-party store; a message begins in the small one."""
-_PER_NUMBER = 3
-"""Bytes in a float32 number: so many that it holds them exactly."""
 
 
 class Agreement:
@@ -127,7 +124,7 @@ class OverServers(Agreement):
 class OverVerbs(Agreement):
     """The workers of a third-party store, over two keys of its own: 'kvtrainer agreement' and a number.
 
-    In every round one worker gives a piece of its bytes, as numbers, and the others give zeros.
+    In every round one worker gives a piece of its bytes, each as a number, and the others give zeros.
     """
 
     def __init__(self, store: KVStoreBase) -> None:
@@ -146,9 +143,8 @@ class OverVerbs(Agreement):
         message = _with_length(data) if self.rank == root else b""
         parts = [self._piece(_SMALL, message)]
         length = _HEAD + int.from_bytes(parts[0][:_HEAD], "little")
-        step = _LARGE * _PER_NUMBER
-        for at in range(len(parts[0]), length, step):
-            parts.append(self._piece(_LARGE, message[at : at + step]))
+        for at in range(_SMALL, length, _LARGE):
+            parts.append(self._piece(_LARGE, message[at : at + _LARGE]))
         return b"".join(parts)[_HEAD:length]
 
     def _piece(self, count: int, data: bytes) -> bytes:
@@ -157,12 +153,10 @@ class OverVerbs(Agreement):
         if count not in self._known:
             self._store.broadcast(key, torch.zeros(count), torch.zeros(count))
             self._known.add(count)
-        full = data[: count * _PER_NUMBER].ljust(count * _PER_NUMBER, b"\0")
-        padded = np.zeros((count, 4), dtype=np.uint8)
-        padded[:, :_PER_NUMBER] = np.frombuffer(full, dtype=np.uint8).reshape(count, _PER_NUMBER)
+        full = bytearray(data[:count].ljust(count, b"\0"))
         out = torch.zeros(count)
-        self._store.pushpull(key, torch.from_numpy(padded.view("<u4")[:, 0].astype(np.float32)), out)
-        return out.numpy().astype("<u4").view(np.uint8).reshape(count, 4)[:, :_PER_NUMBER].tobytes()
+        self._store.pushpull(key, torch.frombuffer(full, dtype=torch.uint8).float(), out)
+        return out.to(torch.uint8).numpy().tobytes()
 
 
 def agreement_of(store: KVStoreBase | None) -> Agreement:
