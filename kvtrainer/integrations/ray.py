@@ -77,25 +77,29 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
 
     Args:
         train_loop_per_worker: The function; it may take `train_loop_config`. `kvstore="dist_sync"` finds the servers.
-        num_servers: How many servers there are. More about them: `backend_config`, in its place.
+        num_servers: How many servers there are, by default 1. More about them: `backend_config`, in its place.
         **options: As of Ray's other trainers: train_loop_config, scaling_config, run_config, datasets and so on.
 
     Raises:
-        ConfigurationError: there is no worker or no server.
+        ConfigurationError: there is no worker or no server, or the number of servers is said twice.
     """
 
     def __init__(
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
-        num_servers: int = 1,
+        num_servers: int | None = None,
         backend_config: KVStoreConfig | None = None,
         **options: Any,
     ) -> None:
         scaling = options.get("scaling_config")
         if scaling is not None and scaling.num_workers == 0:
             raise ConfigurationError("num_workers of scaling_config is 0; a job on Ray has at least 1")
-        config = backend_config or KVStoreConfig(num_servers)
+        if backend_config is not None and num_servers is not None:
+            raise ConfigurationError(
+                f"num_servers={num_servers} would have no effect beside backend_config; give that the number"
+            )
+        config = backend_config or KVStoreConfig(1 if num_servers is None else num_servers)
         super().__init__(train_loop_per_worker, backend_config=config, **options)
 
 

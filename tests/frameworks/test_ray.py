@@ -133,3 +133,5 @@ def test_a_job_without_workers_or_servers_is_refused() -> None:
         KVTrainer(train, scaling_config=ScalingConfig(num_workers=0))
     with pytest.raises(ConfigurationError, match="num_servers is 0"):
         KVTrainer(train, num_servers=0)
+    with pytest.raises(ConfigurationError, match="beside backend_config"):
+        KVTrainer(train, num_servers=2, backend_config=KVStoreConfig(num_servers=3))
