@@ -12,12 +12,16 @@ from __future__ import annotations
 import copy
 import datetime
 import inspect
+import logging
 import os
+import pickle
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,7 +33,7 @@ from kvtrainer.integrations.workers import become_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
 from kvtrainer.strategy.base import Callback
-from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules
+from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules, plain_copy
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
 from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer import Trainer
@@ -39,13 +43,14 @@ with needing("mmengine"):
     import mmengine
     from mmengine._strategy import BaseStrategy
     from mmengine.dist import infer_launcher
+    from mmengine.logging import HistoryBuffer
     from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
     from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
     from mmengine.registry import OPTIM_WRAPPERS, STRATEGIES
 
-    from kvtrainer.integrations.mmengine_values import decode, encode_checkpoint, mmengine_globals
-
 __all__ = ["KVStoreStrategy", "TrainerOptimWrapper"]
+
+_log = logging.getLogger(__name__)
 
 _BASE, _SCALER = "base_param_settings", "loss_scaler"
 _AMP = ("loss_scale", "dtype")
@@ -56,6 +61,9 @@ _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
 """Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone."""
 _LOOSE_PATTERN = [(r"^module.", "")]
 """mmengine's pattern for names, which would also cut 'module1.weight' short."""
+_STATISTICS = ("min", "max", "current", "mean")
+_MARK = "kvtrainer.mmengine"
+"""The key that marks a dict which stands for another kind of value; its value says which."""
 _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
 """Entries of a scheduler's state that say how long it goes: the configuration says that."""
 
@@ -456,3 +464,89 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("timeout"), int | float):
         options["timeout"] = datetime.timedelta(seconds=options["timeout"])
     return options
+
+
+# Values of hooks as tensors and plain values, so that checkpoints are read without running code.
+
+
+def encode(value: Any) -> Any:
+    """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts; others stay as they are."""
+    if isinstance(value, HistoryBuffer):
+        log, counts = (torch.from_numpy(np.array(one, dtype=np.float64)) for one in value.data)
+        return {_MARK: "history", "log": log, "counts": counts, "max_length": value.max_length}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {_MARK: "array", "values": torch.from_numpy(np.array(value)), "dtype": value.dtype.name}
+    if isinstance(value, Counter):
+        return {_MARK: "counter", "values": dict(value)}
+    if isinstance(value, Mapping):
+        return {key: encode(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return {_MARK: "tuple", "values": [encode(one) for one in value]}
+    return [encode(one) for one in value] if isinstance(value, list) else value
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get(_MARK)
+    if kind == "history":
+        return HistoryBuffer(value["log"].numpy(), value["counts"].numpy(), value["max_length"])
+    if kind == "array":
+        return value["values"].numpy().astype(value["dtype"], copy=False)
+    if kind == "counter":
+        return Counter(value["values"])
+    if kind == "tuple":
+        return tuple(decode(one) for one in value["values"])
+    return {key: decode(one) for key, one in value.items()}
+
+
+def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Encode the entries of a dict of remarks; leave out, with a warning, what no checkpoint can hold."""
+    found = {}
+    for key, one in value.items():
+        encoded = encode(one)
+        try:
+            plain_copy({key: encoded}, where)
+        except ConfigurationError as error:
+            _log.warning("left out of the checkpoint: %s", error)
+        else:
+            found[key] = encoded
+    return found
+
+
+def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
+    """Encode what mmengine's runner and hooks put into a checkpoint, in place."""
+    hub = checkpoint.get("message_hub")
+    if isinstance(hub, Mapping):
+        parts = {name: encode_what_can_be(part, f"message_hub[{name!r}]") for name, part in hub.items()}
+        kept = set().union(*(parts.get(name, {}) for name in ("log_scalars", "runtime_info")))
+        marks = {name: mark for name, mark in parts.get("resumed_keys", {}).items() if name in kept}
+        checkpoint["message_hub"] = {**parts, "resumed_keys": marks}
+    if isinstance(checkpoint.get("meta"), Mapping):
+        checkpoint["meta"] = encode_what_can_be(checkpoint["meta"], "meta")
+    checkpoint.update(
+        {name: encode(one) for name, one in checkpoint.items() if name not in ("message_hub", "meta")}
+    )
+
+
+def mmengine_globals() -> AbstractContextManager[Any]:
+    """Let torch.load(weights_only=True) also read checkpoints of mmengine itself, while the context is open.
+
+    It allows HistoryBuffer and the numpy types that are in one, which hold numbers and run nothing. A HistoryBuffer's
+    statistics are pickled as attributes of its class: of `getattr` nothing else is allowed.
+    """
+    multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray
+    numbers = [type(np.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")]
+    types = [HistoryBuffer, np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar, *numbers]
+    return torch.serialization.safe_globals([*types, (_statistic_of, "builtins.getattr")])
+
+
+def _statistic_of(owner: Any, name: str) -> Any:
+    if owner is not HistoryBuffer or name not in _STATISTICS:
+        raise pickle.UnpicklingError(f"the file asks for {name!r:.80} of {owner!r:.80}")
+    return getattr(HistoryBuffer, name)

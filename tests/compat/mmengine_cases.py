@@ -26,8 +26,13 @@ from torch import nn
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileError, StateMismatchError
-from kvtrainer.integrations.mmengine import KVStoreStrategy, TrainerOptimWrapper
-from kvtrainer.integrations.mmengine_values import decode, encode, encode_what_can_be
+from kvtrainer.integrations.mmengine import (
+    KVStoreStrategy,
+    TrainerOptimWrapper,
+    decode,
+    encode,
+    encode_what_can_be,
+)
 
 
 def a_checkpoint_of_mmengine_itself_is_resumed(folder: Path) -> None:
