@@ -11,9 +11,6 @@ from kvstore_server.rounds import SYNCHRONOUS, Mode
 from tests.support.engines import EngineJob
 from tests.support.messages import Done
 
-SQUARES = 8 * 3.0**2
-"""Their sum, in a table of eight elements to which one rank gave 1 and another one 2."""
-
 
 class HeldJob(EngineJob):
     """Two ranks, and the requests of a round that they commit: rank r's has number 100 + r."""
@@ -60,32 +57,6 @@ def held_in(bodies: list[m.ReplyBody]) -> m.Held:
     return held
 
 
-def test_nothing_is_applied_before_a_decision_and_every_rank_is_told_what_there_is_to_decide() -> None:
-    job = HeldJob()
-    told = job.hold(1.0, 2.0)
-    assert [held_in(bodies) for bodies in told] == [m.Held(0, 1, ((0, SQUARES),), True)] * 2
-    assert job.total == [0.0]
-    assert job.counters["version"] == 0
-
-
-def test_the_first_decision_is_applied_and_answers_every_rank() -> None:
-    job = HeldJob()
-    job.hold(1.0, 2.0)
-    job.resolve(1, coef=0.5)
-    assert [job.heard(rank) for rank in range(2)] == [[Done((0, 1, 1))]] * 2
-    assert job.total == [1.5]
-    assert job.resolve(0, coef=0.5) == []
-    assert (job.total, job.counters["decisions_differing"]) == ([1.5], 0)
-
-
-def test_a_second_decision_that_differs_has_no_effect_and_is_counted() -> None:
-    job = HeldJob()
-    job.hold(1.0, 2.0)
-    job.resolve(0, coef=0.5)
-    assert job.resolve(1, coef=0.25) == []
-    assert (job.total, job.counters["decisions_differing"]) == ([1.5], 1)
-
-
 def test_elements_are_limited_after_the_sum_was_multiplied() -> None:
     job = HeldJob()
     job.hold(1.0, 2.0)
@@ -113,29 +84,12 @@ def test_a_commit_that_is_repeated_hears_again_what_is_held_and_later_how_it_end
     assert job.total == [3.0]
 
 
-def test_a_decision_that_was_lost_is_made_up_for_by_any_other() -> None:
-    job = HeldJob()
-    job.hold(1.0, 2.0)
-    held_in(job.repeat(1))
-    job.resolve(1, coef=0.5)
-    assert job.total == [1.5]
-
-
 def test_a_decision_about_a_round_that_is_not_held_is_refused() -> None:
     job = HeldJob()
     assert "which is not held" in str(error_in(job.resolve(0)))
     job.commit(0, 1, 1.0, hold=2.0)
     assert "round 1 is open" in str(error_in(job.resolve(0)))
     assert "round 1 is open" in str(error_in(job.resolve(0, round_=2)))
-
-
-def test_a_round_that_is_given_up_while_it_is_held_fails_for_all_without_effect() -> None:
-    job = HeldJob()
-    job.hold(1.0, 2.0)
-    assert job.ask(0, m.Abort(0, 1, "I raised", False)) == [m.Info({"applied": False})]
-    assert "rank 0 aborted round 1 of 't': I raised" in str(error_in(job.heard(1)))
-    assert job.resolve(1) == []
-    assert job.total == [0.0]
 
 
 def test_a_round_that_nobody_decides_about_fails_at_its_deadline() -> None:
@@ -159,44 +113,6 @@ def test_a_rank_that_is_lost_while_a_round_is_held_harms_nobody() -> None:
     assert job.total == [1.5]
 
 
-def test_a_process_that_was_replaced_decides_nothing_and_its_successor_is_asked() -> None:
-    job = HeldJob()
-    [_, held] = job.hold(1.0, 2.0)
-    old = job.sessions[1]
-    job.hello(1)
-    new, job.sessions[1] = job.sessions[1], old
-    assert "may no longer write" in str(error_in(job.resolve(1, coef=0.1)))
-    job.sessions[1] = new
-    assert job.repeat(1) == held
-    job.resolve(1, coef=0.5)
-    assert job.total == [1.5]
-
-
-def test_a_veto_ends_the_round_at_once_and_nothing_is_held() -> None:
-    job = HeldJob()
-    [first, second] = job.hold(1.0, None)
-    assert [first, second] == [[m.Vetoed(0, 1, (1,)), Done((0, 1, 0))]] * 2
-
-
-def test_a_rank_without_data_waits_while_the_others_decide() -> None:
-    job = HeldJob(3)
-    job.commit(2, 1, flags=m.HAS_JOINED, number=102)
-    job.hold(1.0, 2.0)
-    assert job.heard(2) == []
-    assert job.commit(2, 1, flags=m.HAS_JOINED, number=102) == [m.Pending(())]
-    job.heard(2)
-    job.resolve(0, coef=0.5)
-    assert job.heard(2) == [m.InForce(0, 1, b"", False), Done((0, 1, 1))]
-    assert job.total == [1.5]
-
-
-def test_a_round_in_which_nobody_has_data_is_not_held() -> None:
-    job = HeldJob()
-    for rank in range(2):
-        job.commit(rank, 1, flags=m.HAS_JOINED, number=100 + rank)
-    assert job.heard(0) == [m.InForce(0, 1, b"", True), Done((0, 1, 0))]
-
-
 def test_ranks_that_disagree_on_whether_a_round_is_held_all_fail_and_both_are_named() -> None:
     job = HeldJob()
     job.commit(0, 1, 1.0, hold=2.0, number=100)
@@ -208,25 +124,11 @@ def test_ranks_that_disagree_on_whether_a_round_is_held_all_fail_and_both_are_na
     assert job.total == [0.0]
 
 
-def test_ranks_that_want_different_norms_all_fail() -> None:
-    job = HeldJob()
-    job.commit(0, 1, 1.0, hold=math.inf, number=100)
-    job.commit(1, 1, 2.0, hold=1.0, number=101)
-    assert "rank 0 wants its norm of type inf, rank 1 wants its norm of type 1" in str(error_in(job.heard(0)))
-
-
 def test_a_sum_that_overflows_is_not_finite_though_what_was_given_is() -> None:
     job = HeldJob()
     [first, _] = job.hold(3e38, 3e38)
     assert not held_in(first).is_finite
     assert held_in(first).partials == ((0, math.inf),)
-
-
-def test_the_sum_of_numbers_that_are_not_finite_is_told_as_such() -> None:
-    job = HeldJob()
-    [first, _] = job.hold(math.nan, 1.0)
-    assert not held_in(first).is_finite
-    assert math.isnan(held_in(first).partials[0][1])
 
 
 def test_the_factor_of_each_rank_is_in_what_is_measured() -> None:

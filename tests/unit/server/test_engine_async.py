@@ -53,16 +53,6 @@ def test_a_rank_reads_its_own_contribution_and_the_version_says_how_many_there_w
     assert weights.payloads[0][:8].tolist() == [7.0] * 8
 
 
-def test_a_read_waits_for_who_is_too_far_behind_and_no_longer() -> None:
-    job = Job(2, Mode("ssp", 1))
-    assert kinds(job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS)) == [m.Done, m.Weights]
-    assert job.commit(0, 2, 1.0, flags=m.WANTS_WEIGHTS, number=77) == [m.Pending((1,))]
-    assert job.pull(0) == [m.Pending((1,))]
-    assert kinds(job.pull(1)) == [m.Weights]
-    job.commit(1, 1, 1.0)
-    assert kinds(job.told[0, 77]) == [m.Pending, m.Done, m.Weights]
-
-
 def test_a_read_that_waits_in_vain_fails_at_its_deadline_and_what_was_given_stands() -> None:
     job = Job(2, Mode("ssp", 0))
     job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
@@ -80,64 +70,6 @@ def test_a_read_that_needs_a_lost_rank_fails_at_once(how: str) -> None:
     job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
     told = job.leave(1, is_clean=False) if how == "left" else job.tick(21.0, alive=(0,))
     assert codes(told[0, 77]) == ["WorkerLostError"]
-
-
-def test_a_rank_that_left_done_holds_back_neither_readers_nor_the_end_of_a_join() -> None:
-    job = Job(3, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
-    job.commit(1, 1, 1.0)
-    assert kinds(job.leave(2, is_clean=True)[0, 77]) == [m.Done, m.Weights]
-    for last in (2, 4):  # also after all have joined once
-        job.commit(1, last, flags=m.HAS_JOINED, number=100 + last)
-        told = job.commit(0, last, flags=m.HAS_JOINED)
-        assert kinds(told) == [m.Pending, m.InForce, m.Done]
-        assert kinds(job.told[1, 100 + last]) == [m.Pending, m.InForce, m.Done]
-        for rank in (0, 1):
-            job.commit(rank, last + 1, 1.0)
-        assert kinds(job.pull(0)) == [m.Weights]
-
-
-def test_a_rank_that_comes_back_after_it_left_is_waited_for_again() -> None:
-    job = Job(2, Mode("ssp", 0))
-    job.leave(1, is_clean=True)
-    for round_ in (1, 2, 3):
-        job.commit(0, round_, 1.0)
-    assert job.hello(1) == m.Registered(0, 0, 4)
-    assert job.pull(0) == [m.Pending((1,))]
-    job.commit(1, 4, 1.0)
-    assert kinds(job.pull(0)) == [m.Weights]
-    assert job.total == [4.0]
-
-
-def test_the_dead_do_not_catch_up_by_themselves() -> None:
-    job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 1.0, flags=m.WANTS_WEIGHTS, number=77)
-    job.leave(1, is_clean=False)
-    assert codes(job.told[0, 77]) == ["WorkerLostError"]
-    job.hello(1)
-    assert job.pull(0) == [m.Pending((1,))]
-
-
-def test_a_new_process_counts_from_its_first_contribution_and_the_old_one_is_shut_out() -> None:
-    job = Job(2, Mode("async"))
-    job.commit(1, 1, 1.0)
-    old = job.sessions[1]
-    assert job.hello(1) == m.Registered(0, 0, 2)
-    job.commit(1, 2, 10.0)
-    job.sessions[1] = old
-    assert codes(job.commit(1, 2, 100.0)) == ["FencedError"]
-    assert job.total == [11.0]
-
-
-def test_joined_ranks_wait_for_all_with_more_time_for_each_contribution() -> None:
-    job = Job(2, Mode("async"))
-    assert job.commit(0, 1, flags=m.HAS_JOINED, number=77) == [m.Pending((1,))]
-    for round_ in range(1, 5):
-        assert job.tick(20.0, alive=(0, 1)) == {}
-        job.commit(1, round_, 1.0)
-    told = job.commit(1, 5, flags=m.HAS_JOINED)
-    assert kinds(told) == [m.Pending, m.InForce, m.Done]
-    assert kinds(job.told[0, 77]) == [m.Pending, m.InForce, m.Done]
 
 
 def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_tried_anew() -> None:
@@ -161,22 +93,6 @@ def test_joins_that_fail_together_name_only_who_still_has_data() -> None:
         assert isinstance(failed, m.Failed)
         assert "waiting for rank 2 " in failed.text
         assert "rank 1 (" not in failed.text
-
-
-def test_a_join_can_be_given_up() -> None:
-    job = Job(2, Mode("async"))
-    job.commit(0, 1, flags=m.HAS_JOINED, number=77)
-    assert job.ask(0, m.Abort(0, 1, "interrupted", undo=False)) == [m.Info({"applied": False})]
-    assert codes(job.told[0, 77]) == ["RoundAbortedError"]
-    assert job.commit(1, 1, flags=m.HAS_JOINED) == [m.Pending((0,))]
-
-
-def test_a_read_that_is_given_up_ends_and_what_was_given_stands() -> None:
-    job = Job(2, Mode("ssp", 0))
-    job.commit(0, 1, 3.0, flags=m.WANTS_WEIGHTS, number=77)
-    assert job.ask(0, m.Abort(0, 1, "elsewhere", undo=False)) == [m.Info({"applied": True})]
-    assert codes(job.told[0, 77]) == ["RoundAbortedError"]
-    assert job.total == [3.0]
 
 
 def test_who_comes_late_to_a_first_round_that_failed_is_told_its_failure() -> None:

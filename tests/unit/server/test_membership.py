@@ -36,18 +36,6 @@ def enter(
     return [one for one, _ in released]
 
 
-def test_the_first_process_of_a_rank_replaces_nobody() -> None:
-    assert Membership("job", 3).join(session(1, token=7, now=5.0)) is None
-
-
-def test_a_newer_process_of_a_rank_replaces_the_older_one() -> None:
-    members = joined(0, 1)
-    replaced = members.join(session(1, address="new:99", token=9, now=5.0))
-    assert replaced is not None
-    assert replaced.token == 2
-    assert (members.members[1].token, members.members[1].hello.address) == (9, "new:99")
-
-
 def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).*in 4.*3"):
         joined(0).join(session(1, num_workers=4, token=2, now=0.0))
@@ -57,57 +45,6 @@ def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
 def test_a_rank_out_of_range_is_refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=f"rank {rank} is not in 0 … 2"):
         joined().join(session(rank, token=1, now=0.0))
-
-
-def test_a_refused_process_leaves_no_trace() -> None:
-    members = joined(0)
-    with pytest.raises(ConfigurationError):
-        members.join(session(0, num_workers=4, token=2, now=0.0))
-    assert members.members[0].token == 1
-
-
-def test_a_job_is_over_when_all_who_came_have_left() -> None:
-    members = joined(0, 1)
-    members.leave(0, "done", is_clean=True)
-    assert not members.is_over()
-    members.leave(1, "done", is_clean=True)
-    assert members.is_over()
-
-
-def test_silence_counts_from_the_last_message() -> None:
-    members = joined(0, 1)
-    members.members[1].last_heard = 10.0
-    assert members.silent(now=20.0, dead_after=DEAD_AFTER) == []
-    assert members.silent(now=20.1, dead_after=DEAD_AFTER) == [0]
-
-
-def test_a_rank_that_was_done_is_not_dead() -> None:
-    members = joined(0, 1, 2)
-    members.leave(0, "done", is_clean=True)
-    assert members.num_dead(now=0.0, dead_after=DEAD_AFTER) == 0
-
-
-def test_failed_and_silent_ranks_are_dead() -> None:
-    members = joined(0, 1, 2)
-    members.leave(0, "ValueError: nan", is_clean=False)
-    members.members[2].last_heard = 30.0
-    assert members.num_dead(now=40.0, dead_after=DEAD_AFTER) == 2
-
-
-def test_a_rank_that_comes_back_is_no_longer_dead() -> None:
-    members = joined(0, 1, 2)
-    members.leave(0, "ValueError: nan", is_clean=False)
-    members.join(session(0, token=9, now=1.0))
-    assert members.num_dead(now=1.0, dead_after=DEAD_AFTER) == 0
-    assert members.lost_error([0], "round 4", 1.0, DEAD_AFTER) is None
-
-
-def test_waiting_for_ranks_that_are_there_is_not_hopeless() -> None:
-    assert joined(0, 1).lost_error([0, 1], "round 4", 1.0, DEAD_AFTER) is None
-
-
-def test_a_rank_that_never_came_is_waited_for() -> None:
-    assert joined(0).lost_error([1, 2], "round 4", 1000.0, DEAD_AFTER) is None
 
 
 def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
@@ -142,36 +79,6 @@ def test_the_error_of_a_silent_rank_says_where_it_runs_and_when_it_was_heard() -
     )
 
 
-def test_a_rank_that_never_came_is_described_so() -> None:
-    assert joined(0).describe(2, now=3.0) == "rank 2 never connected"
-
-
-def test_a_barrier_holds_until_the_last_rank_comes() -> None:
-    members = joined(0, 1, 2)
-    assert enter(members, 0) == []
-    assert enter(members, 2) == []
-    assert members.absent_from_barrier() == [1]
-
-
-def test_the_last_rank_releases_all_of_them() -> None:
-    members = joined(0, 1, 2)
-    enter(members, 2)
-    enter(members, 0)
-    assert sorted(enter(members, 1)) == [(b"p0", 10), (b"p1", 11), (b"p2", 12)]
-
-
-def test_one_rank_cannot_open_a_barrier_by_coming_often() -> None:
-    members = joined(0, 1, 2)
-    assert [enter(members, 0) for _ in range(4)] == [[]] * 4
-
-
-def test_a_rank_that_missed_its_release_passes_when_it_asks_again() -> None:
-    members = joined(0, 1, 2)
-    for rank in range(3):
-        enter(members, rank)
-    assert enter(members, 1) == [(b"p1", 11)]
-
-
 def test_a_barrier_ahead_of_the_open_one_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"rank 1.*barrier 2.*barrier 0"):
         enter(joined(0, 1), 1, sequence=2)
@@ -182,28 +89,6 @@ def test_a_barrier_that_needs_a_departed_rank_fails_at_once() -> None:
     members.leave(2, "done", is_clean=True)
     with pytest.raises(WorkerLostError, match=r"barrier 0.*rank 2.*\(done\)"):
         enter(members, 0)
-
-
-def test_a_rank_that_was_refused_no_longer_waits_at_the_barrier() -> None:
-    members = joined(0, 1, 2)
-    members.leave(2, "done", is_clean=True)
-    with pytest.raises(WorkerLostError):
-        enter(members, 0)
-    assert members.absent_from_barrier() == [0, 1, 2]
-
-
-def test_a_replaced_process_no_longer_waits_at_the_barrier() -> None:
-    members = joined(0, 1, 2)
-    enter(members, 0)
-    members.join(session(0, token=9, now=1.0))
-    assert members.absent_from_barrier() == [0, 1, 2]
-
-
-def test_a_departed_process_no_longer_waits_at_the_barrier() -> None:
-    members = joined(0, 1, 2)
-    enter(members, 0)
-    members.leave(0, "killed", is_clean=False)
-    assert members.absent_from_barrier() == [0, 1, 2]
 
 
 def test_a_failed_barrier_can_be_tried_again() -> None:

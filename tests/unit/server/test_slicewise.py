@@ -95,11 +95,6 @@ def test_a_rank_that_gives_what_it_announced_not_to_give_counts_as_a_whole(job: 
     assert job.weights() == [{2.0}] * 8
 
 
-def test_slices_that_all_ranks_have_given_are_answered_before_the_others_come(job: Job) -> None:
-    job.half(0, 1)
-    assert job.came(0) == job.came(1) == [([0, 1, 2, 3], {1}, {2.0})]
-
-
 def test_the_last_slices_come_with_the_commits_and_no_slice_comes_twice(job: Job) -> None:
     job.half(0, 1)
     job.give(0, SLICES[4:])
@@ -108,22 +103,6 @@ def test_the_last_slices_come_with_the_commits_and_no_slice_comes_twice(job: Job
     job.commit_all(0, 1)
     assert job.came(0)[2:] == job.came(1)[2:] == [([7], {1}, {2.0})]
     assert job.weights() == [{2.0}] * 8
-
-
-def test_nothing_is_applied_before_all_ranks_have_announced(job: Job) -> None:
-    job.half(0)
-    job.give(1, SLICES)
-    assert not job.came(0)
-    job.say(1)
-    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
-
-
-def test_a_round_of_which_one_rank_announces_nothing_is_applied_with_the_commits(job: Job) -> None:
-    job.say(0)
-    for rank in range(2):
-        job.give(rank, SLICES)
-    job.commit_all(0, 1)
-    assert job.came(0) == job.came(1) == [([*SLICES], {1}, {2.0})]
 
 
 def test_a_rank_that_wants_no_weights_is_only_told_that_the_round_is_over(job: Job) -> None:
@@ -135,36 +114,6 @@ def test_a_rank_that_wants_no_weights_is_only_told_that_the_round_is_over(job: J
     job.commit_all(1)
     assert [type(body) for body in job.told[0, SAYS]] == [m.Done]
     assert job.weights() == [{2.0}] * 8
-
-
-def test_slices_of_a_generation_that_was_not_announced_do_not_count(job: Job) -> None:
-    job.half(0)
-    job.ask(1, contribution([], 1, 0, 8, 1, m.WANTS_WEIGHTS | m.ANNOUNCES), SAYS)
-    job.give(1, SLICES, 5.0)
-    assert not job.came(0)
-    job.give(1, SLICES[:2], 7.0, generation=1)
-    assert job.came(0) == [([0, 1], {1}, {8.0})]
-
-
-def test_the_round_of_a_process_that_was_replaced_goes_on_with_what_its_successor_gives(job: Job) -> None:
-    job.half(0, 1)
-    job.hello(1)
-    assert job.weights() == [{0.0}] * 8
-    job.give(0, SLICES[4:])
-    job.give(1, SLICES, 10.0)
-    job.commit_all(0, 1)
-    [(_, [early], _), (slots, [version], values)] = job.came(0)
-    assert (slots, values) == ([*SLICES], {11.0})
-    assert version > early
-
-
-def test_a_round_that_fails_leaves_no_trace(job: Job) -> None:
-    job.half(0, 1)
-    job.ask(1, m.Abort(0, 1, "it raised", undo=False))
-    assert job.weights() == [{0.0}] * 8
-    for rank in range(2):
-        job.commit(rank, 2, 3.0)
-    assert job.weights() == [{6.0}] * 8
 
 
 def test_a_round_ends_at_its_deadline_without_a_trace_and_its_reader_is_answered(job: Job) -> None:
@@ -191,16 +140,6 @@ def test_nobody_reads_a_table_of_which_some_slices_are_of_the_next_version(job: 
     assert {one[0].item() for one in read.payloads} == {2.0}
 
 
-def test_a_commit_that_is_not_as_it_was_announced_counts_as_it_is(job: Job) -> None:
-    job.half(0, 1)
-    for rank in range(2):
-        job.give(rank, SLICES[4:])
-    job.commit_all(0, rescale=10.0)
-    job.commit_all(1)
-    assert job.came(0)[-1][0] == [*SLICES]
-    assert job.weights() == [{11.0}] * 8
-
-
 EXPECTS = m.WANTS_WEIGHTS | m.ANNOUNCES | m.MAY_CHANGE
 
 
@@ -216,19 +155,6 @@ def kinds(job: Job, rank: int) -> list[int]:
     """The kind of each message of weights that a rank was sent for its round."""
     bodies = [body for body in job.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
     return [kind for body in bodies for kind in set(body.parts[:, 2].tolist())]
-
-
-def named(job: Job, rank: int, *slices: int) -> list[m.ReplyBody]:
-    """A rank announces slices of generation 1, except for some, which it names."""
-    rows = [(at, 1, 0, 0) for at in slices]
-    commits = m.matrix([(0, 1, 8, 8 - len(slices), -1, m.WANTS_WEIGHTS | m.ANNOUNCES)], m.COMMIT_WORDS)
-    return job.ask(rank, m.Contribute(m.matrix(rows, m.PUSH_WORDS), (), commits), SAYS)
-
-
-def commit_one_of_another(job: Job) -> None:
-    """Rank 1 commits eight slices, of which one is of generation 1."""
-    commits = m.matrix([(0, 1, 8, 1, -1, m.WANTS_WEIGHTS)], m.COMMIT_WORDS)
-    job.ask(1, m.Contribute(m.matrix((), m.PUSH_WORDS), (), commits), SAYS)
 
 
 def test_weights_of_a_round_that_is_only_expected_say_so_until_all_ranks_know(job: Job) -> None:
@@ -256,50 +182,6 @@ def test_weights_of_a_round_that_a_rank_has_committed_otherwise_than_expected_sa
     job.commit_all(1)
     assert kinds(job, 1)[-1] == m.WHOLE
     assert job.weights() == [{11.0}] * 8
-
-
-def test_what_was_expected_and_is_so_is_not_applied_again(job: Job) -> None:
-    expecting(job)
-    job.say(0)
-    job.say(1)
-    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
-
-
-def test_what_was_applied_is_taken_back_when_a_rank_gives_another_generation_of_it(job: Job) -> None:
-    expecting(job)
-    named(job, 1, *SLICES[1:])
-    job.give(1, SLICES[:1], 10.0, generation=1)
-    came = [(slots, versions) for slots, versions, _ in job.came(0)]
-    assert came == [([0, 1, 2, 3], {1}), ([1, 2, 3], {2}), ([0], {2})]
-    assert job.came(0)[-1][2] == {11.0}
-
-
-def test_what_was_applied_stays_when_a_rank_gives_another_generation_of_the_rest(job: Job) -> None:
-    expecting(job)
-    named(job, 1, *SLICES[:7])
-    job.give(0, SLICES[4:])
-    job.give(1, SLICES[4:7])
-    job.give(1, SLICES[7:], 10.0, generation=1)
-    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0}), ([4, 5, 6], {1}, {2.0})]
-    job.commit_all(0)
-    commit_one_of_another(job)
-    assert job.weights() == [{2.0}] * 7 + [{11.0}]
-
-
-def test_a_commit_of_another_generation_of_what_was_applied_counts_as_it_is(job: Job) -> None:
-    expecting(job)
-    job.give(1, SLICES[:1], 10.0, generation=1)
-    for rank in range(2):
-        job.give(rank, SLICES[4:])
-    job.commit_all(0)
-    commit_one_of_another(job)
-    assert job.weights() == [{11.0}] + [{2.0}] * 7
-
-
-def test_another_factor_than_was_expected_is_that_of_the_whole_round(job: Job) -> None:
-    expecting(job)
-    job.say(0, rescale=10.0)
-    assert job.came(0)[1:] == [([0, 1, 2, 3], {2}, {11.0})]
 
 
 def test_what_was_expected_has_no_effect_when_it_comes_after_what_is_so(job: Job) -> None:
@@ -437,34 +319,12 @@ def test_parts_that_come_before_the_last_announcement_are_answered_with_it(parts
     assert parts.ends(0) == [PART]
 
 
-def test_a_part_that_comes_twice_counts_once(parts: Parts) -> None:
-    parts.begin()
-    for rank in range(2):
-        parts.part(rank, 1)
-    assert parts.ends(0) == [PART, 2 * PART]
-    parts.end()
-    parts.check(2.0)
-    assert not parts.engine.namespaces["j"].rounds.mismatches(0)
-
-
 def test_other_bytes_under_the_name_of_a_part_are_counted_and_have_no_effect(parts: Parts) -> None:
     parts.begin()
     parts.part(0, 1, 7.0)
     parts.end()
     parts.check(2.0)
     assert parts.engine.namespaces["j"].rounds.mismatches(0) == 1
-
-
-def test_a_rank_of_which_a_part_was_lost_is_asked_for_the_slice_which_then_counts(parts: Parts) -> None:
-    parts.begin()
-    for number in (3, 4):
-        parts.part(1, number)
-    parts.give(1, SLICES[1:])
-    [missing] = parts.ask(1, contribution([], 1, 0, 8, flags=m.WANTS_WEIGHTS), SAYS)
-    assert isinstance(missing, m.Missing)
-    assert missing.slots == (0,)
-    parts.end(1)
-    parts.check(2.0)
 
 
 def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:
@@ -478,36 +338,6 @@ def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:
     parts.commit_all(0, 1)
     assert parts.ends(0)[-1] == size
     parts.check(2.0)
-
-
-def test_a_round_that_fails_in_the_middle_of_a_slice_leaves_no_trace(parts: Parts) -> None:
-    parts.begin()
-    parts.ask(1, m.Abort(0, 1, "it raised", undo=False))
-    parts.check(0.0)
-    for rank in range(2):
-        parts.commit(rank, 2, 3.0)
-    parts.check(6.0)
-
-
-def test_parts_of_a_process_that_was_replaced_do_not_count(parts: Parts) -> None:
-    parts.begin()
-    parts.hello(1)
-    parts.check(0.0)
-    parts.give(1, SLICES, 10.0)
-    parts.end(1)
-    parts.check(11.0)
-
-
-def test_parts_of_a_higher_generation_take_the_place_of_others(parts: Parts) -> None:
-    parts.say(0)
-    parts.ask(1, contribution([], 1, 0, 8, 1, m.WANTS_WEIGHTS | m.ANNOUNCES), SAYS)
-    parts.part(0, 0)
-    parts.part(1, 0, 5.0)
-    assert not parts.ends(0)
-    parts.part(1, 0, 7.0, generation=1)
-    assert parts.ends(0) == [PART]
-    [body] = [one for one in parts.told[0, SAYS] if isinstance(one, m.Weights)]
-    assert set(body.payloads[0].tolist()) == {8.0}
 
 
 def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> None:
