@@ -74,35 +74,6 @@ def listener() -> Iterator[Listener]:
     found.close()
 
 
-@pytest.mark.parametrize("sizes", [(32,), (0, 2048), (32, 2049, 100), (32, 70_000, 3000, MIB), (1, 2, 3, 4)])
-def test_frames_of_any_size_arrive_as_they_were_sent_in_both_directions(
-    ends: Pair, sizes: tuple[int, ...]
-) -> None:
-    frames = [random.Random(size).randbytes(size) for size in sizes]
-    for sender, receiver in (ends(), tuple(reversed(ends()))):
-        assert sender.send(frames)
-        assert bytes_of(receiver.receive()) == frames
-        assert receiver.receive() is None
-
-
-def test_what_somebody_reads_is_never_written_over(ends: Pair) -> None:
-    draw = random.Random(3)
-    worker, server = ends()
-    held: list[tuple[bytes, Any]] = []
-    for at in range(500):
-        payload = draw.randbytes(draw.choice([3000, 40_000, 300_000]))
-        if worker.send([b"head", b"body", payload]):
-            frames = server.receive()
-            assert frames is not None
-            held.append((payload, torch.frombuffer(frames[2], dtype=torch.uint8)))
-        assert server.send([b"%d" % at])
-        assert bytes_of(worker.receive()) == [b"%d" % at]
-        while held and (len(held) > 6 or draw.random() < 0.3):
-            payload, tensor = held.pop(draw.randrange(len(held)))
-            assert tensor.numpy().tobytes() == payload
-    assert all(tensor.numpy().tobytes() == payload for payload, tensor in held)
-
-
 def test_a_frame_keeps_its_bytes_after_its_channel_was_closed(ends: Pair) -> None:
     worker, server = ends()
     worker.send([b"head", b"body", b"x" * 5000])
@@ -540,10 +511,3 @@ def test_a_worker_gets_no_tray_where_the_server_has_no_memory(ends: Pair) -> Non
     assert worker.tray is None
     assert server.send([b"on"])
     assert bytes_of(worker.receive()) == [b"on"]
-
-
-def test_memory_of_weights_that_are_gone_is_given_back(shelf: Shelf) -> None:
-    weights = weights_on(shelf, 50_000)
-    assert len(shelf.fds) == 1
-    del weights
-    assert not shelf.fds

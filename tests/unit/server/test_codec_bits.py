@@ -345,14 +345,3 @@ def test_positions_that_do_not_ascend_are_refused(positions: tuple[int, int]) ->
     data = torch.tensor(list(struct.pack("<2f2H", 1.0, 2.0, *positions)), dtype=torch.uint8)
     with pytest.raises(ProtocolError, match="ascending"):
         make_codec({"type": "topk", "ratio": 0.25}).check_payload(data, "float32", 8)
-
-
-def test_two_devices_that_push_less_than_the_threshold_move_every_other_step_or_so() -> None:
-    # MXNet, observed: 2bit, threshold .5, gradients .3, sgd with learning rate 1: 0, −1, −1, −2.
-    senders = [Sender(two_bit(0.5), 1) for _ in range(2)]
-    weight, seen = 0.0, []
-    for _ in range(4):
-        weight -= sum(sender.push(0.3).item() for sender in senders)
-        seen.append(weight)
-    assert seen == [0.0, -1.0, -1.0, -2.0]
-    assert math.isclose(senders[0].residual.item(), 4 * 0.3 - 2 * 0.5, abs_tol=1e-6)

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvstore_server.dealing import Deal
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from tests.support.row_tables import dealt
 
 SHAPES = ((1_000_000, 64), (1_000_000, 16), (100_000, 16), (10_000, 16), (6_000, 33), (3_000_000, 8))
 
@@ -39,27 +37,6 @@ def test_no_server_has_more_than_its_share_of_popular_rows_and_a_fifth(
             ids = popular(shape[0], exponent, draws)
             most = max(len(own) for _, _, own in places.by_server(ids))
             assert most <= 1.2 * len(ids) / servers
-
-
-@pytest.mark.parametrize("servers", [1, 2, 3])
-def test_each_server_finds_the_rows_of_tables_side_by_side_where_they_were_dealt(servers: int) -> None:
-    shapes = ((3_000, 16), (5, 16), (2_048, 16), (9_001, 16))
-    plan = plan_of(*shapes, servers=servers)
-    tables = [torch.randn(shape) for shape in shapes]
-    laid = [dealt(table, plan, key) for key, table in enumerate(tables)]
-    on_server = {}
-    for server in plan.servers:
-        pieces = plan.slices_of(server)
-        segments = [piece.segments[0] for piece in pieces]
-        own = [laid[s.key].view(-1)[s.key_start : s.key_start + s.numel] for s in segments]
-        on_server[server] = torch.cat(own).view(-1, 16)
-    whole, numbers = torch.cat(tables), np.random.default_rng(1)
-    ids = np.sort(numbers.choice(len(whole), 2_000, replace=False))
-    found = torch.full((len(ids), 16), float("nan"))
-    for block, which, own in plan.joined_rows(0).by_server(ids):
-        assert (own[1:] > own[:-1]).all()
-        found[torch.arange(len(ids))[which]] = on_server[block.server][torch.from_numpy(own)]
-    assert torch.equal(found, whole[torch.from_numpy(ids)])
 
 
 @pytest.mark.parametrize("deal", [Deal(1, 7), Deal(0, 0), Deal(3, 4), Deal(4, 3), Deal(2, 1)], ids=str)

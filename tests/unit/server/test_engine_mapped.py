@@ -32,16 +32,6 @@ def commit(job: Job, flags: int, round_: int = 1) -> list[list[m.ReplyBody]]:
     return [job.told[rank, 1000 * round_] for rank in range(2)]
 
 
-def test_a_rank_that_maps_weights_is_told_their_places_and_version(leases: Leases) -> None:
-    job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
-    for told in commit(job, MAPS):
-        [shown] = told
-        assert isinstance(shown, m.Shown)
-        assert shown.parts[:, 0].tolist() == list(range(8))
-        assert set(shown.parts[:, 1].tolist()) == {1}
-        assert len(set(shown.parts[:, 2].tolist())) == 8
-
-
 def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(leases: Leases) -> None:
     job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
     [weights] = job.pull(0)

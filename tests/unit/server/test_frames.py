@@ -7,7 +7,6 @@ import random
 import struct
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -63,10 +62,6 @@ REPLIES: list[Any] = [
 ]
 
 
-def raw(payload: torch.Tensor) -> bytes:
-    return payload.view(torch.uint8).numpy().tobytes()
-
-
 def _wire(frames: list[Any]) -> list[bytearray]:
     return [bytearray(frame) for frame in frames]
 
@@ -96,48 +91,6 @@ CONTRIBUTE = m.Contribute(
     3.5,
     2.0,
 )
-
-
-@pytest.mark.parametrize(
-    "changed", [{}, {"rescale": None}, {"hold": math.inf}, {"timeout": 0.0}, {"absent": ()}]
-)
-def test_a_contribution_comes_out_as_it_went_in(changed: dict[str, Any]) -> None:
-    body = replace(CONTRIBUTE, **changed)
-    got = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, body)))).body
-    assert isinstance(got, m.Contribute)
-    assert got.pushes.tolist() == body.pushes.tolist()
-    assert got.commits.tolist() == body.commits.tolist()
-    assert b"".join(map(raw, got.payloads)) == b"".join(map(raw, body.payloads))
-    for name in ("form", "hyper", "absent", "rescale", "timeout", "hold"):
-        assert getattr(got, name) == getattr(body, name)
-
-
-def test_rounds_that_are_done_come_out_as_they_went_in() -> None:
-    rounds = m.matrix([(1, 7, 7), (2, 8, 11)], 3)
-    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Done(rounds))))).body
-    assert isinstance(body, m.Done)
-    assert body.rounds.tolist() == rounds.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_pushed_slices_keep_their_bytes_alone_and_together(dtype: torch.dtype) -> None:
-    values = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (5, 0, 17)]
-    for some in (values, values[:1]):
-        sent = contribution(list(enumerate(some)), 8)
-        body = f.decode_request(_wire(f.encode_request(m.Request(1, 2, 3, sent)))).body
-        assert isinstance(body, m.Contribute)
-        assert body.pushes[:, 3].tolist() == [value.nbytes for value in some]
-        assert raw(body.payloads[0]) == b"".join(map(raw, some))
-
-
-def test_weights_of_several_slices_keep_their_bytes() -> None:
-    values = tuple(torch.full((i + 1,), float(i)) for i in range(3))
-    parts = m.matrix([(i, 4, m.WHOLE, value.nbytes) for i, value in enumerate(values)], 4)
-    body = f.decode_reply(_wire(f.encode_reply(m.Reply(1, m.Weights(parts, values))))).body
-    assert isinstance(body, m.Weights)
-    assert body.parts.tolist() == parts.tolist()
-    [payload] = body.payloads
-    assert payload.view(torch.float32).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_a_large_payload_is_passed_through_without_a_copy() -> None:

@@ -28,10 +28,6 @@ def spec(name: str, **options: float) -> bytes:
     return pack_control(create(name, **options).spec())
 
 
-def test_no_rank_has_set_an_optimizer() -> None:
-    assert AgreedOptimizer().agreed() is None
-
-
 def test_ranks_that_set_the_same_optimizer_agree() -> None:
     named = AgreedOptimizer()
     named.set(0, spec("sgd", learning_rate=0.5))
@@ -77,20 +73,6 @@ def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
     agreed = named.agreed()
     assert agreed is not None
     assert agreed.registered_name == "sgd"
-
-
-def test_each_key_gets_the_numbers_of_its_group() -> None:
-    named = AgreedOptions(PLAN)
-    named.set(0, packed(0.25))
-    rows = named.effective(create("sgd"), named.common(RANKS))
-    assert [(row["lr"], row["weight_decay"]) for row in rows] == [(0.25, 0.0), (0.5, 0.5)]
-
-
-def test_multipliers_scale_the_numbers_of_their_key_only() -> None:
-    named = AgreedOptions(PLAN)
-    named.set(0, packed(0.25, lr_mult={0: 4.0}, wd_mult={1: 0.0}))
-    rows = named.effective(create("sgd"), named.common(RANKS))
-    assert [(row["lr"], row["weight_decay"]) for row in rows] == [(1.0, 0.0), (0.5, 0.0)]
 
 
 def test_keys_with_equal_numbers_share_one_mapping() -> None:

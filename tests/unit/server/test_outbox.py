@@ -32,18 +32,6 @@ def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_
     assert [entry[0] for entry in told] == list(many)
 
 
-def test_replies_leave_in_the_order_in_which_they_came_and_are_counted_until_then() -> None:
-    waiting = Backlog()
-    waiting.append(weights(range(1), 1000))
-    first = waiting.nbytes
-    assert first >= 4000
-    waiting.append(weights(range(1, 2), 1000))
-    waiting.append(m.Reply(4, m.Info()))
-    assert waiting.nbytes > 2 * first
-    assert [waiting.popleft().number for _ in range(3)] == [3, 3, 4]
-    assert (waiting.nbytes, len(waiting.replies)) == (0, 0)
-
-
 def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
     waiting = Backlog()
     waiting.append(weights(range(4)))

@@ -94,13 +94,3 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
             assert mine.steps.tolist() == theirs.steps.tolist() == [round_ + 1] * len(piece.segments)
             assert mine.tensors.keys() == theirs.tensors.keys()
             assert all(torch.equal(values, theirs.tensors[key]) for key, values in mine.tensors.items())
-
-
-def test_a_sum_without_an_optimizer_replaces_part_after_part() -> None:
-    shard, unit = make("float32")
-    given = gradients(unit, 5)
-    length = unit.slices[0].length
-    for begin, end in ((0, 1024), (1024, length)):
-        parts = [Contribution([Run(0, 1, one[0][begin:end])], 1.0) for one in given]
-        shard.update_part(parts, None, (), unit, 0, begin, end)
-    assert torch.equal(shard.storage.padded[0], given[0][0] + given[1][0])

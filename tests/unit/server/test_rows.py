@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.plan import ITEM_SIZE, Plan, Slice, TensorSpec, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.rows import (
     RowSet,
@@ -19,7 +19,6 @@ from kvstore_server.rows import (
     split_rows,
 )
 from kvstore_server.storage import VERSIONS_KEPT, RowChanges, stacks
-from tests.support.pairwise import pairwise
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -36,16 +35,6 @@ def rows_of(num: int, total: int, width: int, dtype: str = "float32", seed: int 
     ids = sorted(random.Random(seed).sample(range(total), num))
     values = torch.randn(num, width, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
     return RowSet(torch.tensor(ids, dtype=torch.int64), values)
-
-
-@pytest.mark.parametrize(("dtype", "num", "width"), pairwise(ITEM_SIZE, [0, 1, 2, 30, 99, 100], [1, 3, 8]))
-def test_rows_come_out_as_they_went_in(dtype: str, num: int, width: int) -> None:
-    plan, piece = one_slice((100, width), dtype=dtype)
-    rows = rows_of(num, 100, width, dtype)
-    back = decode_rows(plan, piece, as_bytes(encode_rows(plan, piece, {0: rows})))[0][0]
-    assert isinstance(back, RowSet)
-    assert torch.equal(back.ids, rows.ids)
-    assert torch.equal(back.values, rows.values)
 
 
 @pytest.mark.parametrize("num", [2, 99])  # as ids, as bits
@@ -155,7 +144,6 @@ def test_random_bytes_raise_nothing_else() -> None:
 
 SPECS = [TensorSpec("a", (40, 2), "float32"), TensorSpec("b", (30, 3), "float32")]
 PLAN = make_plan(SPECS, 1)
-[PIECE] = PLAN.slices
 
 
 def ids(*rows: int) -> torch.Tensor:
@@ -179,46 +167,6 @@ def test_what_came_before_the_first_question_is_not_known() -> None:
     changes.note(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}
-
-
-def test_changes_since_a_version_are_joined() -> None:
-    changes = started()
-    changes.note(0, 0, ids(5))
-    assert named(changes, 0, 1) == {0: [5]}
-    changes.note(0, 0, ids(2, 5))
-    changes.note(0, 1, ids(7))
-    assert named(changes, 1, 2) == {0: [2, 5], 1: [7]}
-    assert named(changes, 0, 2) == {0: [2, 5], 1: [7]}
-    assert named(changes, 2, 2) == {}
-
-
-def test_an_update_of_no_rows_is_no_change() -> None:
-    changes = started()
-    changes.note(0, 0, ids())
-    assert named(changes, 0, 1) == {}
-
-
-def test_a_change_of_all_rows_hides_what_was_before() -> None:
-    changes = started()
-    changes.note(0, 0, ids(5))
-    changes.note(0)
-    changes.note(0, 0, ids(6))
-    assert named(changes, 0, 1) is None
-    changes.note(0, 1, ids(1))
-    assert named(changes, 1, 2) == {1: [1]}
-    assert named(changes, 0, 2) is None
-
-
-def test_everything_changes_at_once_when_a_round_is_taken_back() -> None:
-    changes = started()
-    changes.note(0, 0, ids(5))
-    assert named(changes, 0, 1) == {0: [5]}
-    changes.note_all()
-    assert named(changes, 1, 2) is None
-
-
-def test_a_worker_that_lost_its_weights_gets_all() -> None:
-    assert started().since(0, -1, 0) is None
 
 
 def test_many_versions_and_many_rows_are_forgotten() -> None:

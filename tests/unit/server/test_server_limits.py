@@ -89,10 +89,6 @@ def test_a_table_above_the_limit_is_refused_with_the_flag_that_raises_it() -> No
     assert "accepts tables of up to 1048576 bytes (--max-table-bytes)" in refused(answer)
 
 
-def test_a_table_that_fits_is_taken() -> None:
-    assert isinstance(Peer(Engine(EngineConfig(max_memory=1 << 20))).register("w", 1 << 10), m.Registered)
-
-
 def test_the_tables_of_all_jobs_together_have_the_memory_of_one_server() -> None:
     # Each has 4 MiB of weights and a sum of as many.
     engine = Engine(EngineConfig(max_memory=20 * MIB))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -58,12 +57,6 @@ def test_tokens_of_a_server_are_random_numbers_of_64_bits() -> None:
     tokens = [Place().token() for _ in range(64)]
     assert len(set(tokens)) == 64
     assert max(tokens) >= 1 << 60  # 16⁻⁶⁴ if not
-
-
-def test_a_session_is_open_to_all_sockets_that_its_hello_named() -> None:
-    place = Place()
-    token = place.token()
-    assert [type(place.ask(peer, token, m.Stats())) for peer in (OWN, OTHER)] == [m.Info] * 2
 
 
 def test_another_socket_is_refused_as_if_there_were_no_such_session() -> None:
@@ -142,11 +135,6 @@ def test_a_hello_that_does_not_name_its_own_socket_is_refused() -> None:
     hello = m.Hello("job", 0, 2, 0, 1, "", "h", b"first", (OWN, OTHER))
     assert code(place.ask(STRANGER, 0, hello)) == ProtocolError.__name__
     assert not place.engine.namespaces
-
-
-def test_namespaces_have_sessions_of_their_own_although_rank_and_process_are_the_same() -> None:
-    place = Place(itertools.count(1).__next__)
-    assert [place.hello(), place.hello(job="another")] == [m.Welcome(1, 1), m.Welcome(1, 2)]
 
 
 def test_sessions_that_ended_long_ago_are_forgotten() -> None:

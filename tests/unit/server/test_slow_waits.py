@@ -33,11 +33,6 @@ def test_a_wait_long_after_the_last_slow_one_is_reported_as_soon_as_the_first() 
     assert [reports.is_due(10.0, now) for now in (1000.0, 1009.0, 1010.0)] == [True, False, True]
 
 
-def test_a_wait_that_is_short_is_not_reported() -> None:
-    reports = SlowReports(10.0)
-    assert not any(reports.is_due(9.9, now) for now in range(100))
-
-
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
