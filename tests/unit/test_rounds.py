@@ -68,14 +68,6 @@ def test_commits_are_sent_when_all_servers_have_all_other_slices() -> None:
     assert kinds == [False] * (len(kinds) - 2) + [True, True]
 
 
-def test_new_weights_are_in_place_after_the_wait_and_the_next_round_has_the_next_number() -> None:
-    bench = Bench(2, lambda server, commit: [bench.weights(server, 9.0)])
-    bench.run()
-    assert _values(bench.out) == [9.0]
-    assert bench.table.round == 4
-    assert bench.table.is_initialised
-
-
 def test_a_second_round_of_a_table_waits_for_the_first_and_raises_its_error() -> None:
     bench = Bench(1, lambda server, commit: [bench.failed(server, "WorkerLostError")], 10)
     bench.start()
@@ -195,17 +187,6 @@ def test_slices_that_a_server_misses_are_sent_again_with_the_commit(near: None) 
     assert again.pushes[:, 0].tolist() == [last]
     sent = [body for body in bench.servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
     assert sum([len(body.pushes) for body in sent]) == len(bench.plan.slices) + 1
-
-
-def test_a_lost_commit_is_repeated_for_what_is_still_open_only() -> None:
-    def act(server: int, commit: m.Contribute) -> list[m.ReplyBody]:
-        first = len(commits(bench, server)) == 1
-        return [] if first and server == 1 else [bench.weights(server, 9.0)]
-
-    bench = Bench(2, act)
-    bench.run()
-    assert _values(bench.out) == [9.0]
-    assert [len(commits(bench, server)) for server in range(2)] == [1, 2]
 
 
 def test_a_silent_server_is_named_and_its_tables_are_not_used_again() -> None:

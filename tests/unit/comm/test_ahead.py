@@ -121,28 +121,6 @@ def test_what_has_not_changed_is_sent_once_and_counts(job: Job) -> None:
     assert not job.begins_anew()
 
 
-def test_nothing_counts_before_the_commit(job: Job) -> None:
-    job.send_ahead(job.filled(2.0))
-    before = job.outs[1]["float32"].clone()
-    job.clients[1].rounds.pull([job.tables[1]], [job.outs[1]])
-    assert torch.equal(job.outs[1]["float32"], before)
-
-
-def test_what_has_changed_is_sent_again_and_counts_as_it_is_at_last(job: Job) -> None:
-    grads = job.filled(2.0)
-    job.send_ahead(grads)
-    at = job.table.plan.key_offsets[2]
-    grads["float32"][at + 5] = 7.0
-    assert job.round(grads, job.filled(1.0)) == [[3.0], [3.0], [3.0, 8.0]]
-    assert sorted(job.generations()) == [(0,)] * (job.num_slices - 1) + [(0, 1)]
-
-
-def test_what_was_not_complete_goes_with_the_commit(job: Job) -> None:
-    grads = job.filled(2.0)
-    job.send_ahead(grads, 0)
-    assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
-
-
 def test_a_slice_goes_ahead_once_in_a_round(job: Job) -> None:
     grads = job.filled(2.0)
     job.send_ahead(grads)
@@ -157,37 +135,6 @@ def test_what_was_sent_may_be_written_to_at_once(job: Job) -> None:
     job.send_ahead(grads)
     grads["float32"].fill_(9.0)
     assert job.round(job.filled(2.0), job.filled(1.0)) == [[3.0]] * 3
-
-
-def test_equal_numbers_of_other_bits_are_sent_again(job: Job) -> None:
-    job.send_ahead(job.filled(0.0))
-    job.round(job.filled(-0.0), job.filled(-0.0))
-    assert all(bool(torch.signbit(key).all()) for key in views(job.table.plan, job.outs[0]))
-
-
-@pytest.mark.parametrize(
-    ("is_vetoed", "absent", "weights"),
-    [
-        (True, frozenset(), [[0.0], [0.0], [0.0]]),
-        (False, frozenset({2}), [[3.0], [3.0], [1.0]]),
-        (False, frozenset({0, 1, 2}), [[1.0], [1.0], [1.0]]),
-    ],
-)
-def test_a_commit_that_leaves_out_slices_that_were_sent_begins_anew(
-    job: Job, is_vetoed: bool, absent: frozenset[int], weights: list[list[float]]
-) -> None:
-    grads = job.filled(2.0)
-    job.send_ahead(grads)
-    given = None if is_vetoed else grads
-    assert job.round(given, job.filled(1.0), absent=absent, veto=is_vetoed) == weights
-    assert job.begins_anew()
-
-
-def test_values_that_replace_the_weights_are_not_taken_from_gradients(job: Job) -> None:
-    job.send_ahead(job.filled(2.0))
-    assert job.round(job.filled(2.0), job.filled(1.0), assign=True) == [[2.0]] * 3
-    job.send_ahead(job.filled(2.0))
-    assert job.round(job.filled(5.0), job.filled(1.0), assign=True) == [[5.0]] * 3
 
 
 def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None:
@@ -211,38 +158,6 @@ def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
     lent = torch.full((SPECS[2].numel,), 2.0)
     assert job.round(wrong, job.filled(1.0), lent={2: lent}) == [[3.0]] * 3
     assert job.generations() == [(0,)] * job.num_slices
-
-
-def test_what_is_lost_on_the_way_is_asked_for_and_counts_once(job: Job) -> None:
-    grads = job.filled(2.0)
-    job.line.loses = lambda body: isinstance(body, m.Contribute) and not len(body.commits)
-    job.send_ahead(grads)
-    job.line.loses = lambda body: False
-    grads["float32"][0] = 8.0
-    assert job.round(grads, job.filled(1.0)) == [[3.0, 9.0], [3.0], [3.0]]
-
-
-def test_what_comes_late_does_not_take_the_place_of_what_counts(job: Job) -> None:
-    """The network holds a message back until its slice has been sent again, and after the round."""
-    late: list[m.RequestBody] = []
-
-    def holds_back(body: m.RequestBody) -> bool:
-        late.append(body)
-        return True
-
-    job.line.loses = holds_back
-    job.send_ahead(job.filled(2.0))
-    job.line.loses = lambda body: False
-    client = job.clients[0]
-    tickets = []
-    for rank in range(2):
-        tickets.append(job.clients[rank].rounds.start(job.given(rank, job.filled(4.0 - rank))))
-        for server, body in [sent for sent in job.sent if sent[1] in late]:
-            client._session.send(server, client._session.next_number(), body)
-    for one, ticket in zip(job.clients, tickets, strict=True):
-        one.rounds.wait(ticket)
-    assert job.weights() == [[7.0]] * 3
-    assert job.round(job.filled(1.0), job.filled(1.0)) == [[2.0]] * 3
 
 
 def test_after_a_round_that_failed_nothing_of_it_counts(job: Job) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from kvstore_server.norms import Decision, Guard
 from kvstore_server.protocol import messages as m
-from kvtrainer.errors import RoundAbortedError
 from tests.support.scripted import SLOT, Bench, Scripted, is_announcement
 
 
@@ -79,28 +78,6 @@ def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.
     bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
     bench.run()
     assert not announcements(bench)
-
-
-def test_weights_of_a_higher_version_take_the_place_of_all_that_came_before() -> None:
-    bench = Bench(1, lambda *_: [])
-    ticket = bench.start()
-    number = ticket.legs[0].number
-    bench.servers.reply(0, number, part(bench, 0, slice(3), 4.0, 4))
-    bench.servers.reply(0, number, part(bench, 0, slice(2, None), 6.0, 5))
-    bench.servers.reply(0, number, part(bench, 0, slice(2), 6.0, 5))
-    bench.rounds.wait(ticket)
-    assert bench.out.unique().tolist() == [6.0]
-
-
-def test_a_round_that_fails_when_some_weights_are_here_leaves_those_of_the_worker_alone() -> None:
-    bench = Bench(1, lambda *_: [])
-    ticket = bench.start()
-    number = ticket.legs[0].number
-    bench.servers.reply(0, number, part(bench, 0, slice(3), 4.0, 4))
-    bench.servers.reply(0, number, bench.failed(0, "RoundAbortedError"))
-    with pytest.raises(RoundAbortedError):
-        bench.rounds.wait(ticket)
-    assert not bench.out.any()
 
 
 def test_slices_that_are_sent_again_do_not_change_weights_that_came_before() -> None:

@@ -57,15 +57,6 @@ def test_encoding_twice_without_accepting_gives_the_same_bytes() -> None:
     assert all(torch.equal(first[index], second[index]) for index in first)
 
 
-def test_the_residual_of_a_key_that_is_left_out_does_not_move() -> None:
-    one = compressor()
-    one.encode(constant(0.25), PLAN.slices, NOTHING)
-    one.accept()
-    one.encode(constant(0.125), PLAN.slices, frozenset({0}))
-    one.accept()
-    assert distinct(one.residuals()) == {0: [0.25], 1: [0.375], 2: [0.375]}
-
-
 def test_slices_that_are_not_sent_keep_their_residuals() -> None:
     one = compressor()
     one.encode(constant(0.25), PLAN.slices, NOTHING)

@@ -98,23 +98,12 @@ def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
     )  # to what is missing another one would be the answer
 
 
-def test_weights_that_came_before_the_step_are_not_written_before_the_round_is_over(job: Job) -> None:
-    job.ahead(2.0, 3.0)
-    assert job.outs[0].unique().tolist() == [2.0]
-
-
 def test_a_gradient_that_was_replaced_after_servers_had_applied_it_counts_as_it_is_at_last(job: Job) -> None:
     job.ahead(2.0, 3.0)
     changed = torch.full((NUMEL,), 2.0)
     changed[5] = 7.0
     assert job.play(changed, 3.0) == [5.0, 10.0, 5.0, 10.0]
     assert job.outs[1][5] == 10.0
-
-
-def test_a_step_with_another_factor_counts_with_that(job: Job) -> None:
-    job.ahead(2.0, 3.0)
-    assert job.play(2.0, 3.0, rescale=0.5) == [4.0, 4.0]
-    assert job.expected == [True, False]
 
 
 def test_after_a_round_that_came_otherwise_nothing_is_expected_of_one(job: Job) -> None:
@@ -137,12 +126,6 @@ def test_numbers_that_were_foreseen_are_not_announced_again(job: Job) -> None:
     assert job.outs[0].unique().tolist() == [5.0]
 
 
-def test_of_a_round_that_a_worker_vetoes_no_weights_are_kept_that_came_before(job: Job) -> None:
-    job.ahead(2.0, 3.0)
-    assert job.play(None, 3.0, veto=True) == [2.0, 2.0]
-    assert job.round(4.0, 1.0) == [5.0, 5.0]
-
-
 def test_of_a_round_that_fails_no_weights_are_kept_that_came_before(job: Job) -> None:
     job.ahead(2.0, 3.0)
     first = job.clients[0].rounds.start(job.given(0, 2.0))
@@ -150,14 +133,6 @@ def test_of_a_round_that_fails_no_weights_are_kept_that_came_before(job: Job) ->
     with pytest.raises(RoundAbortedError):
         job.clients[0].rounds.wait(first)
     assert job.outs[0].unique().tolist() == [2.0]
-
-
-def test_who_reads_between_backward_pass_and_step_sees_the_weights_of_before(job: Job) -> None:
-    job.ahead(2.0, 3.0)
-    held = torch.zeros(NUMEL)
-    job.clients[1].rounds.pull([job.tables[1]], [{"float32": held}])
-    assert held.unique().tolist() == [2.0]
-    assert job.play(2.0, 3.0) == [5.0, 5.0]
 
 
 def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(job: Job) -> None:

@@ -90,13 +90,6 @@ def _numbers() -> Tensor:
     return torch.arange(1, _NUMEL + 1, dtype=torch.float32)
 
 
-def test_a_worker_sees_all_that_the_servers_have(job: Job) -> None:
-    assert len(job.plan.slices) == 8
-    assert {piece.server for piece in job.plan.slices} == {0, 1}
-    assert not job.mapped.rest()["float32"]
-    assert torch.equal(job.parameter.detach().view(-1), _numbers())
-
-
 def test_a_worker_sees_what_servers_write_later(job: Job) -> None:
     job.serve(-_numbers())
     job.mapped.refresh()
@@ -116,10 +109,6 @@ def test_a_write_at_the_edge_of_a_slice_is_found(job: Job) -> None:
         job.parameter.data.view(-1)[piece.offset] += 0.5
         job.parameter.data.view(-1)[piece.offset + piece.used - 1] += 0.5
     assert job.mapped.written() == set(range(8))
-
-
-def test_nothing_is_found_where_nothing_was_written(job: Job) -> None:
-    assert not job.mapped.written()
 
 
 def test_pages_with_the_servers_bytes_again_show_the_servers_memory_again(job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -108,10 +107,3 @@ def test_pages_that_are_given_up_and_watched_again_are_found_when_they_are_writt
         assert not watched.found()
         watched.bytes[4 * PAGE] = 1
         assert watched.found() == [4]
-
-
-def test_a_file_that_is_no_page_map_is_an_error(watched: _Watched, tmp_path: Path) -> None:
-    (tmp_path / "none").write_bytes(b"")
-    with (tmp_path / "none").open("rb") as file, pytest.raises(OSError) as refused:  # noqa: PT011
-        WrittenPages(file.fileno()).among(watched.address, PAGE)
-    assert refused.value.errno == errno.ENOTTY
