@@ -121,10 +121,6 @@ def test_a_wrong_option_leaves_the_scheduler_as_it_was() -> None:
         assert scheduler.base_lr == 1.0
 
 
-def test_gluon_accepts_a_negative_learning_rate() -> None:
-    assert create("sgd", learning_rate=-0.5).learning_rate == -0.5
-
-
 def test_torchs_own_text_explains_a_refused_value() -> None:
     with pytest.raises(ConfigurationError, match=r"rate: -1.*lr, momentum"):
         create(torch.optim.SGD, lr=-1)
@@ -282,14 +278,6 @@ def test_the_example_of_the_documentation_follows_the_sign_of_the_averaged_gradi
         key.update(torch.tensor([0.1 * t, -0.2, 0.3 * (-1) ** t, 0.05]))
     # MXNet's signum ends here, up to the decay wd_lh of 0.001 that it was given.
     assert (key.weight - torch.tensor([0.949951, -1.949901, 0.5099747, 2.9498508])).abs().max() < 2e-4
-
-
-def test_the_learning_rate_follows_the_scheduler_as_updates_are_counted() -> None:
-    optimizer = create("sgd", lr_scheduler=halving())
-    trace = []
-    for optimizer.num_update in range(6):
-        trace.append(optimizer.learning_rate)
-    assert trace == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_a_scheduler_alone_keeps_its_own_base(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,15 +54,6 @@ def test_rows_end_where_mxnet_ends_by_lazy_updates_or_as_a_dense_gradient(case: 
     assert close(trajectory(create(name, **options)), expected)
 
 
-def test_a_dense_gradient_of_ftrl_changes_also_the_rows_where_it_is_zero() -> None:
-    key = Key(create("ftrl", lr=0.1), torch.tensor(START))
-    for step, rows in enumerate(TOUCHED):
-        grad = torch.zeros(3, 2)
-        grad[rows] = gradient(step)
-        key.update(grad)
-    assert close(key.weight.reshape(-1), [0.037134, -0.285389, -0.032667, 0.015833, -0.037883, 0.031424])
-
-
 def tensors(key: Key) -> dict[str, Tensor]:
     return {name: value for name, value in key.state.items() if isinstance(value, Tensor)}
 
@@ -142,12 +133,6 @@ def test_the_step_count_is_that_of_the_key_not_of_the_row() -> None:
         key.update_rows([row], torch.ones(1, 1).double())
     mean, square = 0.1 / (1 - 0.9**3), 0.001 / (1 - 0.999**3)
     assert key.weight[1].item() == pytest.approx(-0.1 * mean / square**0.5, rel=1e-9)
-
-
-def test_clipping_bounds_the_elements_of_the_rows() -> None:
-    key = Key(create("sgd", lr=1.0, clip_gradient=0.5, lazy_update=True), torch.zeros(3, 2))
-    key.update_rows([1], torch.tensor([[2.0, -0.25]]))
-    assert key.weight.tolist() == [[0.0, 0.0], [-0.5, 0.25], [0.0, 0.0]]
 
 
 @each_lazy

@@ -244,32 +244,9 @@ def test_six_updates_of_a_whole_key_equal_torchs(case: Case) -> None:
     assert same_state(key.state, oracle.state[param])
 
 
-def test_adafactor_updates_vectors_and_scalars_too() -> None:
-    for shape in ((5,), (), (2, 3, 4)):
-        key, param = Key(create("torch:adafactor", lr=0.1), numbers(*shape, seed=0)), numbers(*shape, seed=0)
-        param.grad = torch.ones(shape)
-        oracle: optim.Optimizer = optim.Adafactor([param], lr=0.1)
-        oracle.step()
-        key.update(torch.ones(shape))
-        assert torch.equal(key.weight, param)
-
-
 def test_every_class_of_torch_but_lbfgs_has_a_way_to_run() -> None:
     known = {v for v in vars(optim).values() if isinstance(v, type) and issubclass(v, optim.Optimizer)}
     assert known - {optim.Optimizer, optim.LBFGS} == {*ELEMENTWISE, *WHOLE}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_muon_moves_half_weights_through_their_float32_master(dtype: torch.dtype) -> None:
-    key = Key(create("torch:Muon", lr=0.1, multi_precision=True), numbers(4, 6, seed=0).to(dtype))
-    param = key.weight.float().requires_grad_()
-    oracle: optim.Optimizer = optim.Muon([param], lr=0.1)
-    for step in range(3):
-        param.grad = numbers(4, 6, seed=step)
-        key.update(param.grad)
-        oracle.step()
-    assert torch.equal(key.state["master"], param)
-    assert torch.equal(key.weight, param.to(dtype))
 
 
 def test_muon_names_the_key_that_is_no_matrix() -> None:
@@ -277,13 +254,6 @@ def test_muon_names_the_key_that_is_no_matrix() -> None:
     with pytest.raises(ConfigurationError, match=r"'bias'.*shape \(3,\)"):
         optimizer.check_key("bias", (3,), optimizer.hyper)
     optimizer.check_key("weight", (3, 3), optimizer.hyper)
-
-
-def test_a_whole_key_class_travels_as_a_description() -> None:
-    optimizer = create("torch:Adafactor", lr=0.5, eps=(None, 0.1))
-    rebuilt = create_from_spec(optimizer.spec())
-    assert rebuilt.hyper == optimizer.hyper
-    assert not rebuilt.elementwise
 
 
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=named)

@@ -138,33 +138,6 @@ def test_one_kernel_call_updates_all_keys_that_are_alike() -> None:
     assert sizes == [rounded_up(n) for n in (160, 32, 80, 32, 48, 16, 64)]
 
 
-def test_absent_keys_keep_weight_state_and_step() -> None:
-    piece, optimizer = small_slice(), make("sgd")
-    weight, state = filled(piece, 0), empty(piece)
-    hypers = [optimizer.hyper] * len(SHAPES)
-    update_slice(optimizer, piece, weight, filled(piece, 1), state, hypers)
-    before, kept = weight.clone(), state_of(state, 2)
-    present = [True, True, False, True, True]
-    update_slice(optimizer, piece, weight, filled(piece, 2), state, hypers, present)
-    part = slice(piece.segments[2].start, piece.segments[3].start)
-    assert torch.equal(weight[part], before[part])
-    assert kept.keys() == {"step", "momentum_buffer"}
-    assert torch.equal(state_of(state, 2)["momentum_buffer"], kept["momentum_buffer"])  # type: ignore[arg-type]
-    assert state.steps.tolist() == [2, 2, 1, 2, 2]
-
-
-def test_a_late_key_gets_the_bias_correction_of_its_first_step() -> None:
-    # Adam's first step moves every element by lr, whatever its gradient; counted as the third it would not.
-    piece, optimizer = small_slice("float64"), create("adam", lr=0.25, eps=0.0)
-    weight, state = torch.zeros(piece.length, dtype=torch.float64), empty(piece)
-    hypers = [optimizer.hyper] * len(SHAPES)
-    for step in range(3):
-        late = [True, True, True, True, step == 2]
-        update_slice(optimizer, piece, weight, filled(piece, step, torch.float64), state, hypers, late)
-    last = piece.segments[4]
-    assert (weight[last.start :].abs() - 0.25).abs().max() < 1e-12
-
-
 HALVES = [torch.float16, torch.bfloat16]
 
 
@@ -203,20 +176,6 @@ def test_half_weights_without_a_master_are_mentioned_once_in_the_log(
         for _ in range(3):
             update_slice(optimizer, piece, weight, filled(piece, 1), state, [optimizer.hyper] * len(SHAPES))
         assert caplog.text.count("sgd updates bfloat16 weights without multi_precision") == mentions
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
-def test_a_master_collects_updates_that_are_too_small_to_see_one_by_one(dtype: torch.dtype) -> None:
-    moved = []
-    for master in (True, False):
-        piece, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=master)
-        weight, state = torch.ones(piece.length, dtype=dtype), empty(piece)
-        for _ in range(64):
-            update_slice(
-                optimizer, piece, weight, torch.full((piece.length,), 2.0**-13), state, [optimizer.hyper] * 5
-            )
-        moved.append(weight[0].item())
-    assert moved == [1 - 2.0**-7, 1.0]
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
