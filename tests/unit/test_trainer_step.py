@@ -28,15 +28,6 @@ def test_rescale_grad_set_later_holds_from_the_next_step_on(uok: bool | None) ->
     assert p.item() == -0.75
 
 
-@pytest.mark.parametrize("uok", STORES)
-def test_step_without_batch_size_takes_the_mean_over_workers(uok: bool | None) -> None:
-    p = zeros()
-    trainer = trainer_of([p], uok)
-    backward(p, 3)
-    assert trainer.step().updated
-    assert p.tolist() == [-3, -3]
-
-
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("uok", STORES)
 def test_closure_runs_with_gradients_enabled_and_its_result_comes_back(

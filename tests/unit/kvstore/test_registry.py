@@ -37,11 +37,6 @@ def test_unknown_store_lists_those_that_there_are() -> None:
         kvstore.create(None)  # type: ignore[arg-type]
 
 
-def test_option_that_a_store_does_not_take_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"'local' does not take these options.*num_workers"):
-        kvstore.create("local", num_workers=2)
-
-
 def test_type_error_inside_a_store_is_not_taken_for_a_wrong_option() -> None:
     name = f"broken-{uuid.uuid4()}"
 

@@ -73,11 +73,6 @@ def test_two_replicas_of_0_3_fire_in_every_second_step_but_one(name: str, verb: 
     assert seen == [0, -1, -1, -2]
 
 
-def test_each_replica_has_a_residual_of_its_own() -> None:
-    store = device()
-    assert [pushed(store, 0.4, 0.2), pushed(store, 0.1, 0.2), pushed(store, 0.0, 0.1)] == [0.0, 0.5, 0.5]
-
-
 def test_a_replica_that_is_missing_for_once_keeps_its_residual() -> None:
     store = device()
     assert [pushed(store, 0.0, 0.3), pushed(store, 0.0), pushed(store, 0.0, 0.3)] == [0.0, 0.0, 0.5]

@@ -264,15 +264,6 @@ def test_custom_function_that_returns_no_gradient_does_not_freshen() -> None:
     assert not is_fresh(tracker)
 
 
-def test_write_overwrites_at_every_backward() -> None:
-    p = ones(grad_req="write")
-    watch_kept = watch(p)
-    backward(p, 3)
-    (p * 2 + p * 3).sum().backward()
-    assert slopes(p) == [5, 5]
-    assert is_fresh(watch_kept)
-
-
 def test_grad_req_is_read_when_it_matters() -> None:
     p = ones()
     tracker = watch(p)
@@ -296,19 +287,6 @@ def test_unknown_grad_req_is_refused_by_name() -> None:
         ConfigurationError, match="'p1' has grad_req='wirte'; set it to one of 'write', 'add'"
     ):
         tracker.participating()
-
-
-def test_parameter_unfrozen_later_is_seen_after_attach_and_hooked_once() -> None:
-    p = ones().requires_grad_(False)
-    tracker = watch(p)
-    p.requires_grad_(True)
-    tracker.attach()
-    tracker.attach()
-    backward(p)
-    tracker.consume([True])
-    backward(p, 2)
-    assert slopes(p) == [2, 2]
-    assert len(tracker._handles) == 1
 
 
 def test_a_lazy_parameter_is_hooked_once_though_two_threads_end_a_forward_pass_when_it_has_its_shape(

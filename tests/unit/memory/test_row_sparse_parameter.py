@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from kvtrainer.errors import (
     ConfigurationError,
     StaleGradientError,
 )
-from tests.support.lazy_runs import GOLDEN, ORACLES, START, TOUCHED, gradient
+from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.limits import SOON
 from tests.support.processes import together
 from tests.support.row_tables import SGD, Model, alone, column
@@ -61,14 +60,6 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
     assert table.grad._values().item() == 2056
 
 
-def test_a_step_moves_the_rows_in_the_store() -> None:
-    table, trainer = alone()
-    for _ in range(2):
-        (table.row_sparse_data([1, 1, 3]) * 2).sum().backward()
-        trainer.step(4)
-    assert column(table) == [1, -1, 1, 0]
-
-
 @pytest.mark.parametrize("case", GOLDEN)
 def test_the_table_follows_mxnets_trajectory(case: str) -> None:
     name, options, expected = GOLDEN[case]
@@ -79,24 +70,6 @@ def test_the_table_follows_mxnets_trajectory(case: str) -> None:
         trainer.step(1)
     found = table.row_sparse_data([0, 1, 2]).flatten().tolist()
     assert found == pytest.approx(expected, abs=2e-6)
-
-
-@pytest.mark.parametrize("kvstore", ["local", "device"])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_table_of_several_slices_follows_a_float64_loop(lazy: bool, kvstore: str) -> None:
-    gen = torch.Generator().manual_seed(0)
-    start = torch.rand(SHAPE, generator=gen)
-    batches = [torch.randint(SHAPE[0], (40, 2), generator=gen) // 100 * 100 for _ in range(4)]
-    table = RowSparseParameter(SHAPE, start)
-    options = {"learning_rate": 0.05, "momentum": 0.9, "wd": 0.1, "lazy_update": lazy}
-    trainer = Trainer([table], "sgd", options, kvstore=kvstore)
-    for ids in batches:
-        table.row_sparse_data(ids).square().sum().backward()
-        trainer.step(1)
-    expected = ORACLES[lazy](start, batches, 0.05, 0.9, 0.1)
-    torch.testing.assert_close(
-        table.row_sparse_data(torch.arange(SHAPE[0])).double(), expected, rtol=1e-5, atol=1e-6
-    )
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "adamw", "nadam", "torch:AdamW"])
@@ -225,21 +198,3 @@ def test_a_dense_gradient_that_was_assigned_has_all_rows() -> None:
     table.grad = torch.full((4, 1), 0.5)
     trainer.step(1)
     assert column(table) == [0.5] * 4
-
-
-def test_saved_states_go_on_with_momentum(tmp_path: Path) -> None:
-    def steps(trainer: Trainer, table: RowSparseParameter, count: int) -> None:
-        for _ in range(count):
-            table.row_sparse_data([1, 2]).sum().backward()
-            trainer.step(1)
-
-    table, trainer = alone(momentum=0.5)
-    steps(trainer, table, 4)
-    first, saving = alone(momentum=0.5)
-    steps(saving, first, 2)
-    saving.save_states(tmp_path / "states")
-    second, loading = alone(momentum=0.5)
-    loading.load_states(tmp_path / "states")
-    loading.set_data({"table": first.detach()})
-    steps(loading, second, 2)
-    assert column(second) == column(table)

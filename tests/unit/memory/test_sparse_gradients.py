@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Embedding, Parameter
 
 import kvtrainer
-from kvtrainer import Trainer, amp, kvstore
+from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
 from tests.support.pairwise import pairwise
 
@@ -88,69 +88,6 @@ def test_sparse_adam_trains_as_torch_does(store: dict[str, Any]) -> None:
     torch.testing.assert_close(ours.small.weight, plain.small.weight)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_lazy_update_leaves_weight_decay_and_momentum_of_absent_rows_alone(store: dict[str, Any]) -> None:
-    table = Embedding(4, 2, sparse=True)
-    torch.nn.init.ones_(table.weight)
-    options = {"learning_rate": 0.5, "wd": 0.5, "momentum": 0.5, "lazy_update": True}
-    trainer = Trainer(table, "sgd", options, **store)
-    for rows in ([1], [2, 2]):
-        table(torch.tensor(rows)).sum().backward()
-        trainer.step(1)
-    # Row 1: 1 - .5 (1 + .5). Row 2: its gradient is 2.
-    assert table.weight.tolist() == [[1, 1], [0.25, 0.25], [-0.25, -0.25], [1, 1]]
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_without_lazy_update_all_rows_decay(store: dict[str, Any]) -> None:
-    table = Embedding(3, 1, sparse=True)
-    torch.nn.init.ones_(table.weight)
-    trainer = Trainer(table, "sgd", {"learning_rate": 0.5, "wd": 0.5}, **store)
-    table(torch.tensor([1])).sum().backward()
-    trainer.step(1)
-    assert table.weight.flatten().tolist() == [0.75, 0.25, 0.75]
-
-
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_rows_of_every_dtype_move(dtype: torch.dtype, store: dict[str, Any]) -> None:
-    table = Embedding(3, 2, sparse=True, dtype=dtype)
-    torch.nn.init.ones_(table.weight)
-    options = {"learning_rate": 1.0, "lazy_update": True, "multi_precision": True}
-    trainer = Trainer(table, "sgd", options, **store)
-    for _ in range(8):
-        table(torch.tensor([2, 0, 2])).sum().backward()
-        trainer.step(1024)
-    assert table.weight.tolist() == [[1 - 8 / 1024] * 2, [1, 1], [1 - 16 / 1024] * 2]
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_a_parameter_may_have_dense_and_sparse_gradients_in_turn(store: dict[str, Any]) -> None:
-    table = Embedding(3, 1, sparse=True)
-    torch.nn.init.zeros_(table.weight)
-    trainer = Trainer(table, "sgd", {"learning_rate": 1.0, "momentum": 0.5, "lazy_update": True}, **store)
-    table(torch.tensor([0])).sum().backward()
-    trainer.step(1)
-    table.weight.grad = torch.ones(3, 1)
-    trainer.step(1)
-    table.weight.grad = None
-    table(torch.tensor([1])).sum().backward()
-    trainer.step(1)
-    assert table.weight.flatten().tolist() == [-2.5, -2.5, -1.0]
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_an_overflow_in_one_row_skips_the_step(store: dict[str, Any]) -> None:
-    table = Embedding(3, 1, sparse=True)
-    torch.nn.init.zeros_(table.weight)
-    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **store)
-    amp.init_trainer(trainer)
-    (table(torch.tensor([1])).sum() * float("inf")).backward()
-    trainer.step(1)
-    assert table.weight.flatten().tolist() == [0, 0, 0]
-    assert trainer.amp_loss_scale == 2.0**15
-
-
 def test_allreduce_leaves_sparse_gradients_sparse() -> None:
     table = Embedding(3, 1, sparse=True)
     torch.nn.init.zeros_(table.weight)
@@ -162,28 +99,6 @@ def test_allreduce_leaves_sparse_gradients_sparse() -> None:
     assert table.weight.grad.is_sparse
     trainer.update(2)
     assert table.weight.flatten().tolist() == [0, -1, 0]
-
-
-def test_lazy_state_goes_on_after_it_was_saved_and_loaded(tmp_path: Any) -> None:
-    options = {"learning_rate": 0.1, "lazy_update": True}
-
-    def stepped(trainer: Trainer, table: Embedding, rows: list[int]) -> None:
-        table(torch.tensor(rows)).square().sum().backward()
-        trainer.step(1)
-
-    torch.manual_seed(1)
-    table = Embedding(6, 3, sparse=True)
-    other = Embedding(6, 3, sparse=True)
-    trainer = Trainer(table, "adam", options, kvstore=None)
-    stepped(trainer, table, [0, 3])
-    stepped(trainer, table, [3])
-    trainer.save_states(tmp_path / "states")
-    other.load_state_dict(table.state_dict())
-    resumed = Trainer(other, "adam", options, "local", update_on_kvstore=True)
-    resumed.load_states(tmp_path / "states")
-    for one, its in ((trainer, table), (resumed, other)):
-        stepped(one, its, [0, 5])
-    assert torch.equal(table.weight, other.weight)
 
 
 def test_sparse_in_two_dimensions_is_refused_by_name() -> None:
@@ -217,18 +132,6 @@ def test_rows_are_divided_by_the_batch_size_and_multiplied_by_rescale_grad(
     table(torch.tensor([1])).sum().backward()
     trainer.step(4)
     assert table.weight.flatten().tolist() == [0.0, -0.5, 0.0]
-
-
-@pytest.mark.parametrize("store", places())
-def test_the_loss_scale_is_taken_out_of_rows(store: dict[str, Any]) -> None:
-    table = Embedding(3, 1, sparse=True)
-    torch.nn.init.zeros_(table.weight)
-    trainer = Trainer(table, "sgd", {"learning_rate": 1.0}, **store)
-    amp.init_trainer(trainer)
-    with amp.scale_loss(table(torch.tensor([2])).sum(), trainer) as scaled:
-        scaled.backward()
-    trainer.step(1)
-    assert table.weight.flatten().tolist() == [0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("store", STORES)

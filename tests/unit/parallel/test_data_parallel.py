@@ -330,14 +330,6 @@ def test_batch_is_split_along_the_axis_that_is_asked_for() -> None:
         scatter({"x": torch.zeros(3)}, [CPU] * 2, axis=1)
 
 
-def test_gradients_flow_back_through_the_parts() -> None:
-    x = torch.ones(5, requires_grad=True)
-    first, second = scatter(x, [CPU] * 2)
-    (first.sum() + 3 * second.sum()).backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [1, 1, 1, 3, 3]
-
-
 def test_batch_without_tensors_goes_to_every_device_whole() -> None:
     parts = scatter(["a", "b"], [CPU] * 2)
     assert list(parts) == [["a", "b"]] * 2

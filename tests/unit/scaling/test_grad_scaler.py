@@ -12,7 +12,6 @@ from kvtrainer import Trainer, amp
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
 from kvtrainer.scaling import plain_scaling
-from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES, trainer_of, zeros
 
 
@@ -29,13 +28,6 @@ def train(step_with: Any, optimizer: Any, p: Any, slopes: list[float]) -> list[t
         step_with.update()
         seen.append((p[0].item(), step_with.get_scale()))
     return seen
-
-
-@pytest.mark.parametrize("uok", STORES)
-def test_step_that_overflows_is_skipped_and_the_scale_follows(uok: bool | None) -> None:
-    p = zeros()
-    seen = train(scaler(), trainer_of([p], uok), p, [1, 1, math.inf, 1, 1, 1])
-    assert seen == [(-1, 8), (-2, 8), (-2, 4), (-3, 4), (-4, 4), (-5, 8)]
 
 
 @pytest.mark.parametrize("uok", STORES)
@@ -88,19 +80,6 @@ def test_with_one_of_torchs_optimizers_it_is_torchs() -> None:
             seen += train(one, optimizer, p, [slope])
         ends.append((seen, one.state_dict()))
     assert ends[0] == ends[1]
-
-
-def test_step_reports_what_became_of_it() -> None:
-    p = zeros()
-    trainer, one = trainer_of([p], clip_grad={"max_norm": 1.0}), scaler()
-    one.scale((p * 3).sum()).backward()
-    result = one.step(trainer, 2)
-    assert isinstance(result, StepResult)
-    assert result.grad_norm == pytest.approx(math.sqrt(4.5))
-    assert not result.skipped
-    one.update()
-    one.scale((p * math.inf).sum()).backward()
-    assert one.step(trainer).skipped
 
 
 def test_gradients_can_be_looked_at_unscaled_before_the_step() -> None:
@@ -158,11 +137,6 @@ def test_step_that_raises_because_of_an_overflow_counts_as_skipped() -> None:
         one.step(trainer)
     one.update()
     assert (p.tolist(), one.get_scale()) == ([0, 0], 4.0)
-
-
-def test_float64_parameters_and_scales_go_together() -> None:
-    p = zeros(dtype=torch.float64)
-    assert train(scaler(), trainer_of([p]), p, [1, math.inf]) == [(-1, 8), (-1, 4)]
 
 
 def test_two_trainers_share_a_scale() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.schedules import ParamSchedule, detectron_schedule
-from kvtrainer.schedules.formulas import make_policy, warmup_factor
+from kvtrainer.schedules.formulas import make_policy
 
 CYCLE = (
     0.001, 0.00231801948, 0.0055, 0.00868198052, 0.01, 0.00933013372, 0.007500025, 0.00500005, 0.002500075,
@@ -42,15 +42,6 @@ MMCV: list[tuple[str, str, dict[str, Any], float, Sequence[float]]] = [
     ("OneCycle", "lr", {"max_lr": 0.1}, 0.7, ONE_CYCLE),
     ("OneCycle", "momentum", {}, 0.7, ONE_CYCLE_MOMENTUM),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("policy", "name", "options", "base", "expected"), MMCV)
-def test_policies_have_the_values_of_mmcv(
-    policy: str, name: str, options: dict[str, Any], base: float, expected: Sequence[float]
-) -> None:
-    span = len(expected)
-    value = make_policy(policy, options, name, span)
-    assert [value(base, at, span) for at in range(span)] == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 def test_cycles_come_down_from_a_peak_that_gamma_brings_nearer_to_the_base() -> None:
@@ -97,19 +88,6 @@ def test_policies_that_lead_to_an_end_stay_there(policy: str) -> None:
 )  # fmt: skip
 def test_names_are_found_in_any_case(name: str, middle: float) -> None:
     assert make_policy(name, {"min_lr": 0}, "lr", 2)(1.0, 1, 2) == pytest.approx(middle)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("constant", (0.1,) * 4),
-        ("linear", (0.1, 0.325, 0.55, 0.775)),
-        ("exp", (0.1, 0.1**0.75, 0.1**0.5, 0.1**0.25)),
-    ],
-)
-def test_warm_up_ends_at_the_full_rate(kind: str, expected: Sequence[float]) -> None:
-    assert [warmup_factor(kind, at, 4, 0.1) for at in range(4)] == pytest.approx(expected)
-    assert warmup_factor(kind, 4, 4, 0.1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -132,20 +132,6 @@ def test_warm_up_that_overlaps_a_restart_or_a_cycle_multiplies_in_either_order(w
     assert both == pytest.approx([f * v for f, v in zip(factors, scheduled([cycle], 8), strict=True)])
 
 
-def test_schedules_that_overlap_multiply() -> None:
-    ours = [
-        {"type": "LinearLR", "start_factor": 0.1, "end": 6, "by_epoch": False},
-        {"type": "MultiStepLR", "milestones": [3, 8], "end": 12, "by_epoch": False},
-        {"type": "ExponentialLR", "gamma": 0.9, "end": 12, "by_epoch": False},
-    ]
-    theirs = [
-        lambda o: lr_scheduler.LinearLR(o, 0.1, 1.0, 5),
-        lambda o: lr_scheduler.MultiStepLR(o, [3, 8]),
-        lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    ]
-    assert scheduled(ours, 12) == pytest.approx(torchs(theirs, 12), rel=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["Step", "Exponential", "CosineAnnealing", "Linear", "Constant", "Poly"])
 def test_momentum_follows_the_same_types(kind: str) -> None:
     options = {"Step": {"step_size": 2}, "Exponential": {"gamma": 0.5}}.get(kind, {})

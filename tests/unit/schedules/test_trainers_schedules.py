@@ -37,51 +37,6 @@ def trainer_with(
 
 
 @IN_STORE
-def test_schedules_by_step_advance_with_the_updates(in_store: bool) -> None:
-    schedules = [
-        {"policy": "exp", "gamma": 0.5, "by_epoch": False},
-        {"type": "StepMomentum", "step_size": 1, "end": 9},
-    ]
-    parameters, trainer = trainer_with(schedules, in_store)
-    rate, momentum, moved, weight = 1.0, 0.5, 0.0, 0.0
-    for _ in range(3):
-        step(trainer)
-        moved = momentum * moved - rate
-        weight += moved
-        rate /= 2
-        assert values(parameters) == pytest.approx([weight])
-    assert trainer.get_lr()["lr"] == [0.125]
-    trainer.end_epoch()
-    assert trainer.get_momentum()["momentum"] == pytest.approx([0.05])
-
-
-def test_schedules_by_epoch_advance_with_the_epochs() -> None:
-    schedules = [
-        {"scheduler": partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), "by": "epoch"},
-        ParamSchedule.unbound("momentum", "step", step=1, by="epoch"),
-    ]
-    _, trainer = trainer_with(schedules)
-    for _ in range(2):
-        step(trainer)
-        step(trainer)
-        trainer.end_epoch()
-    assert trainer.get_lr()["lr"] == [0.25]
-    assert trainer.get_momentum()["momentum"] == [0.125]
-
-
-def test_warm_up_by_step_in_a_schedule_by_epoch() -> None:
-    cfg = {"policy": "step", "step": [1], "warmup": "linear", "warmup_iters": 2, "warmup_ratio": 0.5}
-    _, trainer = trainer_with([cfg])
-    seen = []
-    for _ in range(2):
-        for _ in range(3):
-            seen += trainer.get_lr()["lr"]
-            step(trainer)
-        trainer.end_epoch()
-    assert seen == pytest.approx([0.5, 0.75, 1.0, 0.1, 0.1, 0.1])
-
-
-@IN_STORE
 def test_step_without_any_gradient_updates_nothing_and_advances_no_schedule(in_store: bool) -> None:
     _, trainer = trainer_with([{"policy": "exp", "gamma": 0.5, "by_epoch": False}], in_store)
     result = trainer.step(ignore_stale_grad=True)
@@ -91,16 +46,6 @@ def test_step_without_any_gradient_updates_nothing_and_advances_no_schedule(in_s
     assert trainer.last is not None
     assert trainer.last.updated
     assert trainer.learning_rate == 0.5
-
-
-def test_skipped_step_advances_no_schedule() -> None:
-    parameters = zeros(1)
-    schedule = {"policy": "exp", "gamma": 0.5, "by_epoch": False}
-    trainer = Trainer(parameters, "sgd", RATES, kvstore=None, schedules=[schedule], on_nonfinite="skip")
-    step(trainer, slope=float("nan"))
-    assert trainer.get_lr()["lr"] == [1.0]
-    step(trainer)
-    assert trainer.get_lr()["lr"] == [0.5]
 
 
 @IN_STORE
@@ -118,16 +63,6 @@ def test_saved_states_resume_schedules_and_a_new_course_holds(
     assert second.get_lr()["lr"] == pytest.approx([gamma**3])
     step(second)
     assert second.get_lr()["lr"] == pytest.approx([gamma**4])
-
-
-def test_schedules_that_are_added_build_on_those_that_are_there() -> None:
-    _, trainer = trainer_with([{"policy": "exp", "gamma": 0.5, "by_epoch": False}])
-    trainer.configure(
-        schedules=[{"policy": "fixed", "warmup": "constant", "warmup_iters": 9, "by_epoch": False}]
-    )
-    assert trainer.get_lr()["lr"] == pytest.approx([0.1])
-    step(trainer)
-    assert trainer.get_lr()["lr"] == pytest.approx([0.05])
 
 
 def test_groups_with_remembered_values_are_taken_again() -> None:
@@ -320,16 +255,6 @@ def test_plain_function_schedules_wherever_the_optimizer_runs_and_is_not_sent(uo
     assert moves(trainer, p, 3) == pytest.approx([0.5, 0.25, 0.125], rel=1e-5)
 
 
-def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() -> None:
-    [p] = zeros(1)
-    trainer = scheduled([p], lr_scheduler=FactorScheduler(2, 0.5, base_lr=1))
-    with pytest.raises(SchedulerInUseError, match="takes its learning rate from FactorScheduler") as caught:
-        trainer.set_learning_rate(0.1)
-    assert isinstance(caught.value, UserWarning)
-    trainer.optimizer.lr_scheduler.base_lr = 0.25  # type: ignore[union-attr]
-    assert moves(trainer, p, 1) == [0.25]
-
-
 def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
     [p] = zeros(1)
     trainer = scheduled([p], lr_scheduler=lambda n: 0.5)
@@ -436,20 +361,3 @@ def test_rate_and_count_follow_the_greatest_count_of_any_key(seed: int) -> None:
             schedule = UpdateCounter(optimizer)
             schedule.restore(updates, KEYS)
             assert optimizer.num_update == expected.num_update
-
-
-def test_coming_update_of_several_workers_counts_as_one_of_the_leading_key() -> None:
-    optimizer = create("sgd", lr_scheduler=lambda n: float(n))
-    schedule, group = UpdateCounter(optimizer), {"lr": 0.0}
-    for keys, several, alone in (([True, True], 1, 1), ([True, False], 2, 2), ([False, True], 3, 2)):
-        schedule.apply([group], None)
-        assert group["lr"] == several
-        schedule.apply([group], keys)
-        assert group["lr"] == alone
-        schedule.count(keys)
-
-
-def test_without_a_scheduler_updates_are_counted_all_the_same() -> None:
-    optimizer = create("sgd", learning_rate=0.5)
-    UpdateCounter(optimizer).count([True])
-    assert optimizer.num_update == 1

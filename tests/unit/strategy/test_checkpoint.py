@@ -95,17 +95,6 @@ def test_what_an_optimizer_keeps_beside_parameters_goes_on(make: Make, tmp_path:
     assert same(*found)
 
 
-def test_a_running_trainer_can_go_back_to_a_checkpoint(make: Make, tmp_path: Path) -> None:
-    strategy, model, trainer = prepared(make, kvstore=create("local"))
-    steps(model, trainer, 4)
-    strategy.save_checkpoint(str(tmp_path / "a.pt"))
-    steps(model, trainer, 4)
-    expected = weights(model)
-    strategy.resume(str(tmp_path / "a.pt"))
-    steps(model, trainer, 4)
-    assert same(weights(model), expected)
-
-
 def test_file_holds_plain_values_and_says_what_they_are(make: Make, tmp_path: Path) -> None:
     strategy, model, trainer = prepared(make, experiment_name="try")
     steps(model, trainer, 2)

@@ -65,18 +65,6 @@ def test_names_are_revised_as_asked() -> None:
         load_weights(net, saved, revise_keys=[("(", "")])
 
 
-def test_what_does_not_fit_is_reported_and_the_rest_is_loaded() -> None:
-    net = Net()
-    head = net.head.weight.detach().clone()
-    saved = {"body.weight": torch.ones(3, 2), "head.weight": torch.ones(5, 3), "neck.weight": torch.ones(1)}
-    report = load_weights(net, saved)
-    assert report.missing == ["seen", "body.bias", "head.bias"]
-    assert report.unexpected == ["neck.weight"]
-    assert report.mismatched == ["head.weight ([5, 3] in the checkpoint, [1, 3] in the model)"]
-    assert torch.equal(net.head.weight, head)
-    assert (net.body.weight == 1).all()
-
-
 def test_strategy_logs_what_does_not_fit(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     strategy = make()
     strategy.prepare(Net())
@@ -120,13 +108,6 @@ def test_states_of_other_schedules_or_trainers_are_refused(make: Make) -> None:
 
 def build(make: Make, cfg: Any, model: nn.Module | None = None) -> Any:
     return make().build_optim_wrapper(cfg, model)
-
-
-def test_one_that_is_built_is_returned(make: Make) -> None:
-    trainer = Trainer(Net(), "sgd")
-    assert build(make, trainer) is trainer
-    several = TrainerDict(a=trainer)
-    assert build(make, several) is several
 
 
 def test_torch_optimizer_is_taken_as_it_is_or_in_a_dict(make: Make) -> None:
@@ -222,13 +203,6 @@ def test_replicas_count_and_accumulated_passes_only_on_request(make: Make) -> No
     twice = {**SGD, "accumulative_counts": 2}
     assert rates(make, ON, twice) == [0.025]
     assert rates(make, {**ON, "count_accumulation": True}, twice) == [0.05]
-
-
-def test_formula_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    trainer = Trainer(Net(), "torch:SGD", {"lr": 0.1}, accumulate=3)
-    scale_learning_rates({**ON, "count_accumulation": True}, {"d": trainer}, 4, 2, LOG)
-    assert "learning rate of d · 1.5: batch size 2 workers · 4 · 3 accumulated = 24, base 16" in caplog.text
 
 
 @pytest.mark.parametrize(

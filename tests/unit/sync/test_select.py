@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.sync.select import LARGE, select_store
 
 
@@ -83,17 +83,6 @@ def test_update_in_a_store_that_cannot_is_a_value_error(given: str, message: str
     with pytest.raises(ConfigurationError, match=message) as caught:
         select_store(GIVEN[given](), True)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("given", "asked", "updates"), [("0", None, False), ("1", None, True), ("0", True, True)]
-)
-def test_environment_decides_only_where_the_argument_does_not(
-    given: str, asked: bool | None, updates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", given)
-    for name in ("local object", "dist_sync"):
-        assert select_store(GIVEN[name](), asked).updates_weights is updates
 
 
 @pytest.mark.parametrize("type", ["dist_async", "dist_ssp", "dist_device_async"])
@@ -174,16 +163,6 @@ def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.Monk
         select_store("dist_sync")
 
 
-@pytest.mark.parametrize(
-    ("type", "largest", "updates"),
-    [("local", LARGE, True), ("local", LARGE + 1, False), ("device", LARGE + 1, True)],
-)
-def test_local_leaves_a_large_parameter_to_the_trainer(type: str, largest: int, updates: bool) -> None:
-    store = kvstore.create(type)
-    assert select_store(store, largest=largest).updates_weights is updates
-    assert select_store(store, True, largest=largest).updates_weights is True
-
-
 def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
     parameters = [
         Parameter(torch.empty(3)),
@@ -217,23 +196,6 @@ def test_aggregate_num_of_the_optimizer_reaches_the_choice() -> None:
         Trainer(p, "sgd", {"aggregate_num": 2}, kvstore="local", update_on_kvstore=True)
     for name in ("adamw", "lamb"):
         Trainer(p, name, kvstore=kvstore.create("local"), update_on_kvstore=True)
-
-
-@pytest.mark.parametrize(
-    ("given", "asked"),
-    [(3, None), (["local"], None), (kvstore.LocalKVStore, None), ("local", 1), ("local", "yes")],
-)
-def test_arguments_of_a_wrong_type_are_type_errors(given: Any, asked: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="must be") as caught:
-        select_store(given, asked)
-    assert isinstance(caught.value, TypeError)
-
-
-def test_unknown_store_is_not_taken_for_a_local_one() -> None:
-    """MXNet's create('bogus') silently makes a store on the CPU."""
-    for asked in (None, True, False):
-        with pytest.raises(UnknownNameError, match=r"'bogus'.*dist_sync"):
-            select_store("bogus", asked)
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "choice-plugin", "device"])

@@ -94,19 +94,6 @@ def test_store_given_by_its_name_is_really_used_with_a_single_process() -> None:
     assert p.item() == -2
 
 
-def test_weights_of_rank_0_replace_those_of_the_others_before_the_first_step() -> None:
-    [p] = zeros(1)
-    store = Recorder()
-    store.weights[0] = torch.tensor([5.0])
-    trainer = Trainer([p], "sgd", {"lr": 1.0}, kvstore=store)
-    saved = (p * p).sum()
-    backward(p)
-    trainer.step(1)
-    assert p.item() == 3
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.backward()
-
-
 @pytest.mark.parametrize(("num_workers", "expected"), [(1, [-2.5, -1.0]), (2, [-5.0, -3.0])])
 def test_third_party_store_of_one_worker_leaves_stale_parameters_out(
     num_workers: int, expected: list[float]

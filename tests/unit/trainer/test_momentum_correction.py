@@ -70,12 +70,6 @@ def trained(
     return run(trainer_of([parameter], "sgd", options, in_store), parameter, rates, gradients)
 
 
-def torchs(rates: Sequence[float], kind: str = "weight", dtype: torch.dtype = torch.float32) -> list[float]:
-    (factor, decay), parameter = KINDS[kind], one(dtype=dtype)
-    reference = torch.optim.SGD([parameter], lr=0.0, momentum=0.9, weight_decay=decay)
-    return run(reference, parameter, [rate * factor for rate in rates])
-
-
 def is_close(a: Sequence[float], b: Sequence[float], bound: float = 1e-6) -> bool:
     return all(abs(x - y) <= bound + bound * abs(y) for x, y in zip(a, b, strict=True))
 
@@ -86,12 +80,6 @@ def test_steps_with_correction_are_those_of_detectron(
     kind: str, rates: tuple[float, ...], in_store: bool
 ) -> None:
     assert is_close(trained(rates, True, kind, in_store), DETECTRON[kind, rates])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-9)])
-def test_corrected_momentum_is_the_momentum_of_torch(kind: str, dtype: torch.dtype, bound: float) -> None:
-    assert is_close(trained(JUMP, True, kind, dtype=dtype), torchs(JUMP, kind, dtype), bound)
 
 
 @pytest.mark.parametrize("off", [None, False])

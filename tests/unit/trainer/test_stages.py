@@ -54,19 +54,6 @@ def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: b
 
 
 @pytest.mark.parametrize("in_store", STORES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_on_nonfinite_skips_or_raises_before_anything_has_changed(in_store: bool | None, bad: float) -> None:
-    p = parameter([1.0, 2.0])
-    assert push(trainer_of(p, in_store, on_nonfinite="skip"), p, [bad, 0.0]).skipped
-    q = parameter([1.0, 2.0])
-    trainer = trainer_of(q, in_store, on_nonfinite="raise")
-    with pytest.raises(NonFiniteGradientError, match=r"Loss is (NaN|infinite): .*nothing was updated"):
-        push(trainer, q, [bad, 0.0])
-    assert p.tolist() == q.tolist() == [1.0, 2.0]
-    assert push(trainer, q, [1.0, 0.0]).updated
-
-
-@pytest.mark.parametrize("in_store", STORES)
 def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
     p = parameter([0.0, 1.0])
     trainer = trainer_of(p, in_store, on_nonfinite="raise")
@@ -169,18 +156,6 @@ def test_norm_that_is_no_number_skips_the_step_unless_it_is_to_be_ignored() -> N
 
 def test_finite_gradient_whose_norm_overflows_becomes_zero_as_with_torch() -> None:
     assert limits({"max_norm": 1}).decide(Measured(math.inf, True)) == Decision(coef=0.0)
-
-
-def test_nothing_is_measured_without_a_limit() -> None:
-    assert limits().guard is None
-    assert limits(None, "ignore").guard is None
-    assert limits(None, "skip").guard is not None
-    assert limits().with_scaler.guard is not None
-
-
-def test_loss_scaler_makes_overflow_skip_the_step() -> None:
-    assert limits().with_scaler.decide(BROKEN) == Decision(skip=True)
-    assert limits().with_scaler.decide(FINITE) == Decision()
 
 
 def test_error_if_nonfinite_means_raise() -> None:

@@ -241,12 +241,6 @@ def test_values_are_kept_until_they_are_cleared() -> None:
     assert buffer.output == {}
 
 
-def test_window_bounds_what_is_kept() -> None:
-    buffer = filled(2)
-    buffer.average()
-    assert buffer.output["loss"] == (9 + 40) / 7
-
-
 def test_median_is_that_of_the_latest_values_without_weights() -> None:
     buffer = filled()
     buffer.median()
