@@ -28,7 +28,6 @@ from tests.support.processes import (
     Process,
     Processes,
     assert_serve,
-    eventually,
     impatient,
     raised,
     round_of,
@@ -84,15 +83,6 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(
     assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
     assert other.outcome().tolist() == [2.0] * 3
     assert _applied(pair[0]) == [1]
-
-
-def test_a_round_completes_whether_workers_push_or_pushpull(pair: Pair) -> None:
-    pushing = Call(lambda: pair[0].push("w", torch.ones(3)))
-    assert round_of(pair[1], "w", torch.full((3,), 2.0)).tolist() == [3.0] * 3
-    assert pushing.outcome() is None
-    out = torch.empty(3)
-    pair[0].pull("w", out=out)
-    assert out.tolist() == [3.0] * 3
 
 
 def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: list[Process]) -> None:
@@ -207,13 +197,6 @@ def test_a_barrier_names_who_did_not_come_and_the_next_one_works(servers: list[P
             [text] = raised(together(pair[0].barrier), DeadlineError)
         assert "barrier 0 reached its deadline while waiting for rank 1" in text
         assert together(pair[0].barrier, pair[1].barrier) == [None, None]
-
-
-def test_a_worker_that_leaves_is_counted_as_dead_only_when_it_failed(servers: list[Process]) -> None:
-    with Members() as members:
-        pair = members.pair(servers)
-        pair[1]._client.close(ValueError("gone wrong"))
-        assert eventually(lambda: pair[0].num_dead_nodes() == 1)
 
 
 def test_a_server_without_the_users_module_says_so_while_another_one_has_it() -> None:

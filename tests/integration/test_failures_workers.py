@@ -340,22 +340,19 @@ def test_an_address_without_a_server_is_named_when_the_time_to_connect_is_over(m
         assert "KVSTORE_SERVERS" in text
 
 
-def test_a_listener_that_says_nothing_is_named_like_a_missing_server(
-    members: Members, silent_port: socket.socket
-) -> None:
-    with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
-        members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=SOON)
-
-
-def test_a_web_server_at_the_address_is_named_like_a_missing_server(
-    members: Members, silent_port: socket.socket
+@pytest.mark.parametrize(
+    "says", [b"", b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"], ids=["nothing", "http"]
+)
+def test_a_listener_of_another_kind_is_named_like_a_missing_server(
+    members: Members, silent_port: socket.socket, says: bytes
 ) -> None:
     def answer() -> None:
         connection, _ = silent_port.accept()
         with connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            connection.sendall(says)
 
-    threading.Thread(target=answer, daemon=True).start()
+    if says:
+        threading.Thread(target=answer, daemon=True).start()
     with pytest.raises(ConnectTimeoutError, match=_address(silent_port)):
         members.join([_address(silent_port)], 0, 1, new_name(), connect_timeout=SOON)
 

@@ -58,17 +58,6 @@ def test_workers_have_the_rounding_of_weights_that_servers_go_on_with(
         assert all(torch.equal(*pair) for pair in zip(seen, want, strict=True))
 
 
-def test_updates_that_bfloat16_rounds_away_one_by_one_add_up(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        w = Parameter(torch.ones(1))
-        trainer = Trainer([w], "sgd", {"learning_rate": 1.0}, kv, HALF)
-        return [(trainer.update_params((w * -(2.0**-10)).sum()), w.item())[1] for _ in range(8)]
-
-    # Near 1 bfloat16 has steps of 2⁻⁷; each round adds 2⁻¹⁰, the mean of both workers; ties go to the even neighbour.
-    want = [1.0, 1.0, 1.0, 1.0] + [1.0 + 2.0**-7] * 4
-    assert jobs.results(2, 2, body) == [want] * 2
-
-
 def test_a_row_sparse_gradient_and_a_clipped_one_leave_rounded_weights_too(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[tuple[Tensor, Tensor]]:
         table = nn.Embedding(300, 40, sparse=True)

@@ -77,27 +77,6 @@ def test_every_contribution_counts_once_although_messages_get_lost(
     assert sum(proxy.lost for proxy in proxies) > 0
 
 
-@pytest.mark.parametrize("type", MODES)
-def test_a_trainer_trains_on_although_messages_get_lost(
-    network: Callable[[float], list[LossyProxy]], type: str
-) -> None:
-    proxies = network(0.1)
-
-    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
-        training = Training(kv, with_trainer=True)
-        for _ in range(12):
-            training.step()
-        kv.barrier()
-        training.step()  # of the other's last step, this one has all but the last
-        return training.seen()
-
-    first, second = in_job(proxies, type, body)
-    assert [first[0][0], second[0][1]] == [13.0, 13.0]
-    assert first[0][1] in (12.0, 13.0)
-    assert second[0][0] in (12.0, 13.0)
-    assert sum(proxy.lost for proxy in proxies) > 0
-
-
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_slices_that_are_applied_one_by_one_count_once_although_messages_get_lost(
     network: Callable[[float], list[LossyProxy]], monkeypatch: pytest.MonkeyPatch, share: float

@@ -20,7 +20,6 @@ from torch import Tensor
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.sizes import FAST, sizes
 from tests.support.stores import Servers
@@ -130,21 +129,6 @@ def test_verbs_without_an_optimizer_replace_and_never_accumulate(
     assert jobs.results(*size, body) == [expected] * size[0]
 
 
-def test_two_hundred_keys_are_initialised_to_their_own_number(jobs: Servers, size: Size) -> None:
-    shapes = [SMALL if j < 100 else (70, 80) for j in range(200)]
-    dtypes = [(torch.float16, torch.float32, torch.float64)[j % 3] for j in range(200)]
-    kinds = list(zip(shapes, dtypes, strict=True))
-
-    def body(kv: DistKVStore, rank: int) -> list[Range]:
-        values = [torch.full(shape, j + 1e3 * rank, dtype=dtype) for j, (shape, dtype) in enumerate(kinds)]
-        kv.init(list(range(200)), values)
-        outs = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
-        kv.pull(list(range(200)), out=outs)
-        return ranges(outs)
-
-    assert jobs.results(*size, body) == [[(float(j), float(j)) for j in range(200)]] * size[0]
-
-
 class Training:
     """A Trainer of plain SGD over three unequal parameters, all of one value."""
 
@@ -178,27 +162,6 @@ def test_each_gradient_is_divided_by_the_batch_size_of_its_own_worker_from_rank_
         assert first == [(uneven, uneven)] * len(TRAINED)
         # Without a batch size the mean over workers is taken; a third or a seventh is rounded.
         assert then == [pytest.approx((uneven - (size[0] + 1) / 2,) * 2, rel=1e-6)] * len(TRAINED)
-
-
-@pytest.mark.parametrize("in_store", [None, True, False], ids=["default", "store", "worker"])
-def test_the_optimizer_runs_where_it_was_asked_to(jobs: Servers, size: Size, in_store: bool | None) -> None:
-    """`allreduce_grads` and `update` where the optimizer runs in the worker; refused, and `step`, where not."""
-
-    def body(kv: DistKVStore, rank: int) -> Any:
-        training = Training(kv, in_store, 1.0)
-        training.backward(rank + 1.0)
-        try:
-            training.trainer.allreduce_grads()
-        except ConfigurationError:
-            training.trainer.step(1)
-            return True, ranges(training.parameters)
-        grads = ranges(parameter.grad for parameter in training.parameters if parameter.grad is not None)
-        training.trainer.update(1)
-        return False, ranges(training.parameters), grads
-
-    [weights, sums] = all_equal([1.0 - total(size), float(total(size))])
-    expected = (False, weights, sums) if in_store is False else (True, weights)
-    assert jobs.results(*size, body) == [expected] * size[0]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])

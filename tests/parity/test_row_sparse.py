@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer import Trainer
-from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lazy_runs import GOLDEN, ORACLES, START, TOUCHED, gradient
-from tests.support.pairwise import pairwise
 from tests.support.sizes import FAST, sizes
 from tests.support.sparse_model import CASES, Embeddings, batches
 from tests.support.stores import Servers
@@ -31,7 +29,6 @@ TABLE = (3_000, 24)
 STEPS = 3
 
 Size = tuple[int, int]
-GRID = [(workers, servers) for workers in (1, 2, 3, 7) for servers in (1, 2, 3)]
 KINDS = pytest.mark.parametrize("kind", ["gradient", "weight"])
 
 
@@ -181,40 +178,6 @@ def look_up(kind: str, start: Tensor) -> tuple[nn.Parameter, Callable[[Tensor], 
         return table, table.row_sparse_data
     module = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=kind == "gradient")
     return module.weight, module
-
-
-REFUSED = {
-    "gradient": "needs update_on_kvstore=True with a dist kvstore",
-    "weight": "cannot set update_on_kvstore=False when sparse weights are present",
-}
-
-
-KINDS_AND_SITES = ["dense", "gradient", "weight"], [None, True, False]
-
-
-@pytest.mark.parametrize(
-    ("size", "kind", "in_store"),
-    some_of(pairwise(FAST, *KINDS_AND_SITES), itertools.product(GRID, *KINDS_AND_SITES)),
-)
-def test_a_step_subtracts_the_sum_or_the_site_of_the_update_is_refused(
-    jobs: Servers, size: Size, kind: str, in_store: bool | None
-) -> None:
-    """x = 1, y = (rank + 1) · x, lr 1."""
-
-    def body(kv: DistKVStore, rank: int) -> Any:
-        weight, rows_of = look_up(kind, torch.ones(2, 10))
-        try:
-            trainer = kvtrainer.Trainer(
-                [weight], "sgd", {"learning_rate": 1.0}, kv, update_on_kvstore=in_store
-            )
-            ((rank + 1) * rows_of(torch.arange(2))).sum().backward()
-            trainer.step(1)
-            return rows_of(torch.arange(2)).unique().tolist()
-        except ConfigurationError as error:
-            return REFUSED[kind] in str(error)
-
-    expected = True if in_store is False and kind in REFUSED else [1.0 - total(size)]
-    assert jobs.results(*size, body) == [expected] * size[0]
 
 
 JOBS = [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3), ("dist_sync", 3, 2)]
