@@ -255,6 +255,16 @@ def test_plain_function_schedules_wherever_the_optimizer_runs_and_is_not_sent(uo
     assert moves(trainer, p, 3) == pytest.approx([0.5, 0.25, 0.125], rel=1e-5)
 
 
+def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() -> None:
+    [p] = zeros(1)
+    trainer = scheduled([p], lr_scheduler=FactorScheduler(2, 0.5, base_lr=1))
+    with pytest.raises(SchedulerInUseError, match="takes its learning rate from FactorScheduler") as caught:
+        trainer.set_learning_rate(0.1)
+    assert isinstance(caught.value, UserWarning)
+    trainer.optimizer.lr_scheduler.base_lr = 0.25  # type: ignore[union-attr]
+    assert moves(trainer, p, 1) == [0.25]
+
+
 def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
     [p] = zeros(1)
     trainer = scheduled([p], lr_scheduler=lambda n: 0.5)
