@@ -7,7 +7,7 @@ what was found there beside what it has to be.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from torch.nn import Embedding, Linear, Parameter
 from kvtrainer import Trainer, kvstore, optimizer
 from kvtrainer.comm import rank_group
 from kvtrainer.env import TRANSPORT
-from tests.support.jobs import Job, Results, error_of, run_job
-from tests.support.limits import LIMIT, SOON
+from tests.support.jobs import Job, Results, begin_group, error_of, run_job
+from tests.support.limits import SOON
 from tests.support.replica_training import random_gradients, random_parameters
+from tests.support.scenarios import Pairs, check_every_rank, scenarios_of
 from tests.support.sparse_model import CASES, Embeddings, batches
 
-Pairs = Iterator[tuple[Any, Any]]
-"""What was found, and what it has to be."""
 LR = {"lr": 1.0}
 
 
@@ -334,6 +333,7 @@ def rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout(
     store = dist.FileStore(str(folder / "absence"), ranks)
     if rank:
         store.wait(["over"])
+        yield rank, rank
         return
     waited = f"DeadlineError: rank 0 of {ranks} waited for the other ranks"
     yield says(lambda: trainer.step(1), waited, "trainer.join()")
@@ -341,26 +341,8 @@ def rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout(
     store.set("over", "yes")
 
 
-SCENARIOS = {
-    one.__name__: one
-    for one in (
-        sums_with_momentum_follow_the_closed_form_from_rank_0s_weights,
-        step_without_batch_size_averages_and_each_ranks_own_batch_size_counts,
-        replicas_are_summed_before_ranks_and_count_in_the_mean,
-        weights_are_those_of_dist_sync_and_of_replicas_in_one_process,
-        key_that_a_rank_leaves_out_has_the_sum_of_the_others_and_of_none_is_not_touched,
-        ranks_that_disagree_raise_the_same_error_and_take_no_step_until_they_agree,
-        row_sparse_gradients_give_every_rank_the_weights_of_a_dense_float64_loop,
-        rows_of_some_ranks_and_a_dense_gradient_of_another_are_summed,
-        rows_of_ranks_with_data_reach_those_that_have_joined,
-        verbs_follow_the_closed_forms_and_what_cannot_be_done_raises_on_every_rank,
-        pushed_rows_are_summed_over_replicas_and_ranks,
-        module_under_ddp_is_refused_with_any_kvstore_but_none,
-    )
-}
-WITH_FILES = {
-    one.__name__: one for one in (rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout,)
-}
+SCENARIOS = scenarios_of(globals())
+LAST = rank_that_does_not_come_is_a_deadline_error_within_the_groups_timeout
 BEFORE = "what was built before the group says so"
 FAST = ((2, "tcp"), (3, "shm"))
 """Ranks and the way of their messages in `make test`."""
@@ -370,8 +352,7 @@ def run(rank: int, ranks: int, transport: str, place: str) -> Results:
     os.environ[TRANSPORT] = transport
     early, early_store = Trainer(parameters(0.0), "sgd"), kvstore.create("device")
     updating = Trainer(parameters(0.0), "sgd", update_on_kvstore=True)
-    meeting = f"file://{place}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    begin_group(rank, ranks, Path(place, "meeting"))
     backward([p for one in (early, updating) for group in one.param_groups for p in group["params"]])
     found: dict[str, Any] = {BEFORE: []}
     for one in (early, updating):
@@ -380,11 +361,10 @@ def run(rank: int, ranks: int, transport: str, place: str) -> Results:
         lambda: Trainer(parameters(0.0), "sgd", kvstore=early_store), "after the kvstore was created"
     )
     found[BEFORE].append(store)
-    found |= {name: list(scenario(rank, ranks)) for name, scenario in SCENARIOS.items()}
+    found |= {name: list(one(rank, ranks)) for name, one in SCENARIOS.items() if one is not LAST}
     dist.destroy_process_group()
-    limit = timedelta(seconds=LIMIT)
-    dist.init_process_group("gloo", init_method=f"{meeting}2", rank=rank, world_size=ranks, timeout=limit)
-    return found | {name: list(scenario(rank, ranks, Path(place))) for name, scenario in WITH_FILES.items()}
+    begin_group(rank, ranks, Path(place, "meeting of the last"))
+    return found | {LAST.__name__: list(LAST(rank, ranks, Path(place)))}
 
 
 @pytest.fixture(
@@ -402,9 +382,6 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return run_job(run, folder, ranks, 1, transport, str(folder))
 
 
-@pytest.mark.parametrize("scenario", [BEFORE, *SCENARIOS, *WITH_FILES])
+@pytest.mark.parametrize("scenario", [BEFORE, *SCENARIOS])
 def test_on_every_rank(job: Job, scenario: str) -> None:
-    for rank, pairs in enumerate(job[scenario]):
-        assert pairs or rank
-        for found, expected in pairs:
-            assert found == expected, f"rank {rank}"
+    check_every_rank(job, scenario)

@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,11 @@ from kvtrainer import Trainer
 from kvtrainer.comm import rank_memory
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.env import TRANSPORT
-from tests.support.jobs import Job, Results, error_of, run_job
+from tests.support.jobs import Job, Results, begin_group, error_of, run_job
 from tests.support.limits import LIMIT
 from tests.support.processes import Processes
+from tests.support.scenarios import Pairs, check_every_rank, scenarios_of
 
-Pairs = Iterator[tuple[Any, Any]]
-"""What was found, and what it has to be."""
 CPU = torch.device("cpu")
 PLACE, SMALL = 4096, 1024
 """Bytes, so that sums of a few thousand elements take every way."""
@@ -178,18 +176,7 @@ def one_rank_without_memory_has_all_go_without_and_one_line_says_so(
     log.removeHandler(handler)
 
 
-SCENARIOS = {
-    one.__name__: one
-    for one in (
-        sums_of_all_dtypes_and_sizes_are_left_folds,
-        parts_of_a_tensor_are_summed_and_the_others_stay,
-        what_is_longer_than_a_place_is_gathered_and_broadcast,
-        weights_are_those_of_a_sum_by_torch_distributed,
-        forked_loaders_of_batches_disturb_nobody,
-        ranks_that_come_with_different_calls_are_told,
-        one_rank_without_memory_has_all_go_without_and_one_line_says_so,
-    )
-}
+SCENARIOS = scenarios_of(globals())
 
 
 def run(rank: int, ranks: int, place: str) -> Results:
@@ -202,14 +189,13 @@ def run(rank: int, ranks: int, place: str) -> Results:
             dist.barrier()  # one that is ended while others still connect breaks theirs
             dist.destroy_process_group()
         os.environ[TRANSPORT] = transport
-        meeting, limit = f"file://{place}/meeting{next(meetings)}", timedelta(seconds=LIMIT)
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=limit)
+        begin_group(rank, ranks, Path(place, f"meeting {next(meetings)}"))
 
     found: dict[str, Any] = {}
     for name, scenario in SCENARIOS.items():
         again("auto")
         takes_again = scenario.__code__.co_argcount == 3
-        found[name] = list(scenario(rank, ranks, again) if takes_again else scenario(rank, ranks))  # type: ignore[operator]
+        found[name] = list(scenario(rank, ranks, again) if takes_again else scenario(rank, ranks))
     return found
 
 
@@ -221,10 +207,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_on_every_rank(job: Job, scenario: str) -> None:
-    for rank, pairs in enumerate(job[scenario]):
-        assert pairs
-        for found, expected in pairs:
-            assert found == expected, f"rank {rank}"
+    check_every_rank(job, scenario)
 
 
 RANK = """

@@ -24,12 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 import kvtrainer
 from kvtrainer.env import TRANSPORT
 from kvtrainer.sync.select import select_store
-from tests.support.jobs import Job, Results, error_of, run_job
-from tests.support.limits import LIMIT, SOON
+from tests.support.jobs import Job, Results, begin_group, error_of, run_job
+from tests.support.limits import SOON
 from tests.support.overlap_loops import CASES, SIZES, STEPS, Loop, grown, plain
+from tests.support.scenarios import Pairs, check_every_rank, scenarios_of
 
-Pairs = Iterator[tuple[Any, Any]]
-"""What was found, and what it has to be."""
 SMALL = 65536 / 2**20
 """Of a bucket, in MB: the second weight of a Loop is one, what comes before it and what comes behind it are others. It
 takes two sums where it is summed in the step."""
@@ -326,6 +325,7 @@ def a_rank_that_sends_and_never_steps_is_a_deadline_error(rank: int, ranks: int,
     store = dist.FileStore(str(folder / "absence"), ranks)
     if rank:
         store.wait(["over"])
+        yield rank, rank
         return
     said = error_of(loop.step)
     yield said.startswith(f"DeadlineError: rank 0 of {ranks} waited for the other ranks"), True
@@ -333,44 +333,16 @@ def a_rank_that_sends_and_never_steps_is_a_deadline_error(rank: int, ranks: int,
     store.set("over", "yes")
 
 
-SCENARIOS = {
-    one.__name__: one
-    for one in (
-        all_is_summed_during_the_backward_pass_once_the_order_is_known,
-        only_a_bucket_with_an_edited_gradient_is_summed_again_and_on_all_ranks,
-        a_gradient_that_one_rank_drops_is_summed_with_zeros,
-        several_passes_send_with_the_last_one,
-        each_gradient_may_go_by_itself_and_all_may_go_at_once,
-        the_order_is_that_of_the_gradients_not_of_the_parameters,
-        parameters_without_gradients_hold_up_nothing,
-        gradients_of_other_parameters_get_buckets_of_their_own_in_time,
-        a_backward_pass_that_broke_off_on_one_rank_can_be_made_again,
-        an_edit_in_every_step_is_said_once,
-        weights_are_those_of_ddp,
-        half_precision_and_several_dtypes_have_the_bits_of_a_loop_without_overlap,
-        row_sparse_gradients_go_with_the_step,
-        parameters_that_come_while_training_are_summed_during_the_backward_pass_too,
-        ranks_that_disagree_about_overlap_are_told,
-        several_trainers_sum_beside_each_other,
-        two_copies_of_a_parameter_and_cuda_without_nccl_are_refused,
-    )
-}
+SCENARIOS = scenarios_of(globals())
 LAST = a_rank_that_sends_and_never_steps_is_a_deadline_error
 
 
 def run(rank: int, ranks: int, place: str) -> Results:
     os.environ[TRANSPORT] = "tcp"  # in memory there are no buckets
-    begin(rank, ranks, f"{place}/meeting")
-    found: dict[str, Any] = {name: list(scenario(rank, ranks)) for name, scenario in SCENARIOS.items()}
-    found[LAST.__name__] = list(LAST(rank, ranks, Path(place)))
-    return found
-
-
-def begin(rank: int, ranks: int, meeting: str) -> None:
-    limit = timedelta(seconds=LIMIT)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
-    )
+    begin_group(rank, ranks, Path(place, "meeting"))
+    found: dict[str, Any]
+    found = {name: list(one(rank, ranks)) for name, one in SCENARIOS.items() if one is not LAST}
+    return found | {LAST.__name__: list(LAST(rank, ranks, Path(place)))}
 
 
 @pytest.fixture(scope="module")
@@ -379,18 +351,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(run, folder, 2, 0, str(folder))
 
 
-@pytest.mark.parametrize("scenario", [*SCENARIOS, LAST.__name__])
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_on_every_rank(job: Job, scenario: str) -> None:
-    for rank, pairs in enumerate(job[scenario]):
-        assert pairs or rank
-        for found, expected in pairs:
-            assert found == expected, f"rank {rank}"
+    check_every_rank(job, scenario)
 
 
 def train(rank: int, ranks: int, place: str, transport: str) -> Results:
     """Weights after every case, with and without overlap."""
     os.environ[TRANSPORT] = transport
-    begin(rank, ranks, f"{place}/meeting")
+    begin_group(rank, ranks, Path(place, "meeting"))
     found: dict[str, Any] = {}
     for name in HERE:
         case, options = CASES[name]

@@ -119,10 +119,15 @@ def _work(module: str, function: str, arguments: str, in_group: str) -> None:
         os._exit(0)  # a group in which a collective timed out cannot be destroyed in order
 
 
+def begin_group(rank: int, ranks: int, meeting: Path) -> None:
+    """In a worker: become a rank of torch.distributed, over gloo; the ranks meet in a file."""
+    limit, where = datetime.timedelta(seconds=LIMIT), f"file://{meeting}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks, timeout=limit)
+
+
 @contextlib.contextmanager
 def _group(rank: int, workers: int, folder: Path) -> Iterator[None]:
-    meeting, timeout = f"file://{folder / 'meeting'}", datetime.timedelta(seconds=LIMIT)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers, timeout=timeout)
+    begin_group(rank, workers, folder / "meeting")
     yield
     dist.barrier()
     dist.destroy_process_group()
