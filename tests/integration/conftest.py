@@ -15,8 +15,10 @@ from tests.support.processes import Members, Processes
 
 @pytest.fixture(autouse=True)
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each test use one way to servers, in every run the same one, unless the environment says which."""
-    if TRANSPORT not in os.environ:
+    """Have each test use one way to servers, in every run the same one, unless its module or the environment says."""
+    if way := getattr(request.module, "WAY", ""):
+        monkeypatch.setenv(TRANSPORT, way)
+    elif TRANSPORT not in os.environ:
         ways = ("auto", "ipc", "auto", "tcp")
         monkeypatch.setenv(TRANSPORT, ways[zlib.crc32(request.node.nodeid.encode()) % len(ways)])
 

@@ -31,12 +31,8 @@ from tests.support.stores import Servers
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
 """Slices that fill their pages, others that two servers share a page of, and one that is too short."""
 LONG = (0, 2, 3)
-
-
-@pytest.fixture(autouse=True)
-def transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have servers share memory whatever way the other tests take."""
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+WAY = "auto"
+"""Servers share memory whatever way the other tests take."""
 
 
 class Worker:

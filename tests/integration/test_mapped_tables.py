@@ -22,12 +22,8 @@ from tests.support.stores import Servers
 
 SIZES, WIDTH = (300_000, 80_001), 16
 """Neither table of rows of 64 bytes ends where a page does."""
-
-
-@pytest.fixture(autouse=True)
-def transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have servers share memory whatever way the other tests take."""
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+WAY = "auto"
+"""Servers share memory whatever way the other tests take."""
 
 
 class Worker:

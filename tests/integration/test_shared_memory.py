@@ -23,12 +23,8 @@ from tests.support.stores import Servers
 
 SIZES = (3, 1000, 3_000_000)
 """The last one needs more memory than a channel has at first, on either of two servers."""
-
-
-@pytest.fixture(autouse=True)
-def transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have messages go as they go by themselves; a test may choose another way."""
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+WAY = "auto"
+"""Messages go as they go by themselves; a test may choose another way."""
 
 
 def trained(servers: Sequence[Process], steps: int = 3) -> list[torch.Tensor]:

@@ -35,12 +35,8 @@ from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
 """Slices that fill their pages and others that do not, of several keys and of one."""
-
-
-@pytest.fixture(autouse=True)
-def transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have servers share memory whatever way the other tests take."""
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+WAY = "auto"
+"""Servers share memory whatever way the other tests take."""
 
 
 class Worker:

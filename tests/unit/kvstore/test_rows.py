@@ -212,12 +212,6 @@ def test_a_list_of_keys_gives_a_list_with_one_set_of_ids_or_one_each() -> None:
     assert [out.flatten().tolist() for out in outs] == [[0, 1, 0], [10, 0, 0]]
 
 
-def test_a_pull_of_rows_sees_ones_own_push() -> None:
-    kv = store_with(LocalKVStore, w=torch.ones(4, 1))
-    kv.push("w", rows((4, 1), [1], 5.0))
-    assert kv.row_sparse_pull("w", row_ids=[1]).values().item() == 5
-
-
 @pytest.mark.parametrize("make", STORES)
 def test_a_vector_has_rows_of_one_number(make: Make) -> None:
     """The numbers are those of MXNet 1.9.1."""

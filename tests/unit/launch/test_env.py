@@ -40,11 +40,6 @@ def test_topology_comes_from_the_environment() -> None:
     assert read_topology(ENVIRON) == Topology(1, 3, ("tcp://10.0.0.1:5000", "tcp://10.0.0.2:5000"))
 
 
-def test_arguments_win_over_the_environment() -> None:
-    topology = read_topology(ENVIRON, rank=0, num_workers=2, servers=["localhost:7000"])
-    assert topology == Topology(0, 2, ("tcp://localhost:7000",))
-
-
 @pytest.mark.parametrize("environ", [{}, {"RANK": "x", "KVSTORE_RANK": "y", "KVSTORE_SERVERS": "z"}])
 def test_arguments_alone_are_enough_whatever_the_environment(environ: dict[str, str]) -> None:
     topology = read_topology(environ, rank=0, num_workers=1, servers="a:1, b:2")

@@ -141,15 +141,6 @@ def test_store_sums_replicas_in_the_order_that_it_was_created_with(
     assert values(w) == [expected] * len(slopes)
 
 
-def test_sums_come_back_to_every_replica_in_the_order_of_the_tree() -> None:
-    w = replicas(4)
-    store = kvstore.create("device", reducer="tree")
-    trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore=store, update_on_kvstore=False)
-    backward(w, [1.0, 2.0, 3.0, 4.0])
-    trainer.allreduce_grads()
-    assert [p.grad.tolist() for p in w if p.grad is not None] == [[10.0] * 3] * 4
-
-
 def test_pushed_replicas_are_summed_in_the_order_of_the_store() -> None:
     for name, expected in (("tree", 0.0), ("flat", 1.0), ("auto", 1.0)):
         kv: Any = kvstore.create("device", reducer=name)

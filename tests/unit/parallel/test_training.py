@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, Module, Parameter, Sequential, Tanh
 
-from kvtrainer import DataParallel, Trainer, amp
+from kvtrainer import DataParallel, Trainer
 from kvtrainer.errors import NonFiniteGradientError, StaleGradientError
 from tests.support.replica_training import STORES
 
@@ -192,17 +192,6 @@ def test_saved_momenta_are_those_of_every_replica(in_store: bool) -> None:
     other.load_state_dict(trainer.state_dict())
     train(resumed, other, part=slice(2, None))
     check_equal(resumed.params, trained_by_torch(8))
-
-
-def test_loss_scaler_takes_the_losses_of_replicas_as_a_list() -> None:
-    model = DataParallel(net(), ["cpu"] * 2)
-    trainer = Trainer(model, torch.optim.SGD, OPTIONS)
-    amp.init_trainer(trainer, amp.LossScaler(1024.0))
-    for batch in batches(8):
-        with amp.scale_loss(model.forward_losses(batch, squares), trainer) as losses:
-            torch.autograd.backward(losses)
-        trainer.step()
-    check_equal(model.params, trained_by_torch(8))
 
 
 def test_batch_norm_normalises_on_every_replica_by_itself() -> None:

@@ -21,7 +21,6 @@ from kvtrainer.errors import (
     StateFileError,
     StateMismatchError,
 )
-from kvtrainer.kvstore import create
 from kvtrainer.strategy import Strategy
 from kvtrainer.strategy.checkpoint import find_last
 from tests.support.strategies import AMP, SCHEDULE, SGD, Make, Net, same, steps, weights
@@ -39,25 +38,6 @@ def simple(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy:
     strategy = make()
     strategy.prepare(net or Net(), **{"optim_wrapper": SGD, **given})
     return strategy
-
-
-@pytest.mark.parametrize("place", ["device", "local", None, "store"])
-def test_training_goes_on_with_the_same_bits(make: Make, tmp_path: Path, place: Any) -> None:
-    """Loss scale, clipping, schedules, accumulation and random data; the optimizer here or in a store."""
-    found = []
-    for saved in (True, False):
-        kvstore = create("local") if place == "store" else place
-        strategy, model, trainer = prepared(make, seed=1 if saved else 9, kvstore=kvstore)
-        if saved:
-            steps(model, trainer, 6)
-            strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt={"meta": {"iter": 6}})
-        else:
-            rest = strategy.resume(str(tmp_path / "a.pt"))
-            assert rest["meta"]["iter"] == strategy.dispatch_kwargs["cur_iter"] == 6
-        steps(model, trainer, 5)
-        found.append((weights(model), trainer.get_lr(), trainer.last, strategy.seed, float(torch.rand(()))))
-    assert same(found[0][0], found[1][0])
-    assert found[0][1:] == found[1][1:]
 
 
 class Counting(torch.optim.SGD):
@@ -146,32 +126,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
         strategy.save_checkpoint(str(path))
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def take_turns(model: Any, trainers: Any) -> None:
-    for trainer in trainers.values():
-        trainers.zero_grad()  # the loss of one has gradients for the other
-        trainer.update_params(model(torch.randn(4, 2)).square().mean())
-
-
-def test_several_trainers_are_saved_by_name(make: Make, tmp_path: Path) -> None:
-    found = []
-    for saved in (True, False):
-        strategy = make(env_kwargs={"randomness": {"seed": int(saved)}})
-        model, trainers = strategy.prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
-        for _ in range(2 if saved else 0):
-            take_turns(model, trainers)
-        if saved:
-            strategy.save_checkpoint(str(tmp_path / "a.pt"))
-        else:
-            strategy.resume(str(tmp_path / "a.pt"))
-        take_turns(model, trainers)
-        found.append(weights(model))
-    assert same(*found)
-    single = make()
-    single.prepare(Net(), optim_wrapper=SGD)
-    with pytest.raises(StateMismatchError, match="makes no sense"):
-        single.resume(str(tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param_schedulers"])
