@@ -152,7 +152,7 @@ def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_eithe
     # memory 0.5 · 2 + 2 = 3, weight −2 − 3: neither weights nor state of the failed round are left anywhere
     assert [result.updated for result in steps(1.0)] == [True, True]
     assert seen() == {-5.0}
-    # The other server took the round back or, told early enough, never applied it; test_undo.py fixes the order.
+    # The other server took the round back or, told early enough, never applied it.
     rows = [row for stats in trainers[0].server_stats() for row in stats["tables"]]
     assert [row["rounds_applied"] - row["rounds_undone"] for row in rows] == [2, 2]
 

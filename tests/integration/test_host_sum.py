@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kvtrainer
-from kvtrainer.comm import host_sum, rank_memory, session
+from kvtrainer.comm import host_sum, rank_memory
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.errors import ConfigurationError, DeadlineError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.lossy import LossyProxy
-from tests.support.processes import Members, impatient, new_name, together
+from tests.support.processes import impatient
 from tests.support.stores import Servers, servers
 
 SIZES = (3, 20_003, 1, 300)
@@ -312,10 +310,7 @@ def test_what_workers_give_of_other_batch_sizes_is_multiplied_before_it_is_summe
         assert np.array_equal(found, -(first + (c + d) * np.float32(1 / 7)))
 
 
-def test_lost_messages_change_no_bit(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
-    proxies = [LossyProxy(server.address, 0.1, seed) for seed, server in enumerate(jobs.of(2))]
-
+def test_lost_messages_change_no_bit(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[Tensor]:
         loop = Loop(kv, rank, PAIRS, clip_grad={"max_norm": 5.0})
         for at in range(6):
@@ -323,18 +318,7 @@ def test_lost_messages_change_no_bit(jobs: Servers, monkeypatch: pytest.MonkeyPa
         kv.barrier()
         return loop.weights()
 
-    name = new_name()
-    with Members() as members:
-        addresses = [proxy.address for proxy in proxies]
-        stores = [members.join(addresses, rank, 4, name) for rank in range(4)]
-        lossy = together(*[partial(body, store, rank) for rank, store in enumerate(stores)])
-        lost = sum(proxy.lost for proxy in proxies)
-        for proxy in proxies:
-            proxy.loss = 0.0
-    for proxy in proxies:
-        proxy.close()
-    assert lost
-    for mine, theirs in zip(lossy, jobs.results(4, 2, body), strict=True):
+    for mine, theirs in zip(jobs.over_losses(4, 2, body), jobs.results(4, 2, body), strict=True):
         assert all(map(torch.equal, mine, theirs))
 
 

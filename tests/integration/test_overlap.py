@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
-from kvtrainer.comm import session
 from kvtrainer.errors import WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
-from tests.support.lossy import LossyProxy
 from tests.support.overlap_loops import CASES, SIZES, STEPS, Case, Loop, dropped, grown, one_edited, plain
-from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
 
 
@@ -142,11 +139,7 @@ def test_parameters_that_come_while_training_go_during_the_backward_pass_too(job
 
 
 @pytest.mark.parametrize("case", [plain, one_edited, dropped])
-def test_lost_messages_change_no_bit(jobs: Servers, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    proxies = [LossyProxy(server.address, 0.1, seed) for seed, server in enumerate(jobs.of(2))]
-
+def test_lost_messages_change_no_bit(jobs: Servers, case: Case) -> None:
     def body(kv: DistKVStore, rank: int) -> str:
         loop = Loop(kv, rank, True)
         for at in range(STEPS):
@@ -154,17 +147,8 @@ def test_lost_messages_change_no_bit(jobs: Servers, case: Case, monkeypatch: pyt
         kv.barrier()
         return loop.digest.hexdigest()
 
-    with Members() as members:
-        addresses, name = [proxy.address for proxy in proxies], new_name()
-        stores = [members.join(addresses, rank, 2, name) for rank in range(2)]
-        found = together(*[lambda kv=kv, rank=rank: body(kv, rank) for rank, kv in enumerate(stores)])
-    lost = sum(proxy.lost for proxy in proxies)
-    for proxy in proxies:
-        proxy.close()
-    monkeypatch.undo()
-    assert lost
     name = next(name for name, (one, options) in CASES.items() if one is case and not options)
-    assert found == trained(jobs, name, False)
+    assert jobs.over_losses(2, 2, body) == trained(jobs, name, False)
 
 
 def test_of_a_worker_that_ends_between_its_backward_pass_and_its_step_nothing_counts(jobs: Servers) -> None:

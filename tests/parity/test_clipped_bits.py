@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
-from kvtrainer.comm import session
 from kvtrainer.kvstore import DistKVStore
-from tests.support.lossy import LossyProxy
 from tests.support.pairwise import pairwise
-from tests.support.processes import Members, new_name, together
 from tests.support.stores import Servers
 
 SHAPES = {"sliced": (131, 257), "small": (2, 3), "odd": (7, 13), "scalar": ()}
@@ -140,19 +137,3 @@ def test_so_they_do_with_rows_of_a_table_in_the_store(jobs: Servers, limit: str)
             return trained(case, [rank], kv, True, rows=True)
 
         assert jobs.results(WORKERS, count, body) == [expected] * WORKERS, count
-
-
-def test_messages_that_get_lost_change_no_bit(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    case = ("norm", "sgd")
-    proxies, name = [LossyProxy(one.address, 0.15, seed) for seed, one in enumerate(jobs.of(2))], new_name()
-    try:
-        with Members() as members:
-            stores = [members.join([p.address for p in proxies], rank, 2, name) for rank in range(WORKERS)]
-            found = together(*(lambda kv=kv: trained(case, [kv.rank], kv, True) for kv in stores))
-    finally:
-        for proxy in proxies:
-            proxy.close()
-    assert found == [trained(case, range(WORKERS), "local", True)] * WORKERS
-    assert sum(proxy.lost for proxy in proxies) > 5
