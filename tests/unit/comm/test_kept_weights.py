@@ -254,10 +254,12 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     assert shard.changed_since(unit, 0, 0, 0) == {}
     rows = {0: RowSet(torch.tensor([3]), torch.ones(1, 2))}
     optimizer = create("fussy")
-    shard.update([shard.contribution(unit, {0: rows}, 1.0, frozenset())], optimizer, [[optimizer.hyper]])
+    given = shard.contribution(unit, {0: rows}, 1.0, frozenset())
+    shard.update([given], optimizer, [[optimizer.hyper]])
     assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}
     shard.undo(unit)
     assert shard.changed_since(unit, 0, 1, 2) is None
+    assert shard.updates_after(unit, [given]) == 1
 
 
 class Deaf:
