@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,30 @@ def test_a_learning_rate_that_differs_in_a_kvstore_fails_the_round_and_names_bot
     assert _weights(pair) == [-1.0] * 3
     optimizers[0].set_learning_rate(0.25)
     assert [out.tolist() for out in _rounds(pair)] == [[-1.5] * 3] * 2
+
+
+def test_a_learning_rate_that_differs_between_trainers_fails_the_step_and_changes_nothing(pair: Pair) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in pair]
+    trainers = [
+        kvtrainer.Trainer({"w": w}, "sgd", {"learning_rate": 0.5}, kvstore=s)
+        for w, s in zip(weights, pair, strict=True)
+    ]
+
+    def steps() -> list[Any]:
+        for weight in weights:
+            weight.sum().backward()
+        return together(*(lambda t=t: t.step(1) for t in trainers))
+
+    assert [result.updated for result in steps()] == [True, True]
+    trainers[1].set_learning_rate(0.25)
+    texts = raised(steps(), PlanMismatchError)
+    assert all("group 0 has lr=0.5 on rank 0 and 0.25 on rank 1" in text for text in texts), texts
+    assert [w.tolist() for w in weights] == [[-1.0] * 3] * 2
+    trainers[0].set_learning_rate(0.25)
+    for weight in weights:
+        weight.grad = None
+    assert [result.updated for result in steps()] == [True, True]
+    assert [w.tolist() for w in weights] == [[-1.5] * 3] * 2
 
 
 def test_weights_that_come_back_rounded_on_one_rank_alone_are_refused_and_nothing_changes(pair: Pair) -> None:

@@ -85,6 +85,15 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(
     assert _applied(pair[0]) == [1]
 
 
+def test_a_round_completes_whether_workers_push_or_pushpull(pair: Pair) -> None:
+    pushing = Call(lambda: pair[0].push("w", torch.ones(3)))
+    assert round_of(pair[1], "w", torch.full((3,), 2.0)).tolist() == [3.0] * 3
+    assert pushing.outcome() is None
+    out = torch.empty(3)
+    pair[0].pull("w", out=out)
+    assert out.tolist() == [3.0] * 3
+
+
 def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: list[Process]) -> None:
     with Members() as members:
         pair = members.pair(servers)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from kvtrainer import Trainer
+from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, KVStoreError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.stores import Servers
@@ -39,6 +39,32 @@ def step(trainer: Trainer, parameters: Sequence[Parameter], batch_size: int = 2)
 def values(parameters: Sequence[Parameter]) -> list[float]:
     """The one value of each parameter; NaN where its elements differ."""
     return [p.unique().item() if p.unique().numel() == 1 else math.nan for p in parameters]
+
+
+@SITES
+def test_overflow_on_one_worker_skips_the_step_on_all_and_halves_every_scale_once(
+    jobs: Servers, in_store: bool
+) -> None:
+    """In step 1 one gradient of rank 1, of the small parameter, is infinite."""
+
+    def body(kv: DistKVStore, rank: int) -> Any:
+        parameters, trainer = made(kv, in_store, MOMENTUM)
+        amp.init_trainer(trainer)
+        weights, scales = [], []
+        for at in range(4):
+            for p in parameters:
+                slope = math.inf if (at, rank, p.dim()) == (1, 1, 1) else 1.0
+                with amp.scale_loss((p * slope).sum(), trainer) as scaled:
+                    scaled.backward()
+            scales.append(trainer.amp_loss_scale)
+            trainer.step(2)
+            weights.append(values(parameters))
+        steps = [float(state["step"]) for state in trainer.state_dict()["state"].values()]
+        return weights, scales, steps, trainer.optimizer.num_update
+
+    # m = .5 m - 1 in three steps; the second of four is skipped.
+    weights = [[-1.0] * 2, [-1.0] * 2, [-2.5] * 2, [-4.25] * 2]
+    assert jobs.results(2, 2, body) == [(weights, [65536, 65536, 32768, 32768], [3, 3], 3)] * 2
 
 
 @SITES

@@ -213,6 +213,13 @@ def steps_of_trainer(kv: DistKVStore, gradients: list[float], in_store: bool, pa
 
 
 @pytest.mark.parametrize("in_store", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_trainer_compresses_wherever_the_optimizer_runs(jobs: Servers, count: int, in_store: bool) -> None:
+    got = jobs.results(2, count, lambda kv, rank: steps_of_trainer(kv, [0.3] * 4, in_store, TWO_BIT))
+    assert got == [[0.0, -1.0, -1.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize("in_store", [True, False])
 def test_a_gradient_that_is_not_finite_fails_the_step_for_all_and_leaves_residuals_alone(
     jobs: Servers, in_store: bool
 ) -> None:

@@ -264,6 +264,15 @@ def test_custom_function_that_returns_no_gradient_does_not_freshen() -> None:
     assert not is_fresh(tracker)
 
 
+def test_write_overwrites_at_every_backward() -> None:
+    p = ones(grad_req="write")
+    watch_kept = watch(p)
+    backward(p, 3)
+    (p * 2 + p * 3).sum().backward()
+    assert slopes(p) == [5, 5]
+    assert is_fresh(watch_kept)
+
+
 def test_grad_req_is_read_when_it_matters() -> None:
     p = ones()
     tracker = watch(p)

@@ -12,9 +12,10 @@ from torch import Tensor
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer import Optimizer, create, gluon, layerwise
 from kvstore_server.optimizer.layerwise import l2_norm
+from kvstore_server.plan import TensorSpec, make_plan
 from tests.support.gluon_cases import CASES, Case
 from tests.support.gluon_formulas import FORMULAS, Numbers, Zeros
-from tests.support.optimizer_slices import Key
+from tests.support.optimizer_slices import Key, empty, update_slice
 from tests.support.pairwise import pairwise
 
 START = [[1.0, -2.0], [0.5, 3.0]]
@@ -329,6 +330,17 @@ def test_ftrl_leaves_a_weight_that_never_had_a_gradient_at_zero_even_without_bet
     result = train(create("ftrl", beta=0.0), torch.tensor([0.0, 0.0]), [torch.tensor([0.0, 1.0])] * 2)
     assert result[0] == 0.0
     assert result[1] < 0.0
+
+
+def test_nadam_gives_every_key_its_own_momentum_schedule() -> None:
+    optimizer = create("nadam", lr=0.1)
+    piece = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]
+    state, flat = empty(piece), torch.zeros(piece.length)
+    for _ in range(4):
+        update_slice(optimizer, piece, flat, torch.ones(piece.length), state, [optimizer.hyper] * 2)
+    alone = train(create("nadam", lr=0.1), torch.zeros(3), [torch.ones(3)] * 4)
+    for segment in piece.segments:
+        assert torch.equal(flat[segment.start : segment.start + 3], alone)
 
 
 @pytest.mark.parametrize("suffix", ["gamma", "beta", "bias"])

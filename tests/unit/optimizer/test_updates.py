@@ -178,6 +178,20 @@ def test_half_weights_without_a_master_are_mentioned_once_in_the_log(
         assert caplog.text.count("sgd updates bfloat16 weights without multi_precision") == mentions
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
+def test_a_master_collects_updates_that_are_too_small_to_see_one_by_one(dtype: torch.dtype) -> None:
+    moved = []
+    for master in (True, False):
+        piece, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=master)
+        weight, state = torch.ones(piece.length, dtype=dtype), empty(piece)
+        for _ in range(64):
+            update_slice(
+                optimizer, piece, weight, torch.full((piece.length,), 2.0**-13), state, [optimizer.hyper] * 5
+            )
+        moved.append(weight[0].item())
+    assert moved == [1 - 2.0**-7, 1.0]
+
+
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: str) -> None:

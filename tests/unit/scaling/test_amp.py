@@ -37,6 +37,47 @@ def backward(trainer: Trainer, p: Parameter, slope: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("uok", STORES)
+def test_scaled_steps_equal_unscaled_ones(uok: bool | None) -> None:
+    p, q = zeros(), zeros()
+    trainer, plain = trainer_of([p], uok, rescale_grad=2.0), trainer_of([q], uok, None, rescale_grad=2.0)
+    for slope in (1.0, 3.0, -2.0):
+        backward(trainer, p, slope)
+        assert p.grad is not None
+        assert p.grad.tolist() == [slope * 2.0**16] * 2
+        trainer.step(4)
+        (q * slope).sum().backward()
+        plain.step(4)
+        assert p.tolist() == q.tolist()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("uok", STORES)
+def test_step_that_overflows_is_skipped_for_every_parameter(uok: bool | None, bad: float) -> None:
+    """MXNet's servers apply it: the weights are -inf then."""
+    a, b = zeros(), zeros(3)
+    trainer = trainer_of([a, b], uok)
+    backward(trainer, a)
+    backward(trainer, b)
+    trainer.step(1)
+    before = trainer.state_dict()["state"]
+    backward(trainer, a)
+    backward(trainer, b, bad)
+    trainer.step(1)
+    assert (a.tolist(), b.tolist()) == ([-1, -1], [-1, -1, -1])
+    after = trainer.state_dict()["state"]
+    assert [float(state["step"]) for state in after.values()] == [1, 1]
+    assert all(after[i]["momentum_buffer"].equal(before[i]["momentum_buffer"]) for i in range(2))
+    assert (trainer.amp_loss_scale, trainer.optimizer.num_update) == (2.0**15, 1)
+    # The gradients are used up, and the next ones start afresh with the new scale.
+    with pytest.raises(UserWarning, match="2 of 2 parameters got no gradient"):
+        trainer.step(1)
+    backward(trainer, a)
+    backward(trainer, b)
+    trainer.step(1)
+    assert (a.tolist(), b.tolist()) == ([-2.5, -2.5], [-2.5, -2.5, -2.5])
+
+
+@pytest.mark.parametrize("uok", STORES)
 def test_scale_is_halved_at_once_and_once(uok: bool | None) -> None:
     """A gradient that overflows at 65536 and not at 32768; MXNet would go down to 16384."""
     p = zeros(1, dtype=torch.float16)

@@ -125,6 +125,10 @@ def test_tables_on_one_server_do_not_all_land_on_the_same_one() -> None:
     assert {plan.servers for plan in plans} == {(0,), (1,), (2,), (3,)}
 
 
+def test_equal_inputs_give_equal_plans() -> None:
+    assert make_plan(random_specs(4), 3) == make_plan(random_specs(4), 3)
+
+
 def test_a_table_of_nothing_but_an_empty_key_has_one_empty_slice() -> None:
     (piece,) = make_plan([spec("none", 0)], 2).slices
     assert (piece.used, piece.length, len(piece.segments)) == (0, 0, 1)
