@@ -40,7 +40,6 @@ from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Book, Given, Ints, Mode, Verdict, Wait, Waiter
-from kvstore_server.rows import payload_nbytes
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, Part, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -488,9 +487,10 @@ class Engine:
             return None, others
         if len(left) < len(some.numbers):
             some = space.together(np.array(left))
-        scale = 1.0 if optimizer is None else optimizer.rescale_grad
         try:
-            given = space.contributions(book, some, scale)
+            first = some.numbers[0]  # of all of them a rank has said the same
+            ranks = book.given.values()
+            given = [space.contribution(one, one.said[first], some.slots, optimizer) for one in ranks]
             if optimizer is None:
                 space.shard.assign_sum(given)
             else:
@@ -518,9 +518,9 @@ class Engine:
         if decision is not None:
             table.apply_held(decision)
         else:
-            found = [(rank, space.given(rank, book, table.number)) for rank in book.given]
-            parts = {rank: part for rank, part in found if part is not None}
             optimizer = space.optimizer.agreed()
+            found = [(rank, space.given(rank, book, table, optimizer)) for rank in book.given]
+            parts = {rank: part for rank, part in found if part is not None}
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
                 return False
@@ -528,8 +528,8 @@ class Engine:
             whose = ALL if is_shared else found[0][0]
             table.apply(whose, round_, parts, optimizer, updater, without)
         if trace is not None:
-            sizes = [payload_nbytes(payload) for part in parts.values() for payload in part.slices.values()]
-            described = {"round": round_, "ranks": book.num_members, "bytes": sum(sizes)}
+            nbytes = sum(part.given.nbytes for part in parts.values())
+            described = {"round": round_, "ranks": book.num_members, "bytes": nbytes}
             trace.add(table.name, ROUNDS, start, ROUND_LANE, described)
         return True
 

@@ -16,6 +16,7 @@ from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
+from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import Mode
 from kvstore_server.shard import Shard
 
@@ -149,7 +150,7 @@ def _state_bytes(spec: bytes, dtype: str) -> float:
     unit = shard.add(plan)
     zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype)).view(-1)
     try:
-        given = shard.contribution(unit, {p.index: zeros[: p.used] for p in plan.slices}, 1.0, frozenset())
+        given = Contribution(shard.runs_of(unit, {dtype: zeros}))
         shard.update([given], optimizer, [effective_hypers(plan, optimizer, {})])
     except KVStoreError:
         return 0.0

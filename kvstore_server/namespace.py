@@ -35,8 +35,8 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
-from kvstore_server.reduction import Contribution, Run, part_of
-from kvstore_server.rounds import Book, Given, Ints, Mode, Rounds, Wait, Waits
+from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
+from kvstore_server.rounds import Announced, Book, Given, Ints, Mode, Rounds, Terms, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, read_payload, same_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
@@ -481,21 +481,16 @@ class Namespace:
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
-    def given(self, rank: int, book: Book, number: int) -> Part | None:
-        """What a rank has committed to the open round of a table; None of one that has joined."""
-        given, table = book.of(rank), self.tables[number]
+    def given(self, rank: int, book: Book, table: Table, optimizer: Optimizer | None) -> Part | None:
+        """What a rank has committed to the open round of a table; None of one that has joined. See `contribution`."""
+        given, number, unit = book.of(rank), table.number, table.unit
         flags, said = int(given.flags[number]), given.said[number]
         assert said is not None
         if flags & m.HAS_JOINED:
             return None
-        first, slices = int(self.rounds.slots.first[number]), {}
-        for slot, source, start in given.here(number):
-            piece, nbytes = table.unit.slices[slot - first], int(self.rounds.slots.nbytes[slot])
-            if isinstance(source, Tensor):
-                source = source[start : start + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
-            slices[piece.index] = source
-        absent = self.absent.get((number, rank), frozenset())
-        return Part(slices, flags, int(given.version[number]), said.rescale, said.hold, absent)
+        absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
+        contribution = self.contribution(given, said, np.arange(unit.first, unit.end), optimizer, absent)
+        return Part(contribution, flags, int(given.version[number]), said.hold)
 
     def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
         """Of tables whose rounds are complete, which are changed by one call: by sums, and for all keys."""
@@ -514,41 +509,49 @@ class Namespace:
                 found = [a and b for a, b in zip(found, same, strict=True)]
         return found
 
-    def contributions(self, book: Book, some: Together, scale: float) -> list[Contribution]:
-        """What each rank gave to the rounds of tables that are alike, by neighbouring slices.
+    def contribution(
+        self,
+        given: Given,
+        said: Terms | Announced | None,
+        slots: Ints,
+        optimizer: Optimizer | None,
+        absent: frozenset[int] = NO_KEYS,
+    ) -> Contribution:
+        """What a rank gave to some slots, which ascend, by neighbouring slices.
 
         Args:
-            scale: The factor of ranks that named none.
+            said: What it has said of them; where it named no factor, that of the optimizer counts.
+            absent: The keys that it leaves out, as the Shard numbers them.
         """
-        found = []
-        for given in book.given.values():
-            said = given.said[some.numbers[0]]
-            assert said is not None
-            found.append(
-                self.contribution(given, some.slots, scale if said.rescale is None else said.rescale)
-            )
-        return found
-
-    def contribution(self, given: Given, slots: Ints, scale: float) -> Contribution:
-        """What a rank gave to some slots, which ascend, by neighbouring slices."""
-        runs, are_plain = list[Run](), True
+        runs, are_plain, scale = list[Run](), True, _factor(said, optimizer)
         for first, end, source, begin, last in given.runs(slots):
             if isinstance(source, Tensor):
                 source = part_of(source, begin, last).view(self._dtypes[first])
             else:
                 are_plain = False
             runs.append(Run(first, end, source))
-        return Contribution(runs, scale) if are_plain else self.shard.contribution_of(runs, scale)
+        plain = Contribution(runs, scale, absent)
+        return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def contribution_in(self, given: Given, slot: int, begin: int, end: int, scale: float) -> Contribution:
-        """What a rank gave to some elements of a slot, of which the rest may be still to come.
+    def contribution_in(
+        self,
+        given: Given,
+        said: Announced,
+        place: tuple[int, int, int],
+        optimizer: Optimizer | None,
+    ) -> Contribution:
+        """What a rank gave to some elements of a slot, of which the rest may be still to come; else as `contribution`.
+
+        Args:
+            place: The slot, and where they begin and end there.
 
         Raises:
             ProtocolError: they are not plain numbers.
         """
+        (slot, begin, end), scale = place, _factor(said, optimizer)
         growing, is_here = given.growing.get(slot), bool(given.marks[slot])
         if not (is_here or growing):
-            return self.shard.contribution_of([], scale)
+            return Contribution([], scale)
         source, start = given.payload(slot) if growing is None else (growing.bytes, 0)
         if not isinstance(source, Tensor):
             raise ProtocolError(
@@ -556,7 +559,7 @@ class Namespace:
             )
         dtype = self._dtypes[slot]
         numbers = source[start + begin * dtype.itemsize : start + end * dtype.itemsize].view(dtype)
-        return self.shard.contribution_of([Run(slot, slot + 1, numbers)], scale)
+        return Contribution([Run(slot, slot + 1, numbers)], scale)
 
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
@@ -762,6 +765,14 @@ class Namespace:
 def _codec_of(packed: bytes) -> Codec:
     """The codec that a push describes; a job has one."""
     return make_codec(unpack_control(packed))
+
+
+def _factor(said: Terms | Announced | None, optimizer: Optimizer | None) -> float:
+    """The factor of what a rank gives."""
+    assert said is not None
+    if said.rescale is not None:
+        return said.rescale
+    return 1.0 if optimizer is None else optimizer.rescale_grad
 
 
 def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int) -> None:

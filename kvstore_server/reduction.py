@@ -21,7 +21,7 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.memo import Memo
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.pieces import CACHED
-from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows
+from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows, payload_nbytes
 from kvstore_server.storage import Block, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
@@ -62,6 +62,11 @@ class Contribution(NamedTuple):
     rows: Mapping[int, RowSet] = {}
     is_scratch: bool = False
     lent: Mapping[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the rank gave."""
+        return sum([payload_nbytes(run.payload) for run in self.runs]) + payload_nbytes(self.rows)
 
 
 class Outline(NamedTuple):

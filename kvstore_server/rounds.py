@@ -36,7 +36,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -294,12 +294,6 @@ class Given:
     def payload(self, slot: int) -> tuple[Any, int]:
         """The buffer of a slice that is here, and where in it its bytes begin."""
         return self._buffers[slot], int(self._places[slot] % _BUFFER)
-
-    def here(self, table: int) -> Iterator[tuple[int, Any, int]]:
-        """The slices of a table that are here: (slot, buffer, where its bytes begin)."""
-        first, end = self._slots.first[table : table + 2].tolist()
-        for slot in np.flatnonzero(self.marks[first:end]).tolist():
-            yield first + slot, *self.payload(first + slot)
 
     def runs(self, slots: Ints) -> list[tuple[int, int, Any, int, int]]:
         """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.

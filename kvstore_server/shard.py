@@ -39,7 +39,7 @@ from kvstore_server.reduction import (
     Sums,
     left_out_by_all,
 )
-from kvstore_server.rows import Parts, Payload, RowSet, cut_rows
+from kvstore_server.rows import Parts, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
@@ -92,15 +92,6 @@ class Shard:
         self.units.append(unit)
         self._counts = np.concatenate([self._counts, np.zeros(len(plan.specs), np.int64)])
         return unit
-
-    def contribution(
-        self, unit: Unit, payloads: Mapping[int, Payload], scale: float, absent: frozenset[int]
-    ) -> Contribution:
-        """What a rank gave to the slices of a unit, each by itself; `absent` are keys by their index in the plan."""
-        slots = [(unit.slots[index], payload) for index, payload in sorted(payloads.items())]
-        if unit.first_key:
-            absent = frozenset(unit.first_key + key for key in absent)
-        return self.contribution_of([Run(slot, slot + 1, payload) for slot, payload in slots], scale, absent)
 
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
@@ -199,14 +190,6 @@ class Shard:
         """Which rows of a stack have changed; see `RowChanges.since`."""
         self._notes_changes = True
         return unit.changes.since(stack, held, version)
-
-    def assign(self, unit: Unit, values: Mapping[int, Tensor]) -> None:
-        """Replace the weights of the given slices."""
-        for index, payload in values.items():
-            unit.changes.note(unit.plan.slices[index].segments[0].key)
-            slot = unit.slots[index]
-            self.storage.make_writable(slot)
-            self.storage.visible[slot].copy_(payload)
 
     @torch.no_grad()
     def assign_sum(self, contributions: Sequence[Contribution]) -> None:

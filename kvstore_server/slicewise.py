@@ -28,7 +28,7 @@ from kvstore_server.namespace import Namespace
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Announced, Given, Ints, Waiter
+from kvstore_server.rounds import Announced, Ints, Waiter
 from kvstore_server.table import Begun, Portion, Table
 
 _log = logging.getLogger(__name__)
@@ -188,20 +188,19 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
     begun = table.begun
     assert begun is not None
     whole = [one.slots for one in portions if not one.is_part]
+    ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
     try:
         if begun.undo is None:
             begun.undo = table.shard.snapshot(table.unit)
         if whole:
             slots = np.concatenate([np.arange(own.start, own.stop) for own in whole])
-            given = [space.contribution(own, slots, scale) for own, scale in _given(space, begun)]
+            given = [space.contribution(own, said, slots, begun.optimizer) for own, said in ranks]
             table.shard.update_some(given, begun.optimizer, begun.hypers, table.unit)
         for one in portions:
             if one.is_part:
-                slot, begin, end = _place(space, one)
-                parts = [
-                    space.contribution_in(own, slot, begin, end, scale) for own, scale in _given(space, begun)
-                ]
-                table.shard.update_part(parts, begun.optimizer, begun.hypers, table.unit, slot, begin, end)
+                place = _place(space, one)
+                parts = [space.contribution_in(own, said, place, begun.optimizer) for own, said in ranks]
+                table.shard.update_part(parts, begun.optimizer, begun.hypers, table.unit, *place)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         take_back(space, table)
@@ -211,15 +210,6 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
         one._replace(begin=ends.get(one.slots, one.begin)) for one in begun.left if ends.get(one.slots, 1)
     ]
     return True
-
-
-def _given(space: Namespace, begun: Begun) -> list[tuple[Given, float]]:
-    """What each rank has given so far, and its factor."""
-    common = 1.0 if begun.optimizer is None else begun.optimizer.rescale_grad
-    ranks = begun.said.items()
-    return [
-        (space.rounds.shared.given[r], common if one.rescale is None else one.rescale) for r, one in ranks
-    ]
 
 
 def _place(space: Namespace, part: Portion) -> tuple[int, int, int]:

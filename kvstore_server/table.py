@@ -40,14 +40,10 @@ ALL = -1
 class Part(NamedTuple):
     """One rank's committed contribution to a round of a table."""
 
-    slices: Mapping[int, Any]
-    """Slice → its numbers, or what a form stands for."""
+    given: Contribution
     flags: int = 0
     version: int = -1
-    rescale: float | None = None
     hold: float = 0.0
-    absent: frozenset[int] = frozenset()
-    """The keys that it leaves out."""
 
 
 class RowPart(NamedTuple):
@@ -200,7 +196,7 @@ class Table:
                 "and an optimizer of the store"
             )
         hyper = self.hyper.common(parts)
-        given = self._contributions(parts, optimizer)
+        given = [part.given for part in parts.values()]
         hypers = self.hypers(given, optimizer, hyper)
         held = self.shard.hold(given, optimizer, hypers, norm_type, self.unit)
         self.held = HeldRound(optimizer, hyper, hypers, held)
@@ -261,7 +257,7 @@ class Table:
         self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
     ) -> RoundEnd:
         """Change the weights by the sum of some contributions."""
-        given = self._contributions(parts, optimizer)
+        given = [part.given for part in parts.values()]
         if updater is not None:
             self.shard.call_updater(self.unit, given, updater)
         elif optimizer is not None:
@@ -282,7 +278,7 @@ class Table:
         """Take over the lowest rank's values, in the first round and wherever all ranks want that."""
         rank, first = next(iter(parts.items()))
         updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
-        if is_lane and not first.slices:
+        if is_lane and not first.given.runs:
             return  # another rank gives the values
         if round_ and not is_lane and len(parts) < self.num_workers:
             raise PlanMismatchError(
@@ -296,12 +292,13 @@ class Table:
             )
         # A row-sparse key has its values here alone: they may stay.
         needed = self.plan.resident_slices_of(self.unit.server) if round_ else self.unit.slices
-        missing = [piece.index for piece in needed if piece.index not in first.slices]
+        here = {slot for run in first.given.runs for slot in range(run.first, run.end)}
+        missing = [piece.index for piece in needed if self.unit.slots[piece.index] not in here]
         if missing:
             raise ProtocolError(
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
             )
-        self.shard.assign(self.unit, first.slices)
+        self.shard.assign_sum([first.given._replace(scale=1.0)])
         self.is_initialised = True
         self.version += 1
         if self.notes_reads:
@@ -385,16 +382,6 @@ class Table:
             end = RoundEnd(self.version, hyper=hyper)
         self.ends[ALL], self._last_rank = end, ALL
         return end
-
-    def _contributions(self, parts: Parts, optimizer: Optimizer | None) -> list[Contribution]:
-        """Each rank's part in the sum; without a factor of its own that of the optimizer counts."""
-        common = optimizer.rescale_grad if optimizer is not None else 1.0
-        return [
-            self.shard.contribution(
-                self.unit, part.slices, common if part.rescale is None else part.rescale, part.absent
-            )
-            for part in parts.values()
-        ]
 
     def _applied(self, given: Sequence[Contribution], hyper: bytes) -> RoundEnd:
         """Count a round that has changed the weights."""

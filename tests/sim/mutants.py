@@ -336,7 +336,7 @@ def assign_that_sums(real: Any, self: Any, round_: int, parts: Any, is_lane: boo
     """Values that are to replace the weights are summed over ranks."""
     real(self, round_, parts, is_lane)
     if round_:
-        self.shard.assign_sum(self._contributions(parts, None))
+        self.shard.assign_sum([part.given._replace(scale=1.0) for part in parts.values()])
 
 
 @replaces(Table, "_assign")

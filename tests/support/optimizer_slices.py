@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run
-from kvstore_server.rows import RowSet
+from kvstore_server.rows import Payload, RowSet
 from kvstore_server.shard import Shard
 
 SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]
@@ -78,6 +78,16 @@ def same_bits(a: States, b: States) -> bool:
         and a.entries == b.entries
         and all(map(torch.equal, a.tensors.values(), b.tensors.values()))
     )
+
+
+def given_to(
+    shard: Shard, payloads: Mapping[int, Payload], scale: float = 1.0, absent: frozenset[int] = frozenset()
+) -> Contribution:
+    """What a rank gives to the slices of the last unit of a Shard, each by itself."""
+    unit = shard.units[-1]
+    slots = [(unit.slots[index], payload) for index, payload in sorted(payloads.items())]
+    without = frozenset(unit.first_key + key for key in absent)
+    return shard.contribution_of([Run(slot, slot + 1, payload) for slot, payload in slots], scale, without)
 
 
 def plan_of(piece: Slice, names: Sequence[str] | None = None) -> Plan:

@@ -62,7 +62,9 @@ def commit(
 
 
 def given(book: Book, rank: int, table: int = W) -> list[tuple[int, str]]:
-    return [(slot, source) for slot, source, _ in book.of(rank).here(table)]
+    first, end = book._slots.first[table : table + 2].tolist()
+    mine = book.of(rank)
+    return [(slot, mine.payload(slot)[0]) for slot in range(first, end) if mine.marks[slot]]
 
 
 def finish(book: Book, *tables: int) -> None:
@@ -85,7 +87,7 @@ def test_buffers_are_kept_only_while_a_slice_in_them_counts(book: Book) -> None:
     rows = m.matrix([(0, 0, 0, 64), (1, 0, 0, 64), (2, 0, 0, 64)], 4)
     book.push(0, rows, ["several"], np.zeros(3, int), np.array([0, 64, 128]))
     push(book, 0, "newer", slot=2, generation=1)
-    assert list(mine.here(W)) == [(1, "several", 64), (2, "newer", 0)]
+    assert [mine.payload(slot) for slot in (1, 2)] == [("several", 64), ("newer", 0)]
     finish(book, W)
     assert {mine.payload(slot)[0] for slot in range(4)} == {"several", None}
     finish(book, 0)

@@ -11,6 +11,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.table import ALL, Part, Table
+from tests.support.optimizer_slices import given_to
 
 RANKS = range(3)
 PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
@@ -106,7 +107,7 @@ def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> 
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     table = Table(0, "t", PLAN, 0, 2, None)
     [piece] = PLAN.slices
-    parts = {rank: Part({0: torch.zeros(piece.used)}, rescale=1.0) for rank in (0, 1)}
+    parts = {rank: Part(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
     table.apply(ALL, 0, parts, None, None, ())
     for rank, rate in enumerate((0.5, 0.25)):
         table.hyper.set(rank, packed(rate))
@@ -136,7 +137,7 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers(
 def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
     table = Table(0, "t", PLAN, 0, 1, None)
     [piece] = PLAN.slices
-    parts = {0: Part({0: torch.zeros(piece.used)}, rescale=1.0)}
+    parts = {0: Part(given_to(table.shard, {0: torch.zeros(piece.used)}))}
     table.apply(ALL, 0, parts, None, None, ())
     table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
     with pytest.raises(KVStoreError):

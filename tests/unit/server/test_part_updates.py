@@ -13,6 +13,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.shard import Shard, Unit
+from tests.support.optimizer_slices import given_to
 
 SHAPES = [(5_000,), (3,), (70_001,), (9, 31), (40_000,)]
 STEP = 4096
@@ -23,7 +24,7 @@ def make(dtype: str) -> tuple[Shard, Unit]:
     unit = shard.add(make_plan([TensorSpec(str(at), shape, dtype) for at, shape in enumerate(SHAPES)], 1))
     gen = torch.Generator().manual_seed(1)
     values = {p.index: torch.randn(p.used, generator=gen).to(torch_dtype(dtype)) for p in unit.slices}
-    shard.assign(unit, values)
+    shard.assign_sum([given_to(shard, values)])
     return shard, unit
 
 

@@ -16,7 +16,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rows import RowSet, split_rows
 from kvstore_server.shard import Leases, Shard, Unit
-from tests.support.optimizer_slices import BUILT_IN, Curved, make
+from tests.support.optimizer_slices import BUILT_IN, Curved, given_to, make
 
 SIZES = (1, 10, 33, 100, 4097, 16, 0, 301)
 ALL = range(len(SIZES))
@@ -68,10 +68,7 @@ def test_units_that_are_updated_together_have_the_bits_that_each_has_alone(name:
             parts.append(Contribution(runs, 0.5))
         together.update(parts, optimizer, [hypers] * len(some), [units[at] for at in some])
         for at in some:
-            apart = [
-                alone[at].contribution(own[at], give(own[at], rank, step), 0.5, frozenset())
-                for rank in range(2)
-            ]
+            apart = [given_to(alone[at], give(own[at], rank, step), 0.5) for rank in range(2)]
             alone[at].update(apart, optimizer, [hypers])
     for unit, shard, other in zip(units, alone, own, strict=True):
         assert torch.equal(weights(together, unit), weights(shard, other))
@@ -135,15 +132,7 @@ def test_rows_have_the_same_bits_on_any_number_of_servers(
                     split_rows(plan, {0: RowSet(ids.sort().values, filled(57, width, seed=9 * step + rank))})
                 )
             for shard, unit in zip(shards, units, strict=True):
-                parts = [
-                    shard.contribution(
-                        unit,
-                        {index: one[index] for index in unit.slots},
-                        0.3,
-                        frozenset(),
-                    )
-                    for one in given
-                ]
+                parts = [given_to(shard, {index: one[index] for index in unit.slots}, 0.3) for one in given]
                 shard.update(parts, optimizer, [[optimizer.hyper]])
         slices = {p.index: shards[p.server].visible(units[p.server], p.index) for p in plan.slices}
         ends.append(torch.cat([slices[piece.index] for piece in plan.slices]))
@@ -182,10 +171,10 @@ def test_tables_that_lie_side_by_side_have_the_bits_that_each_has_alone(
             here = [key for key in range(3) if rank < 2 or key not in absent]
             rows = {key: some_rows(sizes[key], seed=100 * step + 10 * rank + key) for key in here}
             payloads = split_rows(plan, rows)
-            parts.append(together.contribution(unit, payloads, scale, frozenset({0, 1, 2}.difference(here))))
+            parts.append(given_to(together, payloads, scale, frozenset({0, 1, 2}.difference(here))))
             for key in here:
                 payloads = split_rows(own[key].plan, {0: rows[key]})
-                apart[key].append(alone[key].contribution(own[key], payloads, scale, frozenset()))
+                apart[key].append(given_to(alone[key], payloads, scale))
         together.update(parts, optimizer, [hypers])
         for key, shard in enumerate(alone):
             shard.update(apart[key], optimizer, [[hypers[key]]])
@@ -207,9 +196,9 @@ def test_one_kernel_call_updates_rows_of_tables_that_lie_side_by_side() -> None:
             sizes.append(weight.numel())
 
     shard, optimizer, plan = Shard(), Counting(), tables_of((4001, 500, 90))
-    unit = shard.add(plan)
+    shard.add(plan)
     payloads = split_rows(plan, {key: some_rows(plan.specs[key].shape[0], seed=key) for key in range(3)})
-    given = shard.contribution(unit, payloads, 1.0, frozenset())
+    given = given_to(shard, payloads)
     shard.update([given], optimizer, [[optimizer.hyper] * 3])
     assert sizes == [3 * 31 * 16]
 
@@ -224,7 +213,7 @@ def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> No
 
     def step() -> None:
         ones = {p.index: torch.ones(p.used) for p in unit.slices}
-        shard.update([shard.contribution(unit, ones, 1.0, frozenset())], optimizer, [[optimizer.hyper] * 3])
+        shard.update([given_to(shard, ones)], optimizer, [[optimizer.hyper] * 3])
 
     leases.hold(sent)
     step()
@@ -258,7 +247,7 @@ def test_a_sum_that_was_held_is_clipped_as_decided_and_a_key_without_a_gradient_
 def test_integers_take_no_factor_and_stay_as_they_are() -> None:
     shard = Shard()
     unit = shard.add(make_plan([TensorSpec("k", (3,), "int64")], 1, integers=True))
-    given = shard.contribution(unit, {0: torch.tensor([1, 2, 3])}, 0.5, frozenset())
+    given = given_to(shard, {0: torch.tensor([1, 2, 3])}, 0.5)
     with pytest.raises(ConfigurationError):
         shard.assign_sum([given])
     assert shard.visible(unit, 0).tolist() == [0, 0, 0]

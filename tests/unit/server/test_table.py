@@ -16,6 +16,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import read_payload
 from kvstore_server.table import ALL, Part, Table
+from tests.support.optimizer_slices import given_to
 
 SGD = create("sgd", learning_rate=1.0, momentum=0.5)
 
@@ -39,10 +40,11 @@ class Ranks:
         parts = {}
         for rank, value in enumerate(values):
             slices = {} if value is None else {0: torch.full((4,), value, dtype=self.dtype)}
+            given = given_to(self.table.shard, slices)
             flags = m.VETOES * (rank in said.get("vetoes", ())) | m.ASSIGNS * (
                 rank in said.get("assigns", ())
             )
-            parts[rank] = Part(slices, flags)
+            parts[rank] = Part(given, flags)
         self.table.apply(ALL, self.number, parts, self.optimizer, None, ())
         self.number += 1
         return self.weights

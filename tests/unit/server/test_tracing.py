@@ -65,7 +65,7 @@ def test_messages_and_rounds_are_recorded_with_their_bytes_and_times() -> None:
     # The first message's lane is that of rank 0.
     round_, commit = events[-2:]
     assert (round_.name, round_.category, round_.lane, round_.duration) == ("w", ROUNDS, 0, 0.5)
-    assert round_.args == {"round": 1, "ranks": 1, "bytes": NBYTES}
+    assert round_.args == {"round": 1, "ranks": 1, "bytes": PADDED}
     assert (commit.name, commit.category, commit.lane, commit.duration) == ("Contribute", CALLS, 1, 1.5)
     assert commit.args == {"bytes_in": PADDED, "bytes_out": PADDED}
     assert commit.start < round_.start < round_.start + round_.duration < commit.start + commit.duration

@@ -11,6 +11,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.reduction import Contribution, left_out_by_all
 from kvstore_server.shard import Shard
+from tests.support.optimizer_slices import given_to
 
 KEYS = 5
 PLAN = make_plan([TensorSpec(str(key), (4000,), "float32") for key in range(KEYS)], 2)
@@ -19,7 +20,7 @@ PLAN = make_plan([TensorSpec(str(key), (4000,), "float32") for key in range(KEYS
 def contribution(shard: Shard, absent: frozenset[int]) -> Contribution:
     unit = shard.units[-1]
     here = [p for p in unit.slices if any(s.key not in absent for s in p.segments)]
-    return shard.contribution(unit, {p.index: torch.ones(p.used) for p in here}, 1.0, absent)
+    return given_to(shard, {p.index: torch.ones(p.used) for p in here}, absent=absent)
 
 
 @pytest.mark.parametrize("server", [0, 1])
