@@ -48,8 +48,9 @@ _log = logging.getLogger(__name__)
 
 _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
 """A namespace with more tables, waits and ranks than this is looked at every so many seconds for each of them."""
-_WHOLE = tuple([m.WANTS_WEIGHTS | more for more in (0, m.MAPS_WEIGHTS, m.MAPS_WEIGHTS | m.KNOWS_PLACES)])
-"""Flags of commits of which all tables are answered alike, by their weights or by where these are."""
+_MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
+_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.KNOWS_PLACES)
+"""Flags of commits of which all tables are answered alike: that they are over, by their weights, by where these are."""
 _TOLD = 64
 """How many of the ranks that are missing a worker is told."""
 
@@ -84,8 +85,8 @@ class Answer(NamedTuple):
 
     rank: int
     waiter: Waiter
-    wanted: int
-    """The weights of all, and nothing else: the flags of a worker that wants or maps them. 0: what `commits` want."""
+    wanted: int | None
+    """The same of all: the flags of a worker that wants or maps their weights, or neither. None: see `commits`."""
     commits: list[Committed]
     timeout: float
 
@@ -222,7 +223,15 @@ class Engine:
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        out = self._fail_late(space, np.flatnonzero(space.rounds.shared.num_committed).tolist(), now)
+        """Fail what waits for ranks that are lost, or has waited too long, and answer what need not wait any more."""
+        members, shared = space.membership, space.rounds.shared
+        late = shared.late(now)  # as a rule nobody is lost
+        if members.departed or members.silent(now, self.config.dead_after):
+            late = np.flatnonzero(shared.num_committed).tolist()
+        out: list[m.Outgoing] = []
+        for pending in [self._open_round(space, number) for number in late]:
+            error = self._why_stuck(space, pending, now)
+            out += pending.fail(error) if error is not None else ()
         out += self._release(space)
         # All errors first: whose join fails takes part again, and then the others seem to wait for it.
         errors = [(pending, self._why_stuck(space, pending, now)) for pending in self._pending(space, ())]
@@ -230,7 +239,6 @@ class Engine:
             if error is not None:
                 out += pending.fail(error)
         # Of rounds only the one that has waited longest: there may be one of each of thousands of tables.
-        shared = space.rounds.shared
         oldest = shared.oldest()
         waits = sorted(self._pending(space, oldest), key=lambda one: one.since)
         if waits and space.slow_reports.is_due(now - waits[0].since, now):
@@ -280,7 +288,7 @@ class Engine:
     # ---------------------------------------------------------------- rounds
 
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
-        """Take slices, and commits; each round that they complete, or that has no hope any more, ends."""
+        """Take slices, and commits; each round that they complete ends."""
         space, commits = sender.space, body.commits
         some = space.together(commits[:, 0])
         has_pushes, has_commits = len(body.pushes) > 0, len(commits) > 0
@@ -326,14 +334,10 @@ class Engine:
                 table.hyper.set(rank, body.hyper)
         committed = book.num_committed[some.tables]
         num_complete = committed.tolist().count(book.num_members)
-        complete, waiting = some, some.numbers
-        if 0 < num_complete < len(waiting):
-            is_complete = committed == book.num_members
-            complete, waiting = space.together(some.tables[is_complete]), some.tables[~is_complete].tolist()
+        if 0 < num_complete < len(committed):
+            some = space.together(some.tables[committed == book.num_members])
         if num_complete:
-            out += self._finish(space, book, complete, now)
-        if num_complete < len(some.numbers) and book is space.rounds.shared:
-            out += self._fail_late(space, waiting, now)
+            out += self._finish(space, book, some, now)
         return out
 
     def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
@@ -382,7 +386,6 @@ class Engine:
         if waiting:
             missing = book.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
-            out += self._fail_late(space, waiting, now)
         return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
@@ -419,13 +422,17 @@ class Engine:
         whole = [one.rank for one in answers if one.wanted == m.WANTS_WEIGHTS]
         weights = space.weights(ended, *whole) if whole else None
         for rank, waiter, wanted, commits, timeout in answers:
-            if wanted == m.WANTS_WEIGHTS and weights is not None:
+            if wanted is None:
+                out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
+            elif wanted == m.WANTS_WEIGHTS and weights is not None:
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights)))
             elif wanted:
                 shown = space.shown(ended, bool(wanted & m.KNOWS_PLACES))
                 out += [one for body in shown for one in _reply(waiter, body)]
             else:
-                out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
+                versions = [table.version for table in ended.named]
+                rows = np.array((ended.numbers, book.numbers[ended.tables] - 1, versions)).T
+                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Done(rows))))
         return out + self._release(space) if space.waits.all else out
 
     def _finish_alone(
@@ -490,7 +497,7 @@ class Engine:
         try:
             first = some.numbers[0]  # of all of them a rank has said the same
             ranks = book.given.values()
-            given = [space.contribution(one, one.said[first], some.slots, optimizer) for one in ranks]
+            given = [space.contribution(one.said[first], optimizer, one.runs(some.slots)) for one in ranks]
             if optimizer is None:
                 space.shard.assign_sum(given)
             else:
@@ -602,8 +609,8 @@ class Engine:
         for table in some.named:
             _check_ready(table)
         behind: list[int] = []
-        slicewise.let_read(space, rank, pull.tables)
         if space.rounds.begun or space.rounds.bound is not None:
+            slicewise.let_read(space, rank, pull.tables)
             behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
         if behind:
             at_once = [number for number in pull.tables if number not in behind]
@@ -637,22 +644,6 @@ class Engine:
         return [out for wait in ready for out in wait.answer()]
 
     # ---------------------------------------------------------------- what takes too long
-
-    def _fail_late(self, space: Namespace, tables: Sequence[int], now: float) -> list[m.Outgoing]:
-        """Fail the open rounds of all ranks whose deadline has passed, or that need a rank that is lost."""
-        members, shared = space.membership, space.rounds.shared
-        if members.departed or members.silent(now, self.config.dead_after):
-            late = [number for number in tables if shared.num_committed[number]]
-        else:  # as a rule nobody is lost
-            late = shared.late(now)
-            late = [number for number in late if number in tables] if late else late
-        out: list[m.Outgoing] = []
-        for number in late:
-            pending = self._open_round(space, number)
-            error = self._why_stuck(space, pending, now)
-            if error is not None:
-                out += pending.fail(error)
-        return out
 
     def _open_round(self, space: Namespace, number: int) -> Pending:
         shared, table = space.rounds.shared, space.tables[number]
@@ -779,9 +770,7 @@ class Engine:
 
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:
         space, members = sender.space, sender.space.membership
-        released = members.enter_barrier(
-            sender.rank, gather, sender.waiter, sender.now, self.config.dead_after
-        )
+        released = members.enter_barrier(sender.rank, gather, sender.waiter, sender.now)
         if not released:
             what = f"barrier {gather.sequence}"
             return _still_waiting(space, sender.waiter, what, members.absent_from_barrier(), sender.now)
@@ -892,7 +881,7 @@ def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: boo
     for waiter, *row in zip(waiters, ended.numbers, rounds, versions, flags, strict=True):
         said = given.said[row[0]]
         if waiter is not None and said is not None:
-            own = found.setdefault(waiter, Answer(rank, waiter, 0, [], said.timeout))
+            own = found.setdefault(waiter, Answer(rank, waiter, None, [], said.timeout))
             own.commits.append(Committed(*row))
     return list(found.values())
 

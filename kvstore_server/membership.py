@@ -217,12 +217,11 @@ class Membership:
         return None
 
     def enter_barrier(
-        self, rank: int, gather: Gather, waiter: Waiter, now: float, dead_after: float
+        self, rank: int, gather: Gather, waiter: Waiter, now: float
     ) -> list[tuple[Waiter, tuple[bytes, ...]]]:
         """Let a rank wait; return whom to release with what all have given; nobody while somebody is missing.
 
         Raises:
-            WorkerLostError: a rank that the barrier needs is gone.
             ProtocolError: the rank is at another barrier than the others.
         """
         if gather.sequence < self.barrier_sequence:
@@ -235,12 +234,7 @@ class Membership:
         known = self.barrier.get(rank)
         since = now if known is None else known.since  # one that is repeated has no more time than it had
         self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data, gather.reads)
-        absent = self.absent_from_barrier()
-        if absent:
-            lost = self.lost_error(absent, f"barrier {gather.sequence}", now, dead_after)
-            if lost is not None:
-                del self.barrier[rank]
-                raise lost
+        if self.absent_from_barrier():
             return []
         self._gathered = tuple(self.barrier[each].data for each in range(self.num_workers))
         self.barrier_sequence += 1

@@ -36,8 +36,8 @@ from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same,
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
-from kvstore_server.rounds import Announced, Book, Given, Ints, Mode, Rounds, Terms, Wait, Waits
-from kvstore_server.rows import PACKED_ROWS, read_payload, same_payload
+from kvstore_server.rounds import Announced, Book, Ints, Mode, Piece, Rounds, Terms, Wait, Waits
+from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
@@ -122,6 +122,16 @@ class Together(NamedTuple):
     """Of each table of which peers can map a part, the first such part."""
 
 
+class Portion(NamedTuple):
+    """A part of a slot, or all of it."""
+
+    slot: int
+    begin: int
+    """Its first byte there."""
+    end: int
+    """The byte before which it ends."""
+
+
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
@@ -138,7 +148,7 @@ class Namespace:
         self.mode = mode
         self.config = config
         self.membership = Membership(name, num_workers)
-        self.rounds = Rounds(num_workers, mode.is_sync, mode.bound, _same_payload)
+        self.rounds = Rounds(num_workers, mode)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
@@ -381,7 +391,8 @@ class Namespace:
         )
         tables, which, starts, wrong, received = located
         if body.form:
-            codec, places = self.codec(body.form), self.shard.storage.slots
+            codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
+            places = self.shard.storage.slots
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
             sources = [
                 read_payload(
@@ -489,7 +500,8 @@ class Namespace:
         if flags & m.HAS_JOINED:
             return None
         absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
-        contribution = self.contribution(given, said, np.arange(unit.first, unit.end), optimizer, absent)
+        runs = given.runs(np.arange(unit.first, unit.end))
+        contribution = self.contribution(said, optimizer, runs, absent)
         return Part(contribution, flags, int(given.version[number]), said.hold)
 
     def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
@@ -511,20 +523,22 @@ class Namespace:
 
     def contribution(
         self,
-        given: Given,
         said: Terms | Announced | None,
-        slots: Ints,
         optimizer: Optimizer | None,
+        given: Iterable[Piece],
         absent: frozenset[int] = NO_KEYS,
     ) -> Contribution:
-        """What a rank gave to some slots, which ascend, by neighbouring slices.
+        """Make a contribution of what a rank gave to some slots.
 
         Args:
             said: What it has said of them; where it named no factor, that of the optimizer counts.
             absent: The keys that it leaves out, as the Shard numbers them.
         """
-        runs, are_plain, scale = list[Run](), True, _factor(said, optimizer)
-        for first, end, source, begin, last in given.runs(slots):
+        assert said is not None
+        runs, are_plain, scale = list[Run](), True, said.rescale
+        if scale is None:
+            scale = 1.0 if optimizer is None else optimizer.rescale_grad
+        for first, end, source, begin, last in given:
             if isinstance(source, Tensor):
                 source = part_of(source, begin, last).view(self._dtypes[first])
             else:
@@ -533,33 +547,14 @@ class Namespace:
         plain = Contribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def contribution_in(
-        self,
-        given: Given,
-        said: Announced,
-        place: tuple[int, int, int],
-        optimizer: Optimizer | None,
-    ) -> Contribution:
-        """What a rank gave to some elements of a slot, of which the rest may be still to come; else as `contribution`.
+    def is_whole(self, part: Portion) -> bool:
+        """Whether a part of a slot is all of it."""
+        return not part.begin and part.end == int(self.rounds.slots.nbytes[part.slot])
 
-        Args:
-            place: The slot, and where they begin and end there.
-
-        Raises:
-            ProtocolError: they are not plain numbers.
-        """
-        (slot, begin, end), scale = place, _factor(said, optimizer)
-        growing, is_here = given.growing.get(slot), bool(given.marks[slot])
-        if not (is_here or growing):
-            return Contribution([], scale)
-        source, start = given.payload(slot) if growing is None else (growing.bytes, 0)
-        if not isinstance(source, Tensor):
-            raise ProtocolError(
-                f"slice {slot} of namespace {self.name!r} came in parts, and then in another form"
-            )
-        dtype = self._dtypes[slot]
-        numbers = source[start + begin * dtype.itemsize : start + end * dtype.itemsize].view(dtype)
-        return Contribution([Run(slot, slot + 1, numbers)], scale)
+    def elements(self, part: Portion) -> tuple[int, int, int]:
+        """Count a part of a slot in elements."""
+        size = self._dtypes[part.slot].itemsize
+        return part.slot, part.begin // size, part.end // size
 
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
@@ -578,8 +573,8 @@ class Namespace:
             sizes = np.bincount(some.owners, parts[:, 3], len(some.named)).astype(np.int64).tolist()
         for table, size in zip(some.named, sizes, strict=True):
             table.bytes_out += size * len(ranks)
-            for rank in ranks if table.notes_reads else ():
-                table.note_read(rank)
+            if table.notes_reads:
+                table.shard.note_read(table.unit, ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def weights_of(self, table: Table, slots: Sequence[int], version: int, half: bool) -> m.Weights:
@@ -594,8 +589,9 @@ class Namespace:
         ]
         return m.Weights(m.matrix(parts, 4), tuple(payloads), self.mode.is_sync)
 
-    def weights_in(self, slot: int, begin: int, end: int, version: int, half: bool) -> m.Weights:
-        """A copy of some weights of a slot, which are going to be of that version; else as `weights`."""
+    def weights_in(self, where: Portion, version: int, half: bool) -> m.Weights:
+        """A copy of the weights in a part of a slot, which are going to be of that version; else as `weights`."""
+        slot, begin, end = self.elements(where)
         part = self.shard.storage.padded[slot][begin:end]
         is_half = half and part.is_floating_point() and part.dtype.itemsize > torch.bfloat16.itemsize
         part = part.to(torch.bfloat16) if is_half else part.clone()
@@ -642,20 +638,12 @@ class Namespace:
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""
         if table.notes_reads:
-            table.note_read(rank)
+            table.shard.note_read(table.unit, [rank])
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
     # ---------------------------------------------------------------- optimizer
-
-    def codec(self, packed: bytes) -> Codec | None:
-        """The codec of payloads that a push describes; None of some rows.
-
-        Raises:
-            ConfigurationError: the description is not one of a codec.
-        """
-        return None if packed == PACKED_ROWS else _codec_of(packed)
 
     def set_optimizer(self, rank: int, spec: bytes) -> None:
         """Note the optimizer that a rank names; another algorithm than before starts with fresh state.
@@ -763,16 +751,8 @@ class Namespace:
 
 @functools.lru_cache(maxsize=16)
 def _codec_of(packed: bytes) -> Codec:
-    """The codec that a push describes; a job has one."""
+    """The codec that a push describes; a job has one. Raises ConfigurationError if it is none."""
     return make_codec(unpack_control(packed))
-
-
-def _factor(said: Terms | Announced | None, optimizer: Optimizer | None) -> float:
-    """The factor of what a rank gives."""
-    assert said is not None
-    if said.rescale is not None:
-        return said.rescale
-    return 1.0 if optimizer is None else optimizer.rescale_grad
 
 
 def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int) -> None:
@@ -789,10 +769,3 @@ def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int)
             "servers told them other sizes; start all servers with the same --spread-from, and do not replace one "
             "while workers start"
         )
-
-
-def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
-    """Whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
-    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-        return torch.equal(mine[start : start + nbytes], theirs[other : other + nbytes])
-    return same_payload(mine, theirs)

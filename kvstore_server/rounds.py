@@ -49,6 +49,7 @@ from torch import Tensor
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import Memo
 from kvstore_server.protocol import messages as m
+from kvstore_server.rows import same_payload
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -234,6 +235,10 @@ class Slots:
         return list(map(tuple, rows.tolist()))
 
 
+Piece = tuple[int, int, Any, int, int]
+"""Neighbouring slots: the first, the end, the buffer of what was given, and where in it their bytes begin and end."""
+
+
 class Given:
     """What one rank has given to the open rounds of all tables.
 
@@ -295,20 +300,30 @@ class Given:
         """The buffer of a slice that is here, and where in it its bytes begin."""
         return self._buffers[slot], int(self._places[slot] % _BUFFER)
 
-    def runs(self, slots: Ints) -> list[tuple[int, int, Any, int, int]]:
-        """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together.
-
-        Returns:
-            Of each run the first slot and the end, the buffer, and where in it their bytes begin and end.
-        """
+    def runs(self, slots: Ints) -> list[Piece]:
+        """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together."""
         here = slots[self.marks[slots].nonzero()]
         places = self._places[here]
         places = places - places[:1]  # so that it is the same in all rounds
-        key, found = (here.tobytes(), places.tobytes()), []
+        key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
             source, begin = self.payload(first)
             found.append((first, end, source, begin, begin + nbytes))
         return found
+
+    def part(self, slot: int, begin: int, end: int) -> list[Piece]:
+        """Of a slot what is here from one byte up to another, of which the rest may be still to come.
+
+        Raises:
+            ProtocolError: that is not all, and not plain numbers.
+        """
+        growing = self.growing.get(slot)
+        if growing is None and not self.marks[slot]:
+            return []
+        source, start = self.payload(slot) if growing is None else (growing.bytes, 0)
+        if not isinstance(source, Tensor) and end - begin < self._slots.nbytes[slot]:
+            raise ProtocolError(f"slice {slot} came in parts, and then in another form")
+        return [(slot, slot + 1, source, start + begin, start + end)]
 
     def begin_anew(self, table: int) -> None:
         """Forget the slices of a table that are here in generation 0."""
@@ -344,16 +359,13 @@ class Book:
         lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`.
     """
 
-    def __init__(
-        self, num_members: int, slots: Slots, same_payload: Callable[[int, Any, int, Any, int], bool]
-    ) -> None:
+    def __init__(self, num_members: int, slots: Slots) -> None:
         self.num_members = num_members
         self.given: dict[int, Given] = {}
         self.mismatches: dict[int, int] = {}
         self.num_ended, self.waited = 0, 0.0
         self.lateness: defaultdict[int, float] = defaultdict(float)
         self._slots = slots
-        self._same_payload = same_payload
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._patience = math.inf
         """Nobody who waits loses theirs before this time."""
@@ -423,7 +435,7 @@ class Book:
             for at in np.flatnonzero(is_repeated).tolist():
                 table, slot = int(tables[at]), int(slots[at])
                 nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
-                same = self._same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
+                same = _same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
             slots, marks, which, starts = (a[is_news] for a in (slots, marks, which, starts))
         if len(slots):
@@ -451,7 +463,7 @@ class Book:
         begin, is_same = end - len(data), True
         if given.marks[slot] == mark:
             known, start = given.payload(slot)
-            is_same = self._same_payload(len(data), known, start + begin, data, 0)
+            is_same = _same_payload(len(data), known, start + begin, data, 0)
         else:
             if growing is None or growing.mark < mark:
                 growing = given.growing[slot] = Growing(mark, int(self._slots.nbytes[slot]))
@@ -471,9 +483,7 @@ class Book:
                 continue
             del given.growing[slot]
             if generation + _HERE == growing.mark:
-                same = self._same_payload(
-                    growing.level, growing.bytes, 0, sources[which[at]], int(starts[at])
-                )
+                same = _same_payload(growing.level, growing.bytes, 0, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
 
     def commit(
@@ -656,28 +666,17 @@ class Rounds:
 
     Args:
         num_workers: How many ranks there are.
-        is_sync: Whether all rounds are for all ranks.
-        bound: By how many contributions a reader may be ahead of the slowest rank; None: any number.
-        same_payload: Says of (bytes of a slot, buffer, start, other buffer, start there) if both hold the same.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        is_sync: bool,
-        bound: int | None,
-        same_payload: Callable[[int, Any, int, Any, int], bool],
-    ) -> None:
+    def __init__(self, num_workers: int, mode: Mode) -> None:
         self.num_workers = num_workers
         self.slots = Slots()
-        self.shared = Book(num_workers, self.slots, same_payload)
+        self.shared = Book(num_workers, self.slots)
         self.left: set[int] = set()
         """The ranks whose processes left because they were done."""
         self.begun: set[int] = set()
         """Tables of which some slices may be those of the open round already: until it is over nobody reads them."""
-        self._is_sync = is_sync
-        self.bound = bound
-        self._same_payload = same_payload
+        self._is_sync, self.bound = mode.is_sync, mode.bound
         self._lanes: dict[int, Book] = {}
         self._clocks: dict[int, list[int]] = {}
         """Table → the clock of each rank."""
@@ -713,7 +712,7 @@ class Rounds:
         """
         lane = self._lanes.get(rank)
         if lane is None:
-            lane = self._lanes[rank] = Book(1, self.slots, self._same_payload)
+            lane = self._lanes[rank] = Book(1, self.slots)
         lane.fit()
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
@@ -758,7 +757,7 @@ class Rounds:
         """The ranks because of which this one may not read now."""
         if table in self.begun:
             return self.shared.missing_ranks(table)
-        if self.bound is None or self._is_sync:
+        if self.bound is None:
             return []
         clocks = self.clocks(table)
         least = clocks[rank] - self.bound
@@ -868,6 +867,13 @@ def _grown(array: Any, size: int, fill: Any) -> Any:
     more = np.full(max(size, 2 * len(array)), fill, array.dtype)
     more[: len(array)] = array
     return more
+
+
+def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
+    """Whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        return torch.equal(mine[start : start + nbytes], theirs[other : other + nbytes])
+    return same_payload(mine, theirs)
 
 
 class Growing:

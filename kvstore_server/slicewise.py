@@ -1,9 +1,9 @@
 """Rounds that are applied slice by slice, while other slices of them are still on their way.
 
-A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, neighbouring
-slices that all of them have given, but for ranks that give none, are summed, applied and answered at once. So on a
-network new weights travel while gradients do, in the other direction. A slice that comes in parts is applied as far as
-all ranks have given it. What is last waits for the commits, with which the round ends as any other.
+A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, a slice that
+all of them have given, but for ranks that give none, is summed, applied and answered at once. So on a network new
+weights travel while gradients do, in the other direction. A slice that comes in parts is applied as far as all ranks
+have given it. What is last waits for the commits, with which the round ends as any other.
 
 A rank that gives slices while it still computes others announces what is to be expected, and may say otherwise later.
 What was applied stays if it fits to that as well.
@@ -18,23 +18,23 @@ keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.memory import size_of_copy
-from kvstore_server.namespace import Namespace
+from kvstore_server.namespace import Namespace, Portion
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Announced, Ints, Waiter
-from kvstore_server.table import Begun, Portion, Table
+from kvstore_server.table import Begun, Table
 
 _log = logging.getLogger(__name__)
 
-TOGETHER = SENT_ALONE
-"""Bytes of neighbouring slices that are applied together, where they are smaller than that by themselves."""
+LEAST = SENT_ALONE
+"""Bytes of a table here from which on its rounds are applied slice by slice."""
 _STEP = 4096
 """Bytes of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
 _PLAIN = (
@@ -81,9 +81,7 @@ def _go_on(space: Namespace, table: Table, rank: int) -> None:
 def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
     """Tell whether a rank has announced the same marks of those slices of which something was applied."""
     is_applied = np.ones(len(marks), np.bool_)
-    for one in begun.left:
-        if not one.begin:
-            is_applied[one.slots.start - table.unit.first : one.slots.stop - table.unit.first] = False
+    is_applied[[slot - table.unit.first for slot, begin in begun.left.items() if not begin]] = False
     return bool((said.marks == marks)[is_applied].all())
 
 
@@ -103,12 +101,11 @@ def _begin(space: Namespace, table: Table) -> None:
         hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
     except KVStoreError:
         return  # the commits hear of it
-    nbytes = space.rounds.slots.nbytes
-    left = _portions(table.unit.first, nbytes[table.unit.first : table.unit.end].tolist())
-    is_long = len(left) > 1 or nbytes[table.unit.first] > TOGETHER
+    is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > LEAST
     is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
     if is_long and is_simple and _has_room(space, table, optimizer):
-        table.begun = Begun(optimizer, hyper, hypers, said, left)
+        left = range(table.unit.first, table.unit.end)
+        table.begun = Begun(optimizer, hyper, hypers, said, dict.fromkeys(left, 0))
         space.rounds.begun.add(number)
 
 
@@ -128,35 +125,22 @@ def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bo
     return True
 
 
-def _portions(first: int, sizes: Sequence[int]) -> list[Portion]:
-    """Divide slots from one on, of so many bytes, into neighbours that are applied together."""
-    found, begin, nbytes = list[Portion](), first, 0
-    for slot, size in enumerate(sizes, first):
-        nbytes += size
-        if nbytes >= TOGETHER or slot == first + len(sizes) - 1:
-            found.append(Portion(range(begin, slot + 1)))
-            begin, nbytes = slot + 1, 0
-    return found
-
-
-def advance(space: Namespace, slots: Collection[int]) -> list[m.Outgoing]:
+def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
     """Some slices have come: apply and answer those that all ranks have given now."""
     out: list[m.Outgoing] = []
     for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
-        table = space.tables[number]
-        assert table.begun is not None
-        touched = [one for one in table.begun.left if any(slot in one.slots for slot in slots)]
-        out += _advance(space, table, touched)
+        out += _advance(space, space.tables[number], slots)
     return out
 
 
-def _advance(space: Namespace, table: Table, touched: Sequence[Portion]) -> list[m.Outgoing]:
-    """Apply of those portions what all ranks have given, but for what is last of all."""
+def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
+    """Apply of those slots what all ranks have given, but for what is last of all."""
     begun = table.begun
     assert begun is not None
-    found = [_given_of(space, begun, one) for one in touched]
-    ready = [one for one in found if one is not None]
-    if ready == begun.left:
+    some = sorted(begun.left.keys() & slots)
+    found = [Portion(slot, begun.left[slot], _level(space, begun, slot)) for slot in some]
+    ready = [one for one in found if one.end > one.begin]
+    if sum([one.end == space.rounds.slots.nbytes[one.slot] for one in ready]) == len(begun.left):
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
@@ -165,71 +149,54 @@ def _advance(space: Namespace, table: Table, touched: Sequence[Portion]) -> list
     return _weights(space, table, ready, begun.said.values(), may_go)
 
 
-def _given_of(space: Namespace, begun: Begun, portion: Portion) -> Portion | None:
-    """Return what of a portion all ranks have given; None where that is nothing."""
-    slots, given = portion.slots, space.rounds.shared.given
-    levels, size = list[int](), int(space.rounds.slots.nbytes[slots.start])
-    first = slots.start - int(space.rounds.slots.first[space.rounds.slots.table[slots.start]])
+def _level(space: Namespace, begun: Begun, slot: int) -> int:
+    """Return up to which byte of a slot all ranks have given what they have announced."""
+    slots, given = space.rounds.slots, space.rounds.shared.given
+    at, size = slot - int(slots.first[slots.table[slot]]), int(slots.nbytes[slot])
+    level = size
     for rank, one in begun.said.items():
-        own, marks = given[rank], one.marks[first : first + len(slots)]
-        growing = own.growing.get(slots.start)
-        if (own.marks[slots.start : slots.stop] == marks).all():
-            levels.append(size)
-        else:
-            levels.append(growing.level if growing is not None and growing.mark == marks[0] else 0)
-    if min(levels) == size:
-        return portion
-    end = min(levels) // _STEP * _STEP
-    return portion._replace(end=end) if len(slots) == 1 and end > portion.begin else None
+        own, mark = given[rank], one.marks[at]
+        growing = own.growing.get(slot)
+        if own.marks[slot] != mark:
+            level = min(level, growing.level if growing is not None and growing.mark == mark else 0)
+    return level if level == size else level // _STEP * _STEP
 
 
-def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
+def _apply(space: Namespace, table: Table, portions: Iterable[Portion]) -> bool:
     """Apply some portions; returns False where all of them are taken back, because that is not possible."""
     begun = table.begun
     assert begun is not None
-    whole = [one.slots for one in portions if not one.is_part]
-    ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
     try:
         if begun.undo is None:
             begun.undo = table.shard.snapshot(table.unit)
-        if whole:
-            slots = np.concatenate([np.arange(own.start, own.stop) for own in whole])
-            given = [space.contribution(own, said, slots, begun.optimizer) for own, said in ranks]
-            table.shard.update_some(given, begun.optimizer, begun.hypers, table.unit)
+        ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
         for one in portions:
-            if one.is_part:
-                place = _place(space, one)
-                parts = [space.contribution_in(own, said, place, begun.optimizer) for own, said in ranks]
-                table.shard.update_part(parts, begun.optimizer, begun.hypers, table.unit, *place)
+            given = [space.contribution(said, begun.optimizer, own.part(*one)) for own, said in ranks]
+            how = begun.optimizer, begun.hypers, table.unit
+            if space.is_whole(one):
+                table.shard.update_some(given, *how)
+            else:
+                table.shard.update_part(given, *how, *space.elements(one))
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         take_back(space, table)
         return False
-    ends = {one.slots: one.end for one in portions}
-    begun.left = [
-        one._replace(begin=ends.get(one.slots, one.begin)) for one in begun.left if ends.get(one.slots, 1)
-    ]
+    begun.left |= {one.slot: one.end for one in portions}
+    begun.left = {
+        slot: begin for slot, begin in begun.left.items() if begin < space.rounds.slots.nbytes[slot]
+    }
     return True
 
 
-def _place(space: Namespace, part: Portion) -> tuple[int, int, int]:
-    """The slot of a part of a slice, and where it begins and ends there, in elements."""
-    [slot] = part.slots
-    size = space.shard.storage.padded[slot].dtype.itemsize
-    end = part.end or int(space.rounds.slots.nbytes[slot])
-    return slot, part.begin // size, end // size
-
-
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced], may_go: bool
+    space: Namespace, table: Table, portions: Iterable[Portion], ranks: Iterable[Announced], may_go: bool
 ) -> list[m.Outgoing]:
     """Send the weights of some portions, which may go again or not, to those of some ranks that want them as bytes."""
     out = list[m.Outgoing]()
-    slots = [slot for one in portions if not one.is_part for slot in one.slots]
-    parts = [_place(space, one) for one in portions if one.is_part]
+    slots = [one.slot for one in portions if space.is_whole(one)]
     told = list(filter(_wants_bytes, ranks))
     for half in {bool(one.flags & m.WANTS_HALF) for one in told}:
-        bodies = [space.weights_in(*part, table.version + 1, half) for part in parts]
+        bodies = [space.weights_in(one, table.version + 1, half) for one in portions if one.slot not in slots]
         if slots:
             bodies.append(space.weights_of(table, slots, table.version + 1, half))
         for body in bodies if may_go else ():
@@ -261,7 +228,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:
         is_as_said = False
-    left = begun.left
+    left = [Portion(*one, int(space.rounds.slots.nbytes[one[0]])) for one in begun.left.items()]
     if not is_as_said or not _apply(space, table, left):
         take_back(space, table)
         return None

@@ -89,21 +89,6 @@ class HeldRound:
     sum: HeldSum
 
 
-class Portion(NamedTuple):
-    """Neighbouring slots that are applied together; or one, of which a part is."""
-
-    slots: range
-    begin: int = 0
-    """Its first byte in the only slot."""
-    end: int = 0
-    """The byte of the only slot before which it ends; 0: it goes up to the end."""
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is not all of its slots."""
-        return bool(self.begin or self.end)
-
-
 @dataclass
 class Begun:
     """The open round while it is applied slice by slice: all ranks have said what they will commit."""
@@ -112,8 +97,8 @@ class Begun:
     hyper: bytes
     hypers: Sequence[Mapping[str, Any]]
     said: Mapping[int, Announced]
-    left: list[Portion]
-    """What has not been applied."""
+    left: dict[int, int]
+    """Slot of which not all has been applied → its first byte that has not."""
     undo: Undo | None = None
     """How the table was before the first of them."""
 
@@ -172,11 +157,6 @@ class Table:
         """A slice of the next round of a rank, or of all, has come: the last one is final."""
         if self._last_rank in (ALL, whose):
             self.shard.undos.pop(self.unit, None)
-
-    def note_read(self, rank: int) -> None:
-        """The present weights are sent to a rank."""
-        if self.notes_reads:
-            self.shard.note_read(self.unit, [rank])
 
     def hold(self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None) -> bool:
         """Sum a round of all ranks, if a decision is wanted before it is applied. Returns whether that is so.

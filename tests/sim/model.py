@@ -376,7 +376,7 @@ class SyncModel(Model):
             self.beliefs[rank] = commit.said.hyper
         self.deadline = min(self.deadline, now + commit.said.timeout)
         if len(self.committed) < NUM_WORKERS:
-            return self.tick(now)
+            return []
         outcome = self._outcome()
         return self._hold() if outcome == HELD else self._end(outcome)
 

@@ -459,7 +459,7 @@ def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     """With the commits all of a round is applied, also what had been."""
     if table.begun.undo is not None:
         unit = table.unit
-        table.begun.left = [range(slot, slot + 1) for slot in range(unit.first, unit.end)]
+        table.begun.left = dict.fromkeys(range(unit.first, unit.end), 0)
     return real(space, table)
 
 

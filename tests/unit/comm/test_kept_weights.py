@@ -27,6 +27,7 @@ from kvstore_server.shard import Shard
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
+from tests.support.optimizer_slices import given_to
 from tests.support.switchboard import connected, play
 
 SPECS = [
@@ -254,7 +255,7 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     assert shard.changed_since(unit, 0, 0, 0) == {}
     rows = {0: RowSet(torch.tensor([3]), torch.ones(1, 2))}
     optimizer = create("fussy")
-    given = shard.contribution(unit, {0: rows}, 1.0, frozenset())
+    given = given_to(shard, {0: rows})
     shard.update([given], optimizer, [[optimizer.hyper]])
     assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}
     shard.undo(unit)

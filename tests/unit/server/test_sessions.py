@@ -83,7 +83,9 @@ def test_another_socket_is_no_sign_of_life() -> None:
     alive, dead = place.token(0, b"a", (OWN,)), place.token(1, b"b", (OTHER,))
     place.now = DEAD_AFTER + 1
     place.ask(STRANGER, dead, m.Heartbeat())
-    assert code(place.ask(OWN, alive, m.Gather(0, 60.0))) == WorkerLostError.__name__
+    place.ask(OWN, alive, m.Gather(0, 60.0))
+    [told] = place.engine.tick(place.now)
+    assert (told.peer, code(told.reply.body)) == (OWN, WorkerLostError.__name__)
 
 
 def test_a_hello_that_comes_again_gets_the_same_session_and_begins_nothing_anew() -> None:
