@@ -19,16 +19,18 @@ import math
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, compress, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore_server.dealing import Deal, Ints
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
@@ -104,6 +106,50 @@ class Slice:
 def row_numel(spec: TensorSpec) -> int:
     """The elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
     return math.prod(spec.shape[1:]) if spec.shape else 1
+
+
+class Deal(NamedTuple):
+    """Which row lies where in neighbouring slices: one in each in turn, as cards are dealt.
+
+    Ids that are asked for often are often neighbours: a vocabulary that is sorted by frequency has them all in front.
+    Were a slice a piece of the table, the server with the first one would have most of the work. Slices that are as
+    long as the first one get their rows in turn. A shorter one at the end has the last rows.
+    """
+
+    slices: int
+    """The number of those of equal length; with one or none every row lies where its number says."""
+    length: int
+    """Rows of each of them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row lies where its number says."""
+        return self.slices < 2
+
+    def places(self, rows: Ints) -> Ints:
+        """Say where rows lie, counted from the first row of the first slice."""
+        if self.is_plain:
+            return rows
+        # row = turn * slices + hand lies at hand * length + turn, which needs no remainder.
+        whole = self.slices * self.length
+        dealt = rows // self.slices
+        dealt *= 1 - whole
+        dealt += rows * self.length
+        return np.where(rows < whole, dealt, rows)
+
+    def rows(self, places: Ints) -> Ints:
+        """Say which rows lie there, see `places`."""
+        return places if self.is_plain else Deal(self.length, self.slices).places(places)
+
+    def in_order(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Return the places of ascending rows in ascending order, and which of the rows is at each."""
+        places = self.places(rows)
+        if self.is_plain:
+            return places, np.arange(len(rows))
+        # A slice has its rows in ascending order. So to sort by slices is enough, and numpy has that done for small
+        # numbers in a sixth of the time.
+        order = (places // self.length).astype(np.min_scalar_type(self.slices)).argsort(kind="stable")
+        return places[order], order
 
 
 class RowBlock(NamedTuple):
@@ -305,25 +351,26 @@ class Plan:
     """Whether all slices of a key are on one server."""
     one_server: bool = False
     """Whether all slices of the table are."""
-    servers: tuple[int, ...] = field(init=False)
-    """The servers that hold at least one slice, in ascending order."""
-    has_row_sparse: bool = field(init=False)
-    """Whether workers hold no copy of some slices."""
-
-    _by_server: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
-    _resident: dict[int, tuple[Slice, ...]] = field(init=False, repr=False, compare=False)
     _rows: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
     _joined: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        by_server: dict[int, list[Slice]] = {}
-        for piece in self.slices:
-            by_server.setdefault(piece.server, []).append(piece)
-        object.__setattr__(self, "_by_server", {server: tuple(p) for server, p in by_server.items()})
-        resident = {server: tuple(filter(self.is_resident, p)) for server, p in by_server.items()}
-        object.__setattr__(self, "_resident", resident)
-        object.__setattr__(self, "servers", tuple(sorted(by_server)))
-        object.__setattr__(self, "has_row_sparse", any([spec.row_sparse for spec in self.specs]))
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The servers that hold at least one slice, in ascending order."""
+        return tuple(sorted(self._by_server))
+
+    @cached_property
+    def has_row_sparse(self) -> bool:
+        """Whether workers hold no copy of some slices."""
+        return any([spec.row_sparse for spec in self.specs])
+
+    @cached_property
+    def _by_server(self) -> dict[int, tuple[Slice, ...]]:
+        return grouped([(piece.server, piece) for piece in self.slices])
+
+    @cached_property
+    def _resident(self) -> dict[int, tuple[Slice, ...]]:
+        return {server: tuple(filter(self.is_resident, p)) for server, p in self._by_server.items()}
 
     @cached_property
     def digest(self) -> str:
@@ -340,11 +387,7 @@ class Plan:
 
     @cached_property
     def _by_key(self) -> dict[int, tuple[Slice, ...]]:
-        by_key: dict[int, list[Slice]] = {}
-        for piece in self.slices:
-            for segment in piece.segments:
-                by_key.setdefault(segment.key, []).append(piece)
-        return {key: tuple(p) for key, p in by_key.items()}
+        return grouped([(segment.key, piece) for piece in self.slices for segment in piece.segments])
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         """The slices on one server, in arena order."""
@@ -410,6 +453,14 @@ class Plan:
         for key, other in sorted(self._followers.items(), key=lambda pair: self.key_offsets[pair[0]]):
             first[other] = first.setdefault(key, key)
         return first
+
+
+def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
+    """Put together the slices of each key, or server, in the order given."""
+    found: dict[int, list[Slice]] = {}
+    for number, piece in pairs:
+        found.setdefault(number, []).append(piece)
+    return {number: tuple(pieces) for number, pieces in found.items()}
 
 
 def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
-from kvstore_server.dealing import Ints
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
-from kvstore_server.plan import SIZES, Plan, Slice
+from kvstore_server.plan import SIZES, Ints, Plan, Slice
 from kvstore_server.protocol.frames import pack_control
 
 PACKED_ROWS = pack_control({"type": "rows"})

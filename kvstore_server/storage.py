@@ -20,7 +20,7 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, row_numel
+from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, grouped, row_numel
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
@@ -36,18 +36,6 @@ _WORTH_A_GAP = 4 * LONG
 """Bytes of a slice from which on a gap in front of it costs less, by one more call, than to copy it to workers."""
 VERSIONS_KEPT = 256
 """Changes of a stack that are remembered one by one."""
-
-
-def stacks(slices: Sequence[Slice]) -> dict[int, list[Slice]]:
-    """Put together the slices of one server that one key has for itself; others are alone.
-
-    Returns:
-        The first key of each stack (by index) → its slices.
-    """
-    found: dict[int, list[Slice]] = {}
-    for piece in slices:
-        found.setdefault(piece.segments[0].key, []).append(piece)
-    return found
 
 
 class RowChanges:
@@ -317,7 +305,7 @@ class Storage:
         slices, first_key = plan.slices_of(server), self.num_keys
         keys = frozenset(segment.key for piece in slices for segment in piece.segments)
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
-        own = stacks(plan.resident_slices_of(server))
+        own = grouped([(piece.segments[0].key, piece) for piece in plan.resident_slices_of(server)])
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
         for piece in slices:

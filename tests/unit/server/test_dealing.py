@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_server.dealing import Deal
-from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.plan import Deal, Plan, TensorSpec, make_plan
 
 SHAPES = ((1_000_000, 64), (1_000_000, 16), (100_000, 16), (10_000, 16), (6_000, 33), (3_000_000, 8))
 
