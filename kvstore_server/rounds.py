@@ -46,6 +46,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import Memo
 from kvstore_server.protocol import messages as m
@@ -98,10 +99,7 @@ class Mode:
 
     def check(self) -> None:
         """Raise ConfigurationError unless the parts fit together."""
-        if self.name not in (SYNC, ASYNC, SSP):
-            raise ConfigurationError(
-                f"the mode of a namespace is {SYNC}, {ASYNC} or {SSP}, got {self.name!r}"
-            )
+        check.one_of("the mode of a namespace", self.name, (SYNC, ASYNC, SSP))
         if self.staleness < 0 or (self.staleness and self.name != SSP):
             raise ConfigurationError(
                 f"staleness={self.staleness} does not go with mode {self.name!r}; only {SSP!r} takes one, of 0 or more"
@@ -196,7 +194,6 @@ class Slots:
         self._is_next = np.zeros(1, np.bool_)
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
         self.is_next = self._is_next[:0]
-        self._known = Memo[Ints](self)
         self.runs = Memo[list[tuple[int, int, int]]](self)
         """Of slots, and where their bytes begin: the runs that they make."""
 
@@ -217,10 +214,7 @@ class Slots:
         self.nbytes, self.is_next = self._nbytes[:end], self._is_next[:end]
 
     def of(self, tables: Ints) -> Ints:
-        """The slots of some tables, in their order; not to be changed."""
-        return self._known.get(tables.tobytes(), self._of, tables)
-
-    def _of(self, tables: Ints) -> Ints:
+        """The slots of some tables, in their order."""
         counts = self.first[tables + 1] - self.first[tables]
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
@@ -251,8 +245,6 @@ class Given:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self.num_tables = 0
-        """So many tables there is room for."""
         self.committed = np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.said: list[Terms | None] = []
@@ -269,6 +261,7 @@ class Given:
         """Of each slot, where its bytes begin, counted over all buffers that came, each of `_BUFFER` bytes."""
         self._buffers: list[Any] = []
         self._num_buffers = 0
+        self.fit()
 
     def fit(self) -> None:
         """Make room for tables that were added."""
@@ -277,10 +270,9 @@ class Given:
         self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
         self.sums = _grown(self.sums, tables, 0)
         self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
-        self.said += [None] * (tables - self.num_tables)
-        self.waiters += [None] * (tables - self.num_tables)
+        self.said += [None] * (tables - len(self.said))
+        self.waiters += [None] * (tables - len(self.waiters))
         self._buffers += [None] * (slots - len(self._buffers))
-        self.num_tables = tables
 
     def keep(self, slots: Any, marks: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
         """Keep slices, or the one of these numbers: those that are here in a lower generation are replaced."""
@@ -378,21 +370,16 @@ class Book:
     def fit(self) -> None:
         """Make room for tables that were added."""
         size = self._slots.num_tables
-        if len(self.numbers) < size:
-            self.numbers, self.num_committed = (
-                _grown(self.numbers, size, 0),
-                _grown(self.num_committed, size, 0),
-            )
-            self._failed = _grown(self._failed, size, _NEVER)
+        self.numbers, self.num_committed = _grown(self.numbers, size, 0), _grown(self.num_committed, size, 0)
+        self._failed = _grown(self._failed, size, _NEVER)
+        for given in self.given.values():
+            given.fit()
 
     def of(self, rank: int) -> Given:
         """What a rank has given."""
         if rank not in self.given:
             self.given = dict(sorted({**self.given, rank: Given(self._slots)}.items()))
-        given = self.given[rank]
-        if given.num_tables < self._slots.num_tables:
-            given.fit()
-        return given
+        return self.given[rank]
 
     def number(self, table: int) -> int:
         """The open round of a table; every lower one is over."""
@@ -564,8 +551,7 @@ class Book:
 
     def times(self, table: int) -> tuple[float, float]:
         """Since when a round has been waited for, and when the first one who does loses patience."""
-        here = [given.said[table] for given in self.given.values() if given.num_tables > table]
-        said = [terms for terms in here if terms is not None]
+        said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
 
@@ -604,7 +590,7 @@ class Book:
 
     def has_committed(self, rank: int, table: int) -> bool:
         given = self.given.get(rank)
-        return given is not None and given.num_tables > table and bool(given.committed[table])
+        return given is not None and bool(given.committed[table])
 
     def finish(self, tables: Ints, slots: Ints) -> None:
         """End the open rounds of some tables, which have these slots, as applied; of one it is noted who was late."""
@@ -624,10 +610,10 @@ class Book:
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """End an open round as failed; return whom to tell now. The others are told when they come."""
-        found = [given.waiters[table] for given in self.given.values() if given.num_tables > table]
+        found = [waiter for given in self.given.values() if (waiter := given.waiters[table]) is not None]
         self._note_failure(table, self.number(table), error)
         self._begin_next(np.array([table]), self._slots.of(np.array([table])))
-        return [waiter for waiter in found if waiter is not None]
+        return found
 
     def undo(self, table: int, error: KVStoreError) -> None:
         """Turn the last applied round into a failed one; the weights have been restored."""
@@ -654,8 +640,6 @@ class Book:
 
     def _begin_next(self, tables: Ints, slots: Ints) -> None:
         for given in self.given.values():
-            if given.num_tables < self._slots.num_tables:
-                given.fit()
             given.clear(tables, slots)
         self.numbers[tables] += 1
         self.num_committed[tables] = 0
@@ -686,7 +670,8 @@ class Rounds:
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
         """Open the first round of a new table, whose slices here have so many bytes each; see `Slots.is_next`."""
         self.slots.add(sizes, are_next)
-        self.shared.fit()
+        for book in (self.shared, *self._lanes.values()):
+            book.fit()
 
     def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
         """The books of which a rank means those rounds of some tables, each with which are its own; None: all."""
@@ -713,7 +698,6 @@ class Rounds:
         lane = self._lanes.get(rank)
         if lane is None:
             lane = self._lanes[rank] = Book(1, self.slots)
-        lane.fit()
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)
@@ -733,7 +717,7 @@ class Rounds:
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self._lanes.get(rank)
-        if lane is not None and len(lane.numbers) > table and lane.number(table):
+        if lane is not None and lane.number(table):
             return lane.number(table)
         clocks = self.clocks(table)
         others = [clock for r, clock in enumerate(clocks) if r != rank and self._takes_part(r, table)]

@@ -113,7 +113,7 @@ class Table:
         plan: Plan,
         server: int,
         num_workers: int,
-        shard: Shard | None,
+        shard: Shard,
         mode: Mode = SYNCHRONOUS,
     ) -> None:
         self.number = number
@@ -121,7 +121,7 @@ class Table:
         self.plan = plan
         self.mode = mode
         self.num_workers = num_workers
-        self.shard = shard or Shard()
+        self.shard = shard
         self.unit = self.shard.add(plan, server)
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""

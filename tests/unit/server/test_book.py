@@ -233,6 +233,9 @@ def test_what_is_kept_is_counted_with_the_slots_of_the_tables_that_are_named() -
     slots.add([64] * 1000, [False] * 1000)
     for _ in range(10):
         slots.add([64], [False])
-    found = [slots.of(np.flatnonzero([1, *map(int, f"{number:010b}")])) for number in range(1000)]
-    assert len(found[-1]) > 1000
-    assert len(slots._known._known) < 50
+    memo = Memo[Any](slots)
+    for number in range(1000):
+        tables = np.flatnonzero([1, *map(int, f"{number:010b}")])
+        found = memo.get(tables.tobytes(), slots.of, tables)
+    assert len(found) > 1000
+    assert len(memo._known) < 50

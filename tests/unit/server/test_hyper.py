@@ -10,6 +10,7 @@ from kvstore_server.hyper import AgreedOptimizer, AgreedOptions, effective_hyper
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control
+from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Part, Table
 from tests.support.optimizer_slices import given_to
 
@@ -105,7 +106,7 @@ def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> 
 
 
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
-    table = Table(0, "t", PLAN, 0, 2, None)
+    table = Table(0, "t", PLAN, 0, 2, Shard())
     [piece] = PLAN.slices
     parts = {rank: Part(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
     table.apply(ALL, 0, parts, None, None, ())
@@ -135,7 +136,7 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers(
 
 
 def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
-    table = Table(0, "t", PLAN, 0, 1, None)
+    table = Table(0, "t", PLAN, 0, 1, Shard())
     [piece] = PLAN.slices
     parts = {0: Part(given_to(table.shard, {0: torch.zeros(piece.used)}))}
     table.apply(ALL, 0, parts, None, None, ())

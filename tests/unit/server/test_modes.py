@@ -22,7 +22,7 @@ def test_parts_that_fit_together_are_accepted(mode: Mode) -> None:
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        (Mode("eventual"), "is sync, async or ssp, got 'eventual'"),
+        (Mode("eventual"), "must be 'sync', 'async' or 'ssp', got 'eventual'"),
         (Mode("ssp", -1), "staleness=-1 does not go with mode 'ssp'"),
         (Mode("async", 2), "staleness=2 does not go with mode 'async'"),
         (Mode("sync", 2), "staleness=2 does not go with mode 'sync'"),

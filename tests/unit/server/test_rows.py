@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, grouped, make_plan
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.rows import (
     RowSet,
@@ -18,7 +18,7 @@ from kvstore_server.rows import (
     encode_rows,
     split_rows,
 )
-from kvstore_server.storage import VERSIONS_KEPT, RowChanges, stacks
+from kvstore_server.storage import VERSIONS_KEPT, RowChanges
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -152,7 +152,7 @@ def ids(*rows: int) -> torch.Tensor:
 
 def started(version: int = 0) -> RowChanges:
     """A log that somebody has asked."""
-    changes = RowChanges(stacks(PLAN.slices))
+    changes = RowChanges(grouped([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     assert changes.since(0, version, version) == {}
     return changes
 
@@ -163,7 +163,7 @@ def named(changes: RowChanges, held: int, version: int) -> dict[int, list[int]] 
 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
-    changes = RowChanges(stacks(PLAN.slices))
+    changes = RowChanges(grouped([(piece.segments[0].key, piece) for piece in PLAN.slices]))
     changes.note(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}

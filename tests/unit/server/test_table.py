@@ -15,6 +15,7 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import read_payload
+from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, Table
 from tests.support.optimizer_slices import given_to
 
@@ -26,7 +27,7 @@ class Ranks:
 
     def __init__(self, dtype: str = "float32", optimizer: Optimizer | None = SGD) -> None:
         plan = make_plan([TensorSpec("k", (4,), dtype)], 1)
-        self.table = Table(0, "t", plan, 0, 2, None)
+        self.table = Table(0, "t", plan, 0, 2, Shard())
         self.dtype = getattr(torch, dtype)
         self.optimizer = optimizer
         self.number = 0
@@ -109,3 +110,18 @@ def test_ranks_that_disagree_on_the_learning_rate_cannot_veto_it_away() -> None:
     assert ranks.round(1.0, None, vetoes=[1]) == [10.0]
     with pytest.raises(PlanMismatchError):
         ranks.round(1.0, 1.0)
+
+
+def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
+    leases = Leases()
+    leases.shared = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+    leases.place_of = lambda weights: 0
+    table = Table(0, "t", make_plan([TensorSpec("k", (1 << 16,), "float32")], 1), 0, 1, Shard(leases))
+    for round_ in range(2):
+        ones = {piece.index: torch.ones(piece.used) for piece in table.unit.slices}
+        table.apply(ALL, round_, {0: Part(given_to(table.shard, ones), m.ASSIGNS)}, None, None, ())
+        marks = table.shard.storage.slots[0].block.marks
+        assert marks is not None
+        begun, ended = marks
+        assert begun.tolist() == ended.tolist()
+        assert begun.min() > round_
