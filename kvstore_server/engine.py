@@ -606,8 +606,7 @@ class Engine:
         """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank = sender.space, sender.rank
         some = space.together(np.array(pull.tables, np.int64))
-        for table in some.named:
-            _check_ready(table)
+        _check_ready(some.named)
         behind: list[int] = []
         if space.rounds.begun or space.rounds.bound is not None:
             slicewise.let_read(space, rank, pull.tables)
@@ -626,7 +625,7 @@ class Engine:
 
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
         table = sender.space.table(pull.table)
-        _check_ready(table)
+        _check_ready([table])
         slicewise.let_read(sender.space, sender.rank, [table.number])
         answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
         if not sender.space.rounds.behind(sender.rank, table.number):
@@ -1002,14 +1001,15 @@ def _again(error: KVStoreError) -> KVStoreError:
     return from_wire(*to_wire(error))
 
 
-def _check_ready(table: Table) -> None:
-    """Raise KVStoreError unless a table can be read."""
-    if table.conflict is not None:
-        raise _again(table.conflict)
-    if not table.is_initialised:
-        raise KeyNotFoundError(
-            f"table {table.name!r} has not been initialised yet; call init on every worker first"
-        )
+def _check_ready(tables: Iterable[Table]) -> None:
+    """Raise KVStoreError unless tables can be read."""
+    for table in tables:
+        if table.conflict is not None:
+            raise _again(table.conflict)
+        if not table.is_initialised:
+            raise KeyNotFoundError(
+                f"table {table.name!r} has not been initialised yet; call init on every worker first"
+            )
 
 
 def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:

@@ -122,16 +122,6 @@ class Together(NamedTuple):
     """Of each table of which peers can map a part, the first such part."""
 
 
-class Portion(NamedTuple):
-    """A part of a slot, or all of it."""
-
-    slot: int
-    begin: int
-    """Its first byte there."""
-    end: int
-    """The byte before which it ends."""
-
-
 class Namespace:
     """Members, tables, optimizer and barrier of one name."""
 
@@ -547,15 +537,6 @@ class Namespace:
         plain = Contribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def is_whole(self, part: Portion) -> bool:
-        """Whether a part of a slot is all of it."""
-        return not part.begin and part.end == int(self.rounds.slots.nbytes[part.slot])
-
-    def elements(self, part: Portion) -> tuple[int, int, int]:
-        """Count a part of a slot in elements."""
-        size = self._dtypes[part.slot].itemsize
-        return part.slot, part.begin // size, part.end // size
-
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
         """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
@@ -576,29 +557,6 @@ class Namespace:
             if table.notes_reads:
                 table.shard.note_read(table.unit, ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
-
-    def weights_of(self, table: Table, slots: Sequence[int], version: int, half: bool) -> m.Weights:
-        """The present weights of some slots of a table, which are going to be of that version; else as `weights`."""
-        storage, whole = self.shard.storage, self.rounds.slots.nbytes
-        payloads = [storage.half(slot, version) if half else storage.padded[slot] for slot in slots]
-        sizes = [payload.nbytes for payload in payloads]
-        table.bytes_out += sum(sizes)
-        parts = [
-            (slot, version, m.HALF if nbytes < whole[slot] else m.WHOLE, nbytes)
-            for slot, nbytes in zip(slots, sizes, strict=True)
-        ]
-        return m.Weights(m.matrix(parts, 4), tuple(payloads), self.mode.is_sync)
-
-    def weights_in(self, where: Portion, version: int, half: bool) -> m.Weights:
-        """A copy of the weights in a part of a slot, which are going to be of that version; else as `weights`."""
-        slot, begin, end = self.elements(where)
-        part = self.shard.storage.padded[slot][begin:end]
-        is_half = half and part.is_floating_point() and part.dtype.itemsize > torch.bfloat16.itemsize
-        part = part.to(torch.bfloat16) if is_half else part.clone()
-        end *= part.dtype.itemsize
-        self.tables[int(self.rounds.slots.table[slot])].bytes_out += part.nbytes
-        kind = m.HALF if is_half else m.WHOLE
-        return m.Weights(m.matrix([(slot | end << m.PART, version, kind, part.nbytes)], 4), (part,))
 
     def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
         """The present weights of some tables for a worker that maps them: where they are, and those without a place.

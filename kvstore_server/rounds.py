@@ -307,13 +307,13 @@ class Given:
         """Of a slot what is here from one byte up to another, of which the rest may be still to come.
 
         Raises:
-            ProtocolError: that is not all, and not plain numbers.
+            ProtocolError: that is not plain numbers.
         """
         growing = self.growing.get(slot)
         if growing is None and not self.marks[slot]:
             return []
         source, start = self.payload(slot) if growing is None else (growing.bytes, 0)
-        if not isinstance(source, Tensor) and end - begin < self._slots.nbytes[slot]:
+        if not isinstance(source, Tensor):
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
         return [(slot, slot + 1, source, start + begin, start + end)]
 

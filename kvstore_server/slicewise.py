@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.memory import size_of_copy
-from kvstore_server.namespace import Namespace, Portion
+from kvstore_server.namespace import Namespace
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
@@ -41,6 +44,25 @@ _PLAIN = (
     m.ANNOUNCES | m.MAY_CHANGE | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
 )
 """Flags of commits to rounds that can be applied slice by slice."""
+
+
+class Portion(NamedTuple):
+    """A part of a slot that is applied at once, or all of it; in bytes."""
+
+    slot: int
+    begin: int
+    end: int
+    size: int
+    """Of the slot."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its slot."""
+        return self.end - self.begin == self.size
+
+    def elements(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Say where it begins and ends in the slot, counted in elements."""
+        return self.begin // dtype.itemsize, self.end // dtype.itemsize
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
@@ -137,10 +159,12 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     """Apply of those slots what all ranks have given, but for what is last of all."""
     begun = table.begun
     assert begun is not None
-    some = sorted(begun.left.keys() & slots)
-    found = [Portion(slot, begun.left[slot], _level(space, begun, slot)) for slot in some]
+    some = np.array(sorted(begun.left.keys() & slots), np.int64)
+    levels, sizes = _levels(space, table, some), space.rounds.slots.nbytes[some].tolist()
+    places = zip(some.tolist(), levels, sizes, strict=True)
+    found = [Portion(slot, begun.left[slot], level, size) for slot, level, size in places]
     ready = [one for one in found if one.end > one.begin]
-    if sum([one.end == space.rounds.slots.nbytes[one.slot] for one in ready]) == len(begun.left):
+    if sum([one.end == one.size for one in ready]) == len(begun.left):
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
@@ -149,62 +173,77 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     return _weights(space, table, ready, begun.said.values(), may_go)
 
 
-def _level(space: Namespace, begun: Begun, slot: int) -> int:
-    """Return up to which byte of a slot all ranks have given what they have announced."""
-    slots, given = space.rounds.slots, space.rounds.shared.given
-    at, size = slot - int(slots.first[slots.table[slot]]), int(slots.nbytes[slot])
-    level = size
-    for rank, one in begun.said.items():
-        own, mark = given[rank], one.marks[at]
-        growing = own.growing.get(slot)
-        if own.marks[slot] != mark:
-            level = min(level, growing.level if growing is not None and growing.mark == mark else 0)
-    return level if level == size else level // _STEP * _STEP
+def _levels(space: Namespace, table: Table, slots: Ints) -> list[int]:
+    """Return up to which byte of each slot all ranks have given what they have announced."""
+    assert table.begun is not None
+    levels: Ints = space.rounds.slots.nbytes[slots]
+    for rank, said in table.begun.said.items():
+        own, marks = space.rounds.shared.given[rank], said.marks[slots - table.unit.first]
+        for at in np.flatnonzero(own.marks[slots] != marks).tolist():
+            growing = own.growing.get(int(slots[at]))
+            level = growing.level if growing is not None and growing.mark == marks[at] else 0
+            levels[at] = min(levels[at], level // _STEP * _STEP)
+    return [*levels.tolist()]
 
 
-def _apply(space: Namespace, table: Table, portions: Iterable[Portion]) -> bool:
+def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
     """Apply some portions; returns False where all of them are taken back, because that is not possible."""
     begun = table.begun
     assert begun is not None
+    whole = np.array([one.slot for one in portions if one.is_whole], np.int64)
     try:
         if begun.undo is None:
             begun.undo = table.shard.snapshot(table.unit)
         ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
+        how = begun.optimizer, begun.hypers, table.unit
+        if len(whole):
+            given = [space.contribution(said, begun.optimizer, own.runs(whole)) for own, said in ranks]
+            table.shard.update_some(given, *how)
         for one in portions:
-            given = [space.contribution(said, begun.optimizer, own.part(*one)) for own, said in ranks]
-            how = begun.optimizer, begun.hypers, table.unit
-            if space.is_whole(one):
-                table.shard.update_some(given, *how)
-            else:
-                table.shard.update_part(given, *how, *space.elements(one))
+            if not one.is_whole:
+                place = one.slot, one.begin, one.end
+                given = [space.contribution(said, begun.optimizer, own.part(*place)) for own, said in ranks]
+                elements = one.elements(space.shard.storage.padded[one.slot].dtype)
+                table.shard.update_part(given, *how, one.slot, *elements)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         take_back(space, table)
         return False
     begun.left |= {one.slot: one.end for one in portions}
-    begun.left = {
-        slot: begin for slot, begin in begun.left.items() if begin < space.rounds.slots.nbytes[slot]
-    }
+    for one in portions:
+        if one.end == one.size:
+            del begun.left[one.slot]
     return True
 
 
 def _weights(
-    space: Namespace, table: Table, portions: Iterable[Portion], ranks: Iterable[Announced], may_go: bool
+    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced], may_go: bool
 ) -> list[m.Outgoing]:
     """Send the weights of some portions, which may go again or not, to those of some ranks that want them as bytes."""
-    out = list[m.Outgoing]()
-    slots = [one.slot for one in portions if space.is_whole(one)]
-    told = list(filter(_wants_bytes, ranks))
-    for half in {bool(one.flags & m.WANTS_HALF) for one in told}:
-        bodies = [space.weights_in(one, table.version + 1, half) for one in portions if one.slot not in slots]
-        if slots:
-            bodies.append(space.weights_of(table, slots, table.version + 1, half))
-        for body in bodies if may_go else ():
-            body.parts[:, 2] |= m.MAY_GO
-        for one in told:
-            if bool(one.flags & m.WANTS_HALF) == half:
-                out += [m.Outgoing(one.waiter.peer, m.Reply(one.waiter.number, body)) for body in bodies]
-    return out
+    told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
+    bodies = {half: _message(space, table, portions, half, may_go) for half in {half for _, half in told}}
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
+
+
+def _message(
+    space: Namespace, table: Table, portions: Sequence[Portion], half: bool, may_go: bool
+) -> m.Weights:
+    """Put together the new weights of some portions; parts of slots are copied, for the rest is yet to change."""
+    storage, version = space.shard.storage, table.version + 1
+    parts, payloads = list[tuple[int, ...]](), list[Tensor]()
+    for one in portions:
+        weights, word = storage.padded[one.slot], one.slot
+        payload = storage.half(one.slot, version) if half and one.is_whole else weights
+        if not one.is_whole:
+            is_wide = weights.is_floating_point() and weights.dtype.itemsize > torch.bfloat16.itemsize
+            payload = weights[slice(*one.elements(weights.dtype))]
+            payload = payload.to(torch.bfloat16) if half and is_wide else payload.clone()
+            word |= one.end * payload.dtype.itemsize // weights.dtype.itemsize << m.PART
+        kind = m.WHOLE if payload.dtype == weights.dtype else m.HALF
+        parts.append((word, version, kind | m.MAY_GO * may_go, payload.nbytes))
+        payloads.append(payload)
+        table.bytes_out += payload.nbytes
+    return m.Weights(m.matrix(parts, 4), tuple(payloads), space.mode.is_sync)
 
 
 def _wants_bytes(said: Announced) -> bool:
@@ -228,7 +267,8 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:
         is_as_said = False
-    left = [Portion(*one, int(space.rounds.slots.nbytes[one[0]])) for one in begun.left.items()]
+    sizes = space.rounds.slots.nbytes[list(begun.left)].tolist()
+    left = [Portion(*one, size, size) for one, size in zip(begun.left.items(), sizes, strict=True)]
     if not is_as_said or not _apply(space, table, left):
         take_back(space, table)
         return None
