@@ -347,6 +347,8 @@ class Plan:
     """Elements in the arena of each dtype before its row-sparse keys: what a worker holds."""
     key_offsets: tuple[int, ...]
     """Where each key begins in the arena of its dtype, in elements."""
+    numels: tuple[int, ...]
+    """The elements of each key."""
     whole_keys: bool
     """Whether all slices of a key are on one server."""
     one_server: bool = False
@@ -526,22 +528,20 @@ def make_plan(
     for dtype in sorted(set(dtypes)):
         layout = _Arena(dtype, piece_bytes)
         least_big = -(-piece_bytes // SIZES[dtype])
-        rows = zip(range(len(specs)), dtypes, numels, are_sparse, strict=True)
-        members = [(i, numel, is_sparse) for i, own, numel, is_sparse in rows if own == dtype]
-        small = [i for i, numel, is_sparse in members if not is_sparse and numel < least_big]
-        big = [i for i, numel, is_sparse in members if not is_sparse and numel >= least_big]
-        layout.add_small(small, numels, key_offsets)
-        for i in big:
+        own = [i for i, name in enumerate(dtypes) if name == dtype]
+        resident = [i for i in own if not are_sparse[i]]
+        layout.add_small([i for i in resident if numels[i] < least_big], numels, key_offsets)
+        for i in [i for i in resident if numels[i] >= least_big]:
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         resident_sizes[dtype] = layout.end
-        for i in [i for i, _, is_sparse in members if is_sparse]:
+        for i in compress(own, map(are_sparse.__getitem__, own)):
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
     units: list[list[int]] = []
     # A bucket holds whole keys and stands alone.
-    for key, own in itertools.groupby(range(len(drafts)), lambda i: drafts[i].segments[-1].key):
-        pieces = list(own)
+    for key, of_key in itertools.groupby(range(len(drafts)), lambda i: drafts[i].segments[-1].key):
+        pieces = list(of_key)
         most = (
             len(pieces)
             if whole_keys
@@ -555,8 +555,8 @@ def make_plan(
     sizes = [draft.nbytes for draft in drafts]
     servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     slices = tuple(replace(draft, index=i, server=servers[i]) for i, draft in enumerate(drafts))
-    offsets = tuple(key_offsets)
-    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, offsets, whole_keys, one_server)
+    places = tuple(key_offsets), tuple(numels)
+    return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, *places, whole_keys, one_server)
 
 
 def check_same(

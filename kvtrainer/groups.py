@@ -34,7 +34,7 @@ _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
 """Types of options that travel as they are."""
 
 
-Named = list[tuple[str | None, Tensor | Sequence[Tensor]]]
+Named = tuple[Sequence[str | None], Sequence[Tensor | Sequence[Tensor]]]
 """Names, and each one's parameter or list of replicas."""
 
 
@@ -245,10 +245,9 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     found: dict[str, Sequence[Any]] = {}
     for options, named in _groups(params):
         names: list[str] = []
-        for name, given in named:
-            replicas: Sequence[Any] = (given,)
-            if not isinstance(given, Tensor) and isinstance(given, Sequence):
-                replicas = tuple(given)
+        for name, given in zip(*named, strict=True):
+            is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
+            replicas: Sequence[Any] = (given,) if is_one else tuple(given)
             at = id(replicas[0]) if replicas else 0
             if at in seen and list(map(id, seen[at])) == list(map(id, replicas)):
                 continue
@@ -291,30 +290,28 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
             raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
         inner, names = given["params"], given.get("param_names")
         named = _named([inner] if isinstance(inner, Tensor) else inner)
-        if names is not None and len(names) != len(named):
+        if names is not None and len(names) != len(named[1]):
             raise ConfigurationError(
-                f"a parameter group has {len(named)} parameters but {len(names)} param_names; give a name to each"
+                f"a parameter group has {len(named[1])} parameters but {len(names)} param_names; give a name to each"
             )
-        if names is not None:
-            named = [(str(name), parameter) for name, (_, parameter) in zip(names, named, strict=True)]
-        found.append((options, named))
+        found.append((options, named if names is None else (list(map(str, names)), named[1])))
     return found
 
 
 def _named(params: Any) -> Named:
     if isinstance(params, DataParallel):
-        return list(params.named_replicas())
-    if isinstance(params, Module):
-        return list(params.named_parameters())
-    if isinstance(params, Mapping):
-        return [(str(key), params[key]) for key in sorted(params, key=str)]
-    named: Named = []
+        params = params.named_replicas()
+    elif isinstance(params, Module):
+        params = params.named_parameters()
+    elif isinstance(params, Mapping):
+        keys = sorted(params, key=str)
+        return list(map(str, keys)), [params[key] for key in keys]
+    names, given = list[str | None](), []
     for item in _ordered(params):
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
-            named.append(item)
-        else:
-            named.append((None, item))
-    return named
+        is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+        names.append(item[0] if is_named else None)
+        given.append(item[1] if is_named else item)
+    return names, given
 
 
 def _ordered(params: Any) -> Iterable[Any]:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 import torch.optim
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
@@ -160,7 +159,7 @@ class Trainer(torch.optim.Optimizer):
             update_on_kvstore,
             compression_params,
             built.aggregate_num,
-            max([p.numel() for p in parameters if type(p) is Parameter or not is_lazy(p)], default=0),
+            max([p.numel() for p in parameters if not is_lazy(p)], default=0),
             has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),

@@ -50,7 +50,7 @@ _KEPT = 1 << _KEPT_SHIFT
 _NEIGHBOURS = 4
 """Neighbouring kept sums that are compared in one turn."""
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
-_version_of, _nbytes_of = attrgetter("_version"), attrgetter("nbytes")
+_version_of = attrgetter("_version")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
@@ -83,7 +83,8 @@ class Arena:
         self._plan = plan
         self._resident = [not spec.row_sparse for spec in plan.specs]
         here = list(compress(self._parameters, self._resident))
-        _check_parameters(parameters, names, here, self._resident)
+        nbytes = [SIZES[spec.dtype] * n for spec, n in zip(plan.specs, plan.numels, strict=True)]
+        _check_parameters(parameters, names, here, self._resident, nbytes)
         self.device = parameters[0].device
         self.weights = self._allocate_weights()
         self.zeros: frozenset[int] = frozenset()
@@ -98,8 +99,7 @@ class Arena:
         """What others than the Trainer do to the weights."""
         self._here = here
         self._addresses = [piece.data_ptr() for piece in pieces]
-        sizes = enumerate(map(_nbytes_of, parameters))
-        whole = [key for key, nbytes in sizes if nbytes >= LONG and not nbytes % ALIGNMENT]
+        whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""
         _note_placed(self._addresses, here)
@@ -255,9 +255,10 @@ class Arena:
         """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
         aliases = {dtype: _alias_of(flat) for dtype, flat in self.weights.items()}
         pieces = []
-        rows = zip(self._parameters, self._plan.specs, self._plan.key_offsets, strict=True)
-        for parameter, spec, at in compress(rows, self._resident):
-            if numel := parameter.numel():
+        plan = self._plan
+        rows = zip(self._parameters, plan.specs, plan.key_offsets, plan.numels, strict=True)
+        for parameter, spec, at, numel in compress(rows, self._resident):
+            if numel:
                 piece = aliases[spec.dtype](count=numel, offset=at * SIZES[spec.dtype])
             else:
                 piece = self.weights[spec.dtype].new_empty(0)
@@ -485,9 +486,13 @@ def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> N
 
 
 def _check_parameters(
-    parameters: Sequence[Parameter], names: Sequence[str], here: Sequence[Parameter], resident: Sequence[bool]
+    parameters: Sequence[Parameter],
+    names: Sequence[str],
+    here: Sequence[Parameter],
+    resident: Sequence[bool],
+    nbytes: Sequence[int],
 ) -> None:
-    """Raise ConfigurationError unless the data of all parameters `here` can be moved into one arena."""
+    """Raise ConfigurationError unless the data of all parameters `here`, of so many bytes, can move into one arena."""
     home, names_here = parameters[0].device, list(compress(names, resident))
     is_plain = (
         home.type in ("cpu", "cuda")
@@ -507,7 +512,7 @@ def _check_parameters(
         rows = zip(names_here, here, strict=True)
         problems = problems or [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
     # It relies on all being dense and on one device.
-    problems = problems or list(_overlaps(here, names_here))
+    problems = problems or list(_overlaps(here, names_here, list(compress(nbytes, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
@@ -531,10 +536,10 @@ def _problem_with(parameter: Parameter) -> str | None:
     return None
 
 
-def _overlaps(parameters: Sequence[Parameter], names: Sequence[str]) -> Iterator[str]:
+def _overlaps(parameters: Sequence[Parameter], names: Sequence[str], nbytes: Sequence[int]) -> Iterator[str]:
     """Name the parameters that share memory with one before them; all are dense and on one device."""
-    starts = np.array(list(map(Tensor.data_ptr, parameters)), dtype=np.int64)
-    ends, order = starts + np.array(list(map(_nbytes_of, parameters)), dtype=np.int64), starts.argsort()
+    starts = np.fromiter(map(Tensor.data_ptr, parameters), np.int64)
+    ends, order = starts + np.array(nbytes, np.int64), starts.argsort()
     if not (ends[order][:-1] > starts[order][1:]).any():
         return
     last_end, last = 0, 0

@@ -54,9 +54,9 @@ class GradientTracker:
             vars(p) if type(p) is Parameter else vars(type(p)) for p in self._parameters
         ]
         """What was set on each parameter, or its class if that is one of its own: of most models nothing at all."""
-        # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them.
+        # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them, or a graph
+        # does; of a parameter whose node we do not hold the hook does nothing.
         self._nodes: list[Node | None] = [None] * count
-        self._handles: list[RemovableHandle] = []
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
         self.births: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
@@ -82,18 +82,20 @@ class GradientTracker:
         A parameter of a lazy module can be watched from when it gets its shape, in the module's first forward pass.
         """
         with self._attaching:
-            rows = zip(self._nodes, self._parameters, strict=True)
-            unwatched = [i for i, (node, p) in enumerate(rows) if node is None and p.requires_grad]
+            rows = zip(self._nodes, map(_requires_grad, self._parameters), strict=True)
+            unwatched = [i for i, (node, is_trained) in enumerate(rows) if node is None and is_trained]
             if not unwatched and self._forward_handle is None:
                 return
             lazy = set(map(id, lazy_among(self._parameters)))
             ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
             me = weakref.ref(self)
-            for i, node in zip(ready, _nodes_of([self._parameters[i] for i in ready]), strict=True):
-                self._handles.append(node.register_prehook(partial(_before_accumulation, me, i)))
-                self._nodes[i] = node
-                if self._listener is not None:
-                    self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
+            for at in range(0, len(ready), _FEW):
+                few = ready[at : at + _FEW]
+                for i, node in zip(few, _nodes_of([self._parameters[i] for i in few]), strict=True):
+                    node.register_prehook(_BeforeAccumulation(me, i))
+                    self._nodes[i] = node
+                    if self._listener is not None:
+                        node.register_hook(partial(_after_accumulation, me, i))
             is_waiting = len(ready) < len(unwatched)
             if is_waiting and self._forward_handle is None:
                 self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
@@ -107,7 +109,7 @@ class GradientTracker:
         me = weakref.ref(self)
         for i, node in enumerate(self._nodes):
             if node is not None:
-                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
+                node.register_hook(partial(_after_accumulation, me, i))
 
     def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
         """For each parameter, whether it is `among` those asked for and has a gradient that no `consume` took yet.
@@ -178,12 +180,10 @@ class GradientTracker:
         self._to_drop = {*self._to_drop, *keys}
 
     def close(self) -> None:
-        """Remove the hooks. Gradients are left as they are; `attach` starts watching again, for nobody who listens."""
+        """End all that hooks do. Gradients are left as they are; `attach` begins anew, for nobody who listens."""
         with self._attaching:
             self._listener = self._seen = None
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            self.births = {}
             self._stop_waiting()
             self._nodes = [None] * len(self._parameters)
 
@@ -254,29 +254,39 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
     return [node for node, _ in result.grad_fn.next_functions if node is not None]
 
 
-def _before_accumulation(
-    tracker_ref: weakref.ref[GradientTracker], i: int, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor] | None:
-    """Run in a backward pass, just before `grads[0]` is added to the gradient of parameter `i`; or what is returned."""
-    tracker = tracker_ref()
-    if tracker is None:
-        return None
-    tracker._seen = None
-    if tracker._to_drop:
-        tracker._drop_used()
-    if grads[0] is None:
-        # A custom autograd function returned no gradient: torch will leave `.grad` as it is.
-        return None
-    tracker._fired[i] = True
-    parameter = tracker._parameters[i]
-    if getattr(parameter, "grad_req", None) == "write":
-        parameter.grad = None
-    birth = tracker.births.get(i)
-    if birth is None or parameter.grad is not None:
-        return None
-    # Nobody else has the copy, so torch makes it `.grad` as it is.
-    born = birth(grads[0])
-    return None if born is None else (born,)
+class _BeforeAccumulation:
+    """Runs in a backward pass, just before something is added to the gradient of parameter `i`.
+
+    It is an object of its own, because that is one for the garbage collector to look at; a partial function is two.
+    """
+
+    __slots__ = ("_i", "_tracker")
+
+    def __init__(self, tracker: weakref.ref[GradientTracker], i: int) -> None:
+        self._tracker = tracker
+        self._i = i
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
+        """Return what is added in place of `grads`, if it is something else."""
+        tracker, i = self._tracker(), self._i
+        if tracker is None or tracker._nodes[i] is None:
+            return None
+        tracker._seen = None
+        if tracker._to_drop:
+            tracker._drop_used()
+        if grads[0] is None:
+            # A custom autograd function returned no gradient: torch will leave `.grad` as it is.
+            return None
+        tracker._fired[i] = True
+        parameter = tracker._parameters[i]
+        if getattr(parameter, "grad_req", None) == "write":
+            parameter.grad = None
+        birth = tracker.births.get(i)
+        if birth is None or parameter.grad is not None:
+            return None
+        # Nobody else has the copy, so torch makes it `.grad` as it is.
+        born = birth(grads[0])
+        return None if born is None else (born,)
 
 
 def _after_accumulation(

@@ -485,7 +485,10 @@ class Memory:
                 else p
                 for p in self.parameters
             ]
-        shapes, dtypes = [tuple(p.shape) for p in placed], [dtype_name(p.dtype) for p in placed]
+        sizes, dtypes = [p.shape for p in placed], [dtype_name(p.dtype) for p in placed]
+        # One tuple for all that are alike: thousands more would have the garbage collector look through the process.
+        shape_of = {size: tuple(size) for size in set(sizes)}
+        shapes = [shape_of[size] for size in sizes]
         tables = set(self.tables)
         in_store = [key in tables for key in range(len(placed))]
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)

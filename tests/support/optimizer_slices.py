@@ -97,7 +97,8 @@ def plan_of(piece: Slice, names: Sequence[str] | None = None) -> Plan:
     for at, s in enumerate(piece.segments):
         specs[s.key] = TensorSpec(names[at] if names else str(s.key), (s.numel,), piece.dtype)
     sizes = {piece.dtype: piece.length}
-    return Plan(tuple(specs), 1, (piece,), sizes, sizes, (0,) * count, False)
+    numels = tuple([spec.numel for spec in specs])
+    return Plan(tuple(specs), 1, (piece,), sizes, sizes, (0,) * count, numels, False)
 
 
 def update_slice(

@@ -298,6 +298,18 @@ def test_unknown_grad_req_is_refused_by_name() -> None:
         tracker.participating()
 
 
+def test_a_graph_that_outlives_the_tracker_finds_its_hooks_dead() -> None:
+    p = ones()
+    tracker = watch(p)
+    backward(p)
+    tracker.consume([True])
+    used, loss = p.grad, (2 * p).sum()
+    tracker.close()
+    loss.backward()
+    assert p.grad is used
+    assert slopes(p) == [3, 3]
+
+
 def test_a_lazy_parameter_is_hooked_once_though_two_threads_end_a_forward_pass_when_it_has_its_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
