@@ -36,8 +36,6 @@ LONG = 128 << 10
 WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
 EVERY = 8
-JOINED = 32 << 10
-"""Elements. Fewer than these torch joins by plain copies, however many threads it has."""
 _BLOCK = 8 << 10
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
@@ -112,30 +110,12 @@ class Arena:
     @cached_property
     def _grad_pieces(self) -> list[Tensor]:
         """The places of all gradients, in the shapes of the parameters; empty of those that are not resident."""
-        rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
-        return [
-            self.grads[spec.dtype].new_empty(0)
-            if spec.row_sparse
-            else self.grads[spec.dtype].narrow(0, at, spec.numel).view(spec.shape)
-            for spec, at in rows
-        ]
-
-    @cached_property
-    def _runs(self) -> list[tuple[slice, Tensor, list[Tensor]]]:
-        """Neighbours of one dimension, which are joined in half of the time that it takes to copy each.
-
-        Of each run the keys, their place, and the zeros between them.
-        """
-        if self.device.type != "cpu":
-            return []
-        offsets, runs = self._plan.key_offsets, []
-        for keys in _neighbours(self._plan):
-            flat, starts = self.grads[self._plan.specs[keys.start].dtype], offsets[keys]
-            ends = [at + spec.numel for spec, at in zip(self._plan.specs[keys], starts, strict=True)]
-            sizes = [start - end for start, end in zip(starts[1:], ends, strict=False)]
-            zeros = {size: flat.new_zeros(size) for size in set(sizes)}
-            runs.append((keys, flat[starts[0] : ends[-1]], [zeros[size] for size in sizes]))
-        return runs
+        plan, pieces = self._plan, []
+        for spec, at, numel in zip(plan.specs, plan.key_offsets, plan.numels, strict=True):
+            flat = self.grads[spec.dtype]
+            piece = flat.new_empty(0) if spec.row_sparse else flat.narrow(0, at, numel)
+            pieces.append(piece if spec.row_sparse or len(spec.shape) == 1 else piece.view(spec.shape))
+        return pieces
 
     @torch.no_grad()
     def gather_grads(
@@ -160,15 +140,8 @@ class Arena:
         if lent:
             zeros = zeros | lent.keys()
             present = [is_in and key not in lent for key, is_in in enumerate(present)]
-        single = list(present)
-        for keys, place, gaps in self._runs:
-            if all(present[keys]):
-                parts: list[Any] = [None] * (2 * len(gaps) + 1)
-                parts[::2], parts[1::2] = given[keys], gaps
-                torch.cat(parts, out=place)
-                single[keys] = [False] * (keys.stop - keys.start)
-        if here := list(compress(pieces, single)):
-            torch._foreach_copy_(here, list[Any](compress(given, single)))
+        if here := list(compress(pieces, present)):
+            torch._foreach_copy_(here, list[Any](compress(given, present)))
         if not all(present):
             absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
             if absent:
@@ -409,26 +382,6 @@ def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
     rest = words[body:].view(-1, ALIGNMENT // _WORD)
     blocks = words[:body].view(-1, every, _BLOCK // _SUMMED, _SUMMED // _WORD)
     return [[blocks[:, at], rest] for at in range(every)]
-
-
-def _neighbours(plan: Plan) -> Iterator[slice]:
-    """Find the runs of two keys or more that lie side by side, have one dimension, and are few enough to be joined."""
-    first, specs, offsets = 0, plan.specs, plan.key_offsets
-    for key, (spec, at) in enumerate(zip(specs, offsets, strict=True)):
-        last, end = specs[key - 1], offsets[key - 1] + specs[key - 1].numel
-        is_next = (
-            first < key
-            and len(spec.shape) == len(last.shape) == 1
-            and spec.dtype == last.dtype
-            and not spec.row_sparse
-            and 0 <= (at - end) * SIZES[spec.dtype] < ALIGNMENT
-            and at + spec.numel - offsets[first] < JOINED
-        )
-        if not is_next and key - first > 1:
-            yield slice(first, key)
-        first = first if is_next else key
-    if len(specs) - first > 1:
-        yield slice(first, len(specs))
 
 
 def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
