@@ -62,8 +62,8 @@ class ParameterGroups:
         self.defaults = dict(optimizer.hyper)
         self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
         """None of a torch class that we do not know, whose groups may have any entries."""
-        self._checked: dict[str, Any] = {}
-        """The options that were checked last."""
+        self._last: dict[str, Any] = {}
+        """What `options` has returned last."""
 
     def bind(self, live: list[Group]) -> None:
         """Go on with this list of groups, everywhere."""
@@ -90,13 +90,17 @@ class ParameterGroups:
                 "use trainer.add_param_group"
             )
 
-    def options(self, memory: Memory, coming: Sequence[bool] | None) -> dict[str, Any]:
+    def options(
+        self, memory: Memory, coming: Sequence[bool] | None, stages: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Read the numbers of the update that comes: per group its options, per parameter multipliers that are not 1.
 
-        Those that have changed are checked. The form is the one of `kvstore_server.hyper`.
+        The form is the one of `kvstore_server.hyper`. If nothing has changed since the last call it is the same object,
+        which nobody changes; else they are checked.
 
         Args:
             coming: as of `UpdateCounter.apply`.
+            stages: what else workers must have alike.
 
         Raises:
             SchedulerInUseError: the optimizer has a lr_scheduler, and somebody else has set a learning rate.
@@ -105,7 +109,7 @@ class ParameterGroups:
         """
         if self.optimizer.lr_scheduler is not None:
             self.counts.apply(self.live, coming)
-        options: dict[str, Any] = {"groups": []}
+        options: dict[str, Any] = {"groups": [], "stages": stages}
         for group in self.live:
             names = self._option_names
             if names is None:
@@ -117,7 +121,7 @@ class ParameterGroups:
             values = [getattr(p, name, None) for p in memory.parameters] if has_attributes else ()
             given = {i: value for i, value in enumerate(values) if value is not None and value != 1}
             options[name] = _checked_multipliers(name, given, memory.names) if given else given
-        if options != self._checked:
+        if options != self._last:
             if options["lr_mult"] and not any("lr" in group for group in self.live):
                 raise ConfigurationError(
                     f"lr_mult of {memory.names[next(iter(options['lr_mult']))]!r} would have no effect: "
@@ -125,8 +129,8 @@ class ParameterGroups:
                 )
             for group in options["groups"]:
                 check_options(self.optimizer, group)
-            self._checked = options
-        return options
+            self._last = options
+        return self._last
 
     def over(self, device: DeviceMemory) -> list[Group]:
         """The groups with the parameters of one device alone."""

@@ -520,7 +520,7 @@ class StepPipeline:
 
     def _numbers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
         """Read the numbers of the update that comes; see `ParameterGroups.options`."""
-        # What workers must have alike, or they come to different numbers of rounds, scales, or weights.
+        # Or workers come to different numbers of rounds, scales, or weights.
         stages: dict[str, Any] = {}
         if self.accumulation.counts > 1:
             stages["accumulate"] = self.accumulation.counts
@@ -528,7 +528,7 @@ class StepPipeline:
             stages["loss_scale"] = self.loss_scaler.loss_scale
         if self.link.selection.takes_half:
             stages["compression_params['pull']"] = "bf16"
-        return {**self.groups.options(self.memory, coming), "stages": stages}
+        return self.groups.options(self.memory, coming, stages)
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
         """Limit the elements in the arena; return the scale that limits the norm."""
@@ -558,7 +558,7 @@ class StepPipeline:
             options: the numbers of the update; None for those of the groups.
         """
         if options is None:
-            options = self.groups.options(self.memory, present if self.link.num_workers == 1 else None)
+            options = self._numbers(present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:
             self._effective = (options, effective_hypers(self.memory.plan, self.groups.optimizer, options))
         numbers, by_device = self._effective[1], [present]
