@@ -231,16 +231,6 @@ class JointUpdate:
         members: list[dict[int, list[int]]] = [{} for _ in live]
         for key, spec in enumerate(self._device.plan.specs):
             members[spec.group].setdefault(id(hypers[key]), []).append(key)
-        if (
-            former is live
-            and not self._wide
-            and all(
-                len(by_row) < 2 and all(_agree(group, hypers[keys[0]]) for keys in by_row.values())
-                for group, by_row in zip(live, members, strict=True)
-            )
-        ):
-            yield
-            return
         used: list[tuple[Group, Group, Group]] = []
         for group, by_row in zip(live, members, strict=True):
             for keys in by_row.values():
@@ -304,12 +294,4 @@ def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
 def _count(step: Any) -> int:
     return (
         int(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1) else 1
-    )
-
-
-def _agree(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> bool:
-    """Tell whether a group has the numbers of a step; what is no number is the group's own."""
-    pairs = ((group[name], numbers[name]) for name in group if name in numbers and name not in _LISTS)
-    return all(
-        a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs
     )

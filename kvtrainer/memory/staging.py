@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,34 +24,18 @@ Arenas = Mapping[str, Tensor]
 """Dtype → flat tensor."""
 
 
-class Order(Protocol):
-    """Copies between a device and the host, and when they are made."""
-
-    def place(self, flat: Tensor) -> Tensor:
-        """Make a place on the host for a tensor of the device."""
-
-    def after_current(self) -> None:
-        """Have copies that come wait for all that is queued on the current stream."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy."""
-
-    def before_current(self) -> None:
-        """Have what will be queued on the current stream wait for all copies so far."""
-
-    def wait(self) -> None:
-        """Block until all copies are made."""
-
-
 class SideStream:
-    """Copies on a CUDA stream of their own."""
+    """Makes copies between a CUDA device and the host on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def place(self, flat: Tensor) -> Tensor:
-        """Make a place; one that is not pinned, with a warning, where there is no such memory: copies to it block."""
+        """Make a place on the host for a tensor of the device.
+
+        It is pinned; where there is no such memory, a warning says that it is not, and copies to it block.
+        """
         try:
             return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         except RuntimeError as error:
@@ -62,26 +45,30 @@ class SideStream:
             return torch.empty(flat.shape, dtype=flat.dtype)
 
     def after_current(self) -> None:
+        """Have copies that come wait for all that is queued on the current stream."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy."""
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
         # The allocator must not give its memory away before the copy is made.
         (target if target.is_cuda else source).record_stream(self._side)
 
     def before_current(self) -> None:
+        """Have what will be queued on the current stream wait for all copies so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def wait(self) -> None:
+        """Block until all copies are made."""
         self._side.synchronize()
 
 
 class Staging:
     """Copies flat tensors of one device to places on the host, and back."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Address, size and dtype of a tensor → its place."""
 
@@ -91,26 +78,26 @@ class Staging:
         places: list[Arenas] = [
             {dtype: self._place_of(flat) for dtype, flat in arenas.items()} for arenas in given
         ]
-        self._order.after_current()
+        self._stream.after_current()
         copied: set[int] = set()
         for arenas, there in zip(given, places, strict=True):
             for dtype, flat in arenas.items():
                 if id(there[dtype]) not in copied:
-                    self._order.copy(there[dtype], flat)
+                    self._stream.copy(there[dtype], flat)
                     copied.add(id(there[dtype]))
-        self._order.wait()
+        self._stream.wait()
         return places
 
     @torch.no_grad()
     def up(self, arenas: Arenas, places: Arenas) -> None:
         """Copy what is in places back; the device waits for it before it computes what is queued from now on."""
-        self._order.after_current()
+        self._stream.after_current()
         for dtype, flat in arenas.items():
-            self._order.copy(flat, places[dtype])
-        self._order.before_current()
+            self._stream.copy(flat, places[dtype])
+        self._stream.before_current()
 
     def _place_of(self, flat: Tensor) -> Tensor:
         key = flat.data_ptr(), flat.numel(), flat.dtype
         if key not in self._places:
-            self._places[key] = self._order.place(flat)
+            self._places[key] = self._stream.place(flat)
         return self._places[key]
