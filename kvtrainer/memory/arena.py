@@ -87,7 +87,7 @@ class Arena:
         self.weights = self._allocate_weights()
         self.zeros: frozenset[int] = frozenset()
         """Gradients that nobody writes to until the next `gather_grads`, and that are zero there already."""
-        pieces = self._own_pieces()
+        pieces = list(compress(self._pieces(self.weights), self._resident))
         if here:
             with torch.no_grad():
                 torch._foreach_copy_(pieces, list[Tensor](here))
@@ -110,12 +110,7 @@ class Arena:
     @cached_property
     def _grad_pieces(self) -> list[Tensor]:
         """The places of all gradients, in the shapes of the parameters; empty of those that are not resident."""
-        plan, pieces = self._plan, []
-        for spec, at, numel in zip(plan.specs, plan.key_offsets, plan.numels, strict=True):
-            flat = self.grads[spec.dtype]
-            piece = flat.new_empty(0) if spec.row_sparse else flat.narrow(0, at, numel)
-            pieces.append(piece if spec.row_sparse or len(spec.shape) == 1 else piece.view(spec.shape))
-        return pieces
+        return self._pieces(self.grads)
 
     @torch.no_grad()
     def gather_grads(
@@ -195,7 +190,7 @@ class Arena:
                 f"was built, so updates would not reach the model: {', '.join(lost)}. Call model.to(...), "
                 "model.half() and the like before building the Trainer, or build a new Trainer now"
             )
-        pieces = self._own_pieces()
+        pieces = list(compress(self._pieces(self.weights), self._resident))
         for at in moved:
             parameter, piece = self._here[at], pieces[at]
             piece.copy_(parameter.detach())
@@ -224,19 +219,18 @@ class Arena:
         return {dtype: _paged_zeros(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
-    def _own_pieces(self) -> list[Tensor]:
-        """Make the places of the resident keys: tensors of their shapes, with storage objects of their own sizes."""
-        aliases = {dtype: _alias_of(flat) for dtype, flat in self.weights.items()}
-        pieces = []
-        plan = self._plan
-        rows = zip(self._parameters, plan.specs, plan.key_offsets, plan.numels, strict=True)
-        for parameter, spec, at, numel in compress(rows, self._resident):
-            if numel:
+    def _pieces(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
+        """Make the places of all keys in flat tensors, each with a storage of its own; those of tables are empty."""
+        plan, pieces = self._plan, []
+        aliases = {dtype: _alias_of(flat) for dtype, flat in flats.items()}
+        rows = zip(self._parameters, plan.specs, plan.key_offsets, plan.numels, self._resident, strict=True)
+        for parameter, spec, at, numel, is_here in rows:
+            if numel and is_here:
                 piece = aliases[spec.dtype](count=numel, offset=at * SIZES[spec.dtype])
             else:
-                piece = self.weights[spec.dtype].new_empty(0)
+                piece = flats[spec.dtype].new_empty(0)
             # To resize it costs less than a view.
-            pieces.append(piece if len(spec.shape) == 1 else piece.resize_as_(parameter))
+            pieces.append(piece.resize_as_(parameter) if is_here and len(spec.shape) != 1 else piece)
         return pieces
 
 
