@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -236,12 +237,8 @@ class Client:
 def _declaration(table: RemoteTable, first: int) -> m.Register:
     """Declare a table by its keys from one on, as many as fit into a message."""
     plan = table.plan
-    specs: list[tuple[str, tuple[int, ...], str, int, bool]] = []
-    nbytes = 0
-    for s in plan.specs[first : first + KEYS_PER_MESSAGE]:
-        nbytes += 4 * len(s.key) + 9 * len(s.shape) + 32
-        if specs and nbytes > MAX_PAYLOAD:
-            break
-        specs.append((s.key, tuple(s.shape), s.dtype, s.group, s.row_sparse))
+    specs = plan.specs[first : first + KEYS_PER_MESSAGE]
+    ends = itertools.accumulate([4 * len(s.key) + 9 * len(s.shape) + 32 for s in specs])
+    fit = max(sum([end <= MAX_PAYLOAD for end in ends]), 1)
     total = len(plan.specs)
-    return m.Register(table.name, tuple(specs), plan.whole_keys, first, total, plan.digest, plan.one_server)
+    return m.Register(table.name, specs[:fit], plan.whole_keys, first, total, plan.digest, plan.one_server)
