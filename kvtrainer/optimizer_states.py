@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore_server.norms import UNCHANGED, Decision
+from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import Plan, Slice
@@ -29,8 +29,6 @@ from kvtrainer.states.convert import (
     read_states,
 )
 from kvtrainer.sync.binding import Binding
-
-NO_GRADIENTS: Mapping[int, Tensor] = {}
 
 
 class ShardUpdate:
@@ -60,9 +58,9 @@ class ShardUpdate:
         scale: float,
         present: Sequence[bool],
         hypers: Sequence[Mapping[str, Any]],
-        rows: Mapping[int, RowSet] | None = None,
-        decision: Decision = UNCHANGED,
-        lent: Mapping[int, Tensor] = NO_GRADIENTS,
+        rows: Mapping[int, RowSet],
+        decision: Decision,
+        lent: Mapping[int, Tensor],
     ) -> None:
         """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
 
@@ -80,7 +78,7 @@ class ShardUpdate:
             for key, spec in enumerate(self.plan.specs):
                 if present[key]:
                     self.optimizer.check_key(spec.key, spec.shape, hypers[key])
-        found = {key: some for key, some in (rows or {}).items() if present[key]}
+        found = {key: some for key, some in rows.items() if present[key]}
         runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
         given = Contribution(runs, scale, absent, found, is_scratch=True, lent=lent)
         shard.update([given], self.optimizer, [hypers], decision=decision)

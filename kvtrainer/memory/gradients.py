@@ -92,8 +92,8 @@ class GradientTracker:
             for at in range(0, len(ready), _FEW):
                 few = ready[at : at + _FEW]
                 for i, node in zip(few, _nodes_of([self._parameters[i] for i in few]), strict=True):
-                    node.register_prehook(_BeforeAccumulation(me, i))
                     self._nodes[i] = node
+                    node.register_prehook(_BeforeAccumulation(me, i))
                     if self._listener is not None:
                         node.register_hook(partial(_after_accumulation, me, i))
             is_waiting = len(ready) < len(unwatched)

@@ -190,11 +190,9 @@ class Binding:
         if self.is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
-    def start(self, layout: Memory, optimizer: Optimizer) -> bool:
-        """Make the store and give every worker rank 0's weights, once; collective. Returns whether it was now."""
+    def start(self, layout: Memory, optimizer: Optimizer) -> None:
+        """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively."""
         arena = layout.arena
-        if self.is_started:
-            return False
         layout.check_in_place()
         if self._left is not None:
             # A round that fails on all workers unless all say the same: one that has not grown makes a step.
@@ -230,7 +228,6 @@ class Binding:
             self.exchange.listen(layout.devices[0])
         if self._awaited is not None:
             self.take_residuals(self._awaited)
-        return True
 
     def check_growth(self, layout: Memory) -> bool:
         """Tell whether parameters may be added: the store can lay its table out anew.

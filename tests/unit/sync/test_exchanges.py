@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.hyper import pack_hypers
+from kvstore_server.norms import UNCHANGED
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
@@ -100,7 +101,7 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     exchange, local = over_store(optimizer), ShardUpdate(PLAN, optimizer, arenas(0, 0, 0))
     weights = arenas(0, 0, 0)
     exchange.init(weights)
-    local.apply(arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3)
+    local.apply(arenas(1, 2, 3), 1.0, [True] * 3, [optimizer.hyper] * 3, {}, UNCHANGED, {})
     for piece in PLAN.slices:
         exchange.put_state(piece, local.get_state(piece))
         assert exchange.get_state(piece).steps.tolist() == [1] * len(piece.segments)
