@@ -30,6 +30,8 @@ GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
 _gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
 _FEW = 512
+"""Parameters that are gone through together, where each takes objects that are short-lived: thousands more of them at
+once would have the garbage collector look through the whole process, which takes longer than all else here."""
 
 
 class GradientTracker:
@@ -168,8 +170,7 @@ class GradientTracker:
             versions = [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
             have_versions = False
         if have_versions and len(grads) == count:
-            # Each few references take the place of as many. Thousands more of them, before the former ones go, would
-            # have the garbage collector look through the whole process, which takes longer than all else here.
+            # Each few references take the place of as many.
             for at in range(0, count, _FEW):
                 self._used[at : at + _FEW] = map(weakref.ref, grads[at : at + _FEW])
             self._used_versions, self._fired, self._to_drop = versions, [False] * count, range(count)
