@@ -95,6 +95,10 @@ class Codec(ABC):
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         """The size in bytes of `numel` encoded elements of `dtype`."""
 
+    def itemsize(self, dtype: str) -> int | None:
+        """The size in bytes of each encoded element of `dtype`; None where elements are not encoded one by one."""
+        return None
+
     @torch.no_grad()
     def encode(
         self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None
@@ -236,6 +240,9 @@ class NoCompression(Codec):
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_SIZE[dtype]
 
+    def itemsize(self, dtype: str) -> int | None:
+        return ITEM_SIZE[dtype]
+
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         raise AssertionError("an exact codec quantises nothing")
 
@@ -258,7 +265,10 @@ class HalfPrecision(Codec):
         return torch_dtype(dtype) is self.wire
 
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
-        return 2 * numel
+        return numel * self.wire.itemsize
+
+    def itemsize(self, dtype: str) -> int | None:
+        return self.wire.itemsize
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         rounded = torch.frombuffer(codes, dtype=self.wire)

@@ -36,13 +36,15 @@ from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same,
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
-from kvstore_server.rounds import Announced, Book, Ints, Mode, Piece, Rounds, Terms, Wait, Waits
+from kvstore_server.rounds import Announced, Book, Ints, Mode, Piece, Rounds, SlicePart, Terms, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -413,22 +415,31 @@ class Namespace:
         slot, end = m.place_of(word)
         if slot >= len(self.rounds.slots):
             raise ProtocolError(f"slice {slot} of namespace {self.name!r} is not on this server")
-        size = int(self.rounds.slots.nbytes[slot])
-        data = (
-            body.payloads[0].view(torch.uint8)
-            if len(body.payloads) == 1
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        if not self.mode.is_sync or body.form or not 0 < nbytes <= end <= size or len(data) != nbytes:
+        part = self._part(slot, end, body)
+        if not self.mode.is_sync or part is None or len(part.data) != nbytes:
             raise ProtocolError(
-                f"bytes {end - nbytes} to {end} of slice {slot} of namespace {self.name!r}, which has {size}, came as "
-                "a part of it; only plain numbers of synchronous rounds come in parts"
+                f"{nbytes} bytes up to element {end} of slice {slot} of namespace {self.name!r} came as a part of it, "
+                "which they cannot be; only slices of synchronous rounds come in parts, and no rows"
             )
         table = self.tables[int(self.rounds.slots.table[slot])]
         table.bytes_in += nbytes
-        self.rounds.shared.push_part(rank, (slot, round_, generation), end, data)
+        self.rounds.shared.push_part(rank, (slot, round_, generation), part)
         if self.shard.undos and round_ == self.rounds.shared.number(table.number):
             table.begin_round(ALL)
+
+    def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
+        """Take the only payload as a part of a slice, up to one of its elements; None if it cannot be one."""
+        (table, at), codec = self.place(slot), None
+        piece = table.unit.slices[at]
+        numel, itemsize = piece.length, SIZES[piece.dtype]
+        if body.form:
+            codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
+            numel, itemsize = piece.used, 0 if codec is None else codec.itemsize(piece.dtype) or 0
+        data = body.payloads[0].view(torch.uint8) if len(body.payloads) == 1 else _NO_BYTES
+        begin = end * itemsize - len(data)
+        if not itemsize or end > numel or begin < 0 or not len(data) or len(data) % itemsize:
+            return None
+        return SlicePart(data, begin, end, numel * itemsize, codec)
 
     def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
         """Find slices in buffers of so many bytes, and of a dtype; uint8 stands for any.
@@ -530,7 +541,9 @@ class Namespace:
             scale = 1.0 if optimizer is None else optimizer.rescale_grad
         for first, end, source, begin, last in given:
             if isinstance(source, Tensor):
-                source = part_of(source, begin, last).view(self._dtypes[first])
+                source = part_of(source, begin, last)
+                if source.dtype is torch.uint8:
+                    source = source.view(self._dtypes[first])
             else:
                 are_plain = False
             runs.append(Run(first, end, source))

@@ -47,10 +47,12 @@ import torch
 from torch import Tensor
 
 from kvstore_server import check
+from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memo import Memo
+from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import same_payload
+from kvstore_server.rows import Encoded, same_payload
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -303,19 +305,23 @@ class Given:
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
-    def part(self, slot: int, begin: int, end: int) -> list[Piece]:
-        """Of a slot what is here from one byte up to another, of which the rest may be still to come.
+    def part(self, slot: int, dtype: str, begin: int, end: int) -> list[Piece]:
+        """Of a slot what is here from one element up to another, of which the rest may be still to come.
 
         Raises:
-            ProtocolError: that is not plain numbers.
+            ProtocolError: its elements are not encoded one by one.
         """
         growing = self.growing.get(slot)
         if growing is None and not self.marks[slot]:
             return []
-        source, start = self.payload(slot) if growing is None else (growing.bytes, 0)
-        if not isinstance(source, Tensor):
+        source, start = self.payload(slot) if growing is None else (growing.payload, 0)
+        if isinstance(source, Tensor):
+            size = SIZES[dtype]
+            return [(slot, slot + 1, source, start + begin * size, start + end * size)]
+        numbers = source.elements(dtype, begin, end) if isinstance(source, Encoded) else None
+        if numbers is None:
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
-        return [(slot, slot + 1, source, start + begin, start + end)]
+        return [(slot, slot + 1, numbers, 0, len(numbers))]
 
     def begin_anew(self, table: int) -> None:
         """Forget the slices of a table that are here in generation 0."""
@@ -428,8 +434,8 @@ class Book:
         if len(slots):
             given.keep(slots, marks, sources, which, starts)
 
-    def push_part(self, rank: int, push: Sequence[int], end: int, data: Any) -> None:
-        """Take a provisional part of a slice, up to that byte of it; as `push`.
+    def push_part(self, rank: int, push: Sequence[int], part: SlicePart) -> None:
+        """Take a provisional part of a slice; as `push`.
 
         Args:
             push: (slot, round, generation).
@@ -447,17 +453,16 @@ class Book:
             or max(given.marks[slot], growing.mark if growing else 0) > mark
         ):
             return
-        begin, is_same = end - len(data), True
         if given.marks[slot] == mark:
             known, start = given.payload(slot)
-            is_same = _same_payload(len(data), known, start + begin, data, 0)
+            is_same = _same_payload(len(part.data), known, start + part.begin, part.payload(part.data), 0)
         else:
             if growing is None or growing.mark < mark:
-                growing = given.growing[slot] = Growing(mark, int(self._slots.nbytes[slot]))
-            is_same = growing.take(begin, data)
+                growing = given.growing[slot] = Growing(mark, part)
+            is_same = growing.take(part)
             if growing.is_whole:
                 del given.growing[slot]
-                given.keep(slot, mark, [growing.bytes], 0, 0)
+                given.keep(slot, mark, [growing.payload], 0, 0)
         self.mismatches[table] = self.mismatches.get(table, 0) + (not is_same)
 
     def _drop_parts(
@@ -470,7 +475,7 @@ class Book:
                 continue
             del given.growing[slot]
             if generation + _HERE == growing.mark:
-                same = _same_payload(growing.level, growing.bytes, 0, sources[which[at]], int(starts[at]))
+                same = _same_payload(growing.level, growing.payload, 0, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
 
     def commit(
@@ -855,9 +860,30 @@ def _grown(array: Any, size: int, fill: Any) -> Any:
 
 def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
     """Whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
+    if isinstance(mine, Encoded) and isinstance(theirs, Encoded) and mine.codec == theirs.codec:
+        mine, theirs = mine.data, theirs.data
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
         return torch.equal(mine[start : start + nbytes], theirs[other : other + nbytes])
     return same_payload(mine, theirs)
+
+
+class SlicePart(NamedTuple):
+    """A part of a slice as it is sent."""
+
+    data: Tensor
+    """Bytes."""
+    begin: int
+    """The byte of the slice at which they begin."""
+    end: int
+    """The element of the slice before which the part ends."""
+    nbytes: int
+    """Of the whole slice."""
+    codec: Codec | None
+    """How the bytes are to be read, if not as plain numbers."""
+
+    def payload(self, data: Tensor) -> Tensor | Encoded:
+        """Return bytes of the slice as what a rank gives to it."""
+        return data if self.codec is None else Encoded(self.codec, data)
 
 
 class Growing:
@@ -868,27 +894,31 @@ class Growing:
 
     Args:
         mark: Of its generation; see `Given.marks`.
-        nbytes: Of the whole slice.
+        part: One of its parts.
     """
 
-    def __init__(self, mark: int, nbytes: int) -> None:
+    def __init__(self, mark: int, part: SlicePart) -> None:
         self.mark = mark
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8)
         self.level = 0
         """So many bytes are here, from the first one on."""
+        self.end = 0
+        """So many elements those are."""
+        self._codec, self._bytes = part.codec, torch.empty(part.nbytes, dtype=torch.uint8)
+        self.payload = part.payload(self._bytes)
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it is here."""
-        return self.level == len(self.bytes)
+        return self.level == len(self._bytes)
 
-    def take(self, begin: int, data: Tensor) -> bool:
-        """Take bytes from one on; return whether those of them that were here already are the same."""
-        if begin > self.level:
-            return True
+    def take(self, part: SlicePart) -> bool:
+        """Take a part; return whether what was here of it already are the same bytes, in the same form."""
+        data, begin = part.data, part.begin
+        if part.codec != self._codec or begin > self.level:
+            return part.codec == self._codec
         known, end = self.level - begin, begin + len(data)
-        is_same = known <= 0 or torch.equal(self.bytes[begin : self.level][: len(data)], data[:known])
+        is_same = known <= 0 or torch.equal(self._bytes[begin : self.level][: len(data)], data[:known])
         if end > self.level:
-            self.bytes[self.level : end] = data[known:]
-            self.level = end
+            self._bytes[self.level : end] = data[known:]
+            self.level, self.end = end, part.end
         return is_same

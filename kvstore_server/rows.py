@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.plan import SIZES, Ints, Plan, Slice
 from kvstore_server.protocol.frames import pack_control
@@ -39,6 +39,16 @@ class Encoded(NamedTuple):
     codec: Codec
     data: Tensor
     """uint8, as long as the codec says."""
+
+    def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
+        """Decode some elements of a gradient of `dtype`, those that there are; None if they cannot be by themselves."""
+        size = self.codec.itemsize(dtype)
+        if size is None:
+            return None
+        data = self.data[begin * size : end * size]
+        found = torch.empty(len(data) // size, dtype=compute_dtype(dtype))
+        self.codec.decode(data, dtype, found)
+        return found
 
 
 class RowSet(NamedTuple):

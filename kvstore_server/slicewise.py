@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 
 LEAST = SENT_ALONE
 """Bytes of a table here from which on its rounds are applied slice by slice."""
-_STEP = 4096
-"""Bytes of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
+_STEP = 1024
+"""Elements of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
 _PLAIN = (
     m.ANNOUNCES | m.MAY_CHANGE | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
 )
@@ -47,7 +47,7 @@ _PLAIN = (
 
 
 class Portion(NamedTuple):
-    """A part of a slot that is applied at once, or all of it; in bytes."""
+    """A part of a slot that is applied at once, or all of it; in elements."""
 
     slot: int
     begin: int
@@ -59,10 +59,6 @@ class Portion(NamedTuple):
     def is_whole(self) -> bool:
         """Whether it is all of its slot."""
         return self.end - self.begin == self.size
-
-    def elements(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Say where it begins and ends in the slot, counted in elements."""
-        return self.begin // dtype.itemsize, self.end // dtype.itemsize
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
@@ -160,8 +156,8 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     begun = table.begun
     assert begun is not None
     some = np.array(sorted(begun.left.keys() & slots), np.int64)
-    levels, sizes = _levels(space, table, some), space.rounds.slots.nbytes[some].tolist()
-    places = zip(some.tolist(), levels, sizes, strict=True)
+    sizes = _sizes(space, some.tolist())
+    places = zip(some.tolist(), _levels(space, table, some, sizes), sizes, strict=True)
     found = [Portion(slot, begun.left[slot], level, size) for slot, level, size in places]
     ready = [one for one in found if one.end > one.begin]
     if sum([one.end == one.size for one in ready]) == len(begun.left):
@@ -173,17 +169,22 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     return _weights(space, table, ready, begun.said.values(), may_go)
 
 
-def _levels(space: Namespace, table: Table, slots: Ints) -> list[int]:
-    """Return up to which byte of each slot all ranks have given what they have announced."""
+def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
+    """Count the elements of slots, with their padding."""
+    return [len(space.shard.storage.padded[slot]) for slot in slots]
+
+
+def _levels(space: Namespace, table: Table, slots: Ints, sizes: Sequence[int]) -> list[int]:
+    """Return up to which element of each slot, of so many, all ranks have given what they have announced."""
     assert table.begun is not None
-    levels: Ints = space.rounds.slots.nbytes[slots]
+    levels = list(sizes)
     for rank, said in table.begun.said.items():
         own, marks = space.rounds.shared.given[rank], said.marks[slots - table.unit.first]
         for at in np.flatnonzero(own.marks[slots] != marks).tolist():
             growing = own.growing.get(int(slots[at]))
-            level = growing.level if growing is not None and growing.mark == marks[at] else 0
+            level = growing.end if growing is not None and growing.mark == marks[at] else 0
             levels[at] = min(levels[at], level // _STEP * _STEP)
-    return [*levels.tolist()]
+    return levels
 
 
 def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
@@ -201,10 +202,9 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
             table.shard.update_some(given, *how)
         for one in portions:
             if not one.is_whole:
-                place = one.slot, one.begin, one.end
+                place = one.slot, space.shard.storage.slots[one.slot].piece.dtype, one.begin, one.end
                 given = [space.contribution(said, begun.optimizer, own.part(*place)) for own, said in ranks]
-                elements = one.elements(space.shard.storage.padded[one.slot].dtype)
-                table.shard.update_part(given, *how, one.slot, *elements)
+                table.shard.update_part(given, *how, one.slot, one.begin, one.end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         take_back(space, table)
@@ -236,9 +236,9 @@ def _message(
         payload = storage.half(one.slot, version) if half and one.is_whole else weights
         if not one.is_whole:
             is_wide = weights.is_floating_point() and weights.dtype.itemsize > torch.bfloat16.itemsize
-            payload = weights[slice(*one.elements(weights.dtype))]
+            payload = weights[one.begin : one.end]
             payload = payload.to(torch.bfloat16) if half and is_wide else payload.clone()
-            word |= one.end * payload.dtype.itemsize // weights.dtype.itemsize << m.PART
+            word |= one.end << m.PART
         kind = m.WHOLE if payload.dtype == weights.dtype else m.HALF
         parts.append((word, version, kind | m.MAY_GO * may_go, payload.nbytes))
         payloads.append(payload)
@@ -267,7 +267,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:
         is_as_said = False
-    sizes = space.rounds.slots.nbytes[list(begun.left)].tolist()
+    sizes = _sizes(space, begun.left)
     left = [Portion(*one, size, size) for one, size in zip(begun.left.items(), sizes, strict=True)]
     if not is_as_said or not _apply(space, table, left):
         take_back(space, table)

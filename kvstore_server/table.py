@@ -98,7 +98,7 @@ class Begun:
     hypers: Sequence[Mapping[str, Any]]
     said: Mapping[int, Announced]
     left: dict[int, int]
-    """Slot of which not all has been applied → its first byte that has not."""
+    """Slot of which not all has been applied → its first element that has not."""
     undo: Undo | None = None
     """How the table was before the first of them."""
 

@@ -119,14 +119,14 @@ pushes name, which bring no bytes, and one generation for all others. It is not 
 that is only to be expected, because the rank still computes; another announcement, or the commit, says what is so."""
 
 PART = 32
-"""A part of a slice is named by the slot and, from this bit on, by the byte of the slice before which the part ends."""
+"""A part of a slice is named by the slot and, from this bit on, by the element of the slice before which it ends."""
 PUSH_WORDS, COMMIT_WORDS = 4, 6
 STILL = -1
 """The place of slices that are where they were."""
 
 
 def place_of(word: int) -> tuple[int, int]:
-    """Return the slot that a record names, and where the part of it that it means ends, in bytes; 0: it means all."""
+    """Return the slot that a record names, and the element before which the part of it ends; 0: it means all."""
     return word & (1 << PART) - 1, word >> PART
 
 

@@ -119,6 +119,18 @@ class Layout:
         """Find the position of a slice of one of the tables."""
         return self._place[table.index, piece.index]
 
+    def itemsize(self, form: bytes, slot: int) -> int | None:
+        """The bytes of one element of a slice that is sent in a form, as of Contribute; None if it cannot be cut."""
+        at = self.slots[slot]
+        dtype, compressor = self.pieces[at].dtype, self.tables[self.table[at]].compressor
+        if not form:
+            return torch_dtype(dtype).itemsize
+        return (
+            None
+            if compressor is None or form != compressor.packed_codec
+            else compressor.codec.itemsize(dtype)
+        )
+
     def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, Encoded]]) -> list[int]:
         """The slices, by position, that a rank gives which leaves some out or has some encoded."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)

@@ -13,7 +13,7 @@ are not changed for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,9 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 
 _STEP = 4096
-"""Bytes of whose multiples parts are: whole lines, in whole units of every kernel."""
+"""Bytes of whose multiples the longest parts are."""
+_WHOLE = 1024
+"""Elements of whose multiples parts are: whole lines, in whole units of every kernel."""
 _LEAST, LONGEST = 4 * _STEP, 256 * _STEP
 """Bytes of the smallest parts, for each costs some time; and of the longest ones, which keep a fast link busy."""
 _PARTS = 16
@@ -35,21 +37,28 @@ _MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
-    """Return the bytes of a part of a slice on a server that has so many bytes of the table."""
+    """Return the bytes of a part of a slice, for a server that is given so many of the table."""
     return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
 
 
-def cut(body: m.Contribute, most: int) -> Iterator[m.Contribute]:
-    """Yield messages that bring slices, without commits, and those larger than `most` bytes in parts of so many."""
+def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]) -> Iterator[m.Contribute]:
+    """Yield messages that bring slices, without commits, and long ones in parts.
+
+    Args:
+        share: How many bytes the server is given of the table.
+        itemsize_of: Slot → bytes of one element of its slice, as it is sent; None: it cannot be cut.
+    """
+    most = size_of_parts(share)
     for one in divided(body):
-        nbytes = int(one.pushes[0, 3])
-        if len(one.pushes) > 1 or nbytes <= most:
+        slot, _, _, nbytes = one.pushes[0].tolist()
+        size = itemsize_of(slot) if len(one.pushes) == 1 and nbytes > most else None
+        if size is None:
             yield one
             continue
-        raw = one.payloads[0].view(torch.uint8)
-        for begin in range(0, nbytes, most):
-            part, pushes = raw[begin : begin + most], one.pushes.copy()
-            pushes[0, 0] |= (begin + len(part)) << m.PART
+        raw, length = one.payloads[0].view(torch.uint8), max(most // (size * _WHOLE), 1) * _WHOLE * size
+        for begin in range(0, nbytes, length):
+            part, pushes = raw[begin : begin + length], one.pushes.copy()
+            pushes[0, 0] |= (begin + len(part)) // size << m.PART
             pushes[0, 3] = len(part)
             yield replace(one, pushes=pushes, payloads=(part,))
 
@@ -85,15 +94,19 @@ class Window:
         self._is_computing = False
         """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
         self._ahead = self._longest = 0
-        """Bytes that were sent and not answered, and those of the longest part of the round."""
+        """Elements that were sent and not answered, and those of the longest part of the round."""
+        self._sent: dict[int, int] = {}
+        """Slot → the element before which the last part of it ends that was sent in the round."""
+        self._answered: dict[int, int] = {}
+        """Slot → the same of what was answered."""
         self._stalls = Backoff()
         """Rounds that go as a whole, because earlier ones have stalled."""
 
     def holds(self, body: m.RequestBody, now: float) -> bool:
         """Tell whether a message has to wait: a part, while enough of them are on their way."""
-        nbytes = _size_of_part(body) if self._is_on else 0
-        self._longest = max(self._longest, nbytes)
-        if not nbytes or self._ahead + nbytes <= self._longest * _UNDER_WAY:
+        numel = self._numel(body) if self._is_on else 0
+        self._longest = max(self._longest, numel)
+        if not numel or self._ahead + numel <= self._longest * _UNDER_WAY:
             return False
         if self.until is None:
             self.until = now + STALL
@@ -107,24 +120,35 @@ class Window:
     def sent(self, body: m.RequestBody) -> None:
         """Note that a message has gone."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
-            is_whole = self._stalls.skips()
-            # Weights that come rounded do not tell how much of what was sent they answer.
-            self._is_on = not (is_whole or body.commits[0, 5] & m.WANTS_HALF)
+            self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
             self._ahead, self._longest, self.until = 0, 0, None
-        elif self._is_on:
-            self._ahead += _size_of_part(body)
+            self._sent, self._answered = {}, {}
+        elif self._is_on and (part := _part(body)) is not None:
+            self._ahead += self._numel(body)
+            self._sent[part[0]] = part[1]
 
     def answered(self, body: m.ReplyBody) -> None:
         """Note what a server says."""
-        if self._is_on and isinstance(body, m.Weights):
-            self._ahead = max(self._ahead - int(body.parts[:, 3].sum()), 0)
-            self._stalls.succeed()
-            self.until = None
+        if not self._is_on or not isinstance(body, m.Weights):
+            return
+        for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
+            sent, before = self._sent.get(slot, 0), self._answered.get(slot, 0)
+            last = min(end, sent) if end else sent
+            self._ahead -= max(last - before, 0)
+            self._answered[slot] = max(last, before)
+        self._stalls.succeed()
+        self.until = None
+
+    def _numel(self, body: m.RequestBody) -> int:
+        """Count the elements of a part of a slice that were not sent before; 0 of any other message."""
+        part = _part(body)
+        return 0 if part is None else max(part[1] - self._sent.get(part[0], 0), 0)
 
 
-def _size_of_part(body: m.RequestBody) -> int:
-    """The bytes of a part of a slice; 0 of any other message."""
-    if not isinstance(body, m.Contribute) or len(body.pushes) != 1 or not body.pushes[0, 0] >> m.PART:
-        return 0
-    return int(body.pushes[0, 3])
+def _part(body: m.RequestBody) -> tuple[int, int] | None:
+    """Return of a part of a slice the slot and the element before which it ends; None of any other message."""
+    if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
+        return None
+    slot, end = m.place_of(int(body.pushes[0, 0]))
+    return (slot, end) if end else None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.norms import Decision, Measured
 from kvstore_server.optimizer.gathering import put_rows
@@ -22,7 +24,7 @@ from kvstore_server.rows import RowSet, cut_rows, decode_rows
 from kvtrainer.comm.contribution import Arenas, Contribution, Encoded
 from kvtrainer.comm.layout import Layout, Memory
 from kvtrainer.comm.mapped import MappedWeights
-from kvtrainer.comm.parts import cut, size_of_parts
+from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -91,9 +93,9 @@ class Leg:
         self.gathered: list[int] = []
         """Slices whose new weights are in memory."""
         self.staged: list[tuple[int, int, Tensor, int]] = []
-        """(slice, kind, bytes, where they begin in it) of other new weights, which wait for those of other servers."""
+        """(slice, kind, bytes, first element) of other new weights, which wait for those of other servers."""
         self.levels: dict[int, int] = {}
-        """Slice → how many bytes of it are here, of those that come in parts."""
+        """Slice → how many elements of it are here, of those that come in parts."""
         self.shown: list[tuple[int, int]] = []
         """(slice, place) of those that can be read in their place."""
         self.applied: dict[int, int] = {}
@@ -170,7 +172,7 @@ class Leg:
                 for at, begin, end in (layout.runs if own is layout.resident else layout.runs_of(own))
             ]
             batches.append((b"", own, tuple(payloads)))
-        nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
+        nbytes = share = sum([data.nbytes for _, _, payloads in batches for data in payloads])
         is_apart = nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)
         if is_apart and nbytes <= _NEAR and len(round_.legs) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
@@ -186,8 +188,8 @@ class Leg:
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
-            is_cut = self.is_announced and not form and number < len(batches)
-            bodies += cut(body, size_of_parts(sum(layout.nbytes))) if is_cut else [body]
+            is_cut = self.is_announced and number < len(batches)
+            bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
@@ -286,20 +288,21 @@ class Leg:
         at = layout.slots.get(slot)
         if at is None or not end:
             return []
-        table = layout.table[at]
+        table, piece = layout.table[at], layout.pieces[at]
         if -1 < self.came[table] < version and table in self.open:
             self.drop_former(table)
         self.may_go &= kind != word
-        if not self.is_coming[at] or end - len(raw) != self.levels.get(at, 0):
+        itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
+        begin = self.levels.get(at, 0)
+        if not self.is_coming[at] or (end - begin) * itemsize != len(raw):
             return []
-        size = layout.nbytes[at]
-        if kind == m.HALF:
-            size = layout.pieces[at].length * torch.bfloat16.itemsize
-        if end > size or kind not in (m.WHOLE, m.HALF):
-            raise ProtocolError(f"{len(raw)} bytes up to {end} of a slice of {size} came back as kind {kind}")
-        self.staged.append((at, kind, raw, self.levels.get(at, 0)))
+        if end > piece.length or kind not in (m.WHOLE, m.HALF):
+            raise ProtocolError(
+                f"{len(raw)} bytes up to element {end} of a slice of {piece.length} came back as kind {kind}"
+            )
+        self.staged.append((at, kind, raw, begin))
         self.levels[at], self.came[table] = end, version
-        if end < size:
+        if end < piece.length:
             return []
         self.is_coming[at] = 0
         self.coming[table] -= 1
@@ -512,14 +515,14 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
 def _write_staged(
     table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int
 ) -> Mapping[int, Tensor | None]:
-    """Write new weights: a slice from some byte on, or rows of it and of its neighbours. Raises as `Round.write`.
+    """Write new weights: a slice from some element on, or rows of it and of its neighbours. Raises as `Round.write`.
 
     Returns which rows were written of each key, or of the first one; None where it was something else.
     """
     plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
-        place = out[begin // given.dtype.itemsize :][: len(given)]
+        place = out[begin:][: len(given)]
         given = given[: len(place)]
         place.copy_(_rounded(given) if table.takes_half else given)
         return {key: None}

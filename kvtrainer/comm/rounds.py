@@ -20,7 +20,7 @@ from kvstore_server.protocol import messages as m
 from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
 from kvtrainer.comm.layout import Layout
-from kvtrainer.comm.parts import cut, size_of_parts
+from kvtrainer.comm.parts import cut
 from kvtrainer.comm.round import NO_COMMITS, Leg, Round
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
@@ -214,11 +214,12 @@ class Rounds:
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, early = self._session.next_number(), ahead.early
         leg = next((leg for leg in early.legs if leg.server == piece.server), None) if early else None
-        if leg is None or form:
+        if leg is None:
             self._session.send(piece.server, number, body)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
-        for part in cut(body, size_of_parts(sum(leg.layout.nbytes))):
+        share = sum(leg.layout.nbytes) * numbers.nbytes // piece.nbytes
+        for part in cut(body, share, partial(leg.layout.itemsize, form)):
             self._session.send(piece.server, number, part)
 
     def leave(self, table: RemoteTable) -> None:

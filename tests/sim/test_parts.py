@@ -93,7 +93,7 @@ class Schedule:
             most = self.rng.choice([PART, PART, size])
             for begin in range(0, size, most):
                 data, luck = torch.full((min(most, size - begin) // 4,), value), self.rng.random()
-                word = slot if most == size else slot | (begin + data.nbytes) << m.PART
+                word = slot if most == size else slot | (begin + data.nbytes) // 4 << m.PART
                 pushes = m.matrix([(word, round_, 0, data.nbytes)], m.PUSH_WORDS)
                 body = m.Contribute(pushes, (data,), m.matrix((), m.COMMIT_WORDS))
                 out += [body] * (0 if luck < 0.01 else 2 if luck > 0.97 else 1)
@@ -119,8 +119,8 @@ class Schedule:
                 if version > newest:
                     came, newest = {}, version
                 slot, end = m.place_of(word)
-                assert end in (0, came.get(slot, 0) + nbytes)
-                came[slot] = end or nbytes
+                assert 4 * end in (0, came.get(slot, 0) + nbytes)
+                came[slot] = 4 * end or nbytes
                 self.seen["answered in parts"] += end > 0
                 last = payload
         assert came == dict(enumerate(self.sizes))

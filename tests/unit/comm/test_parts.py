@@ -8,27 +8,36 @@ import pytest
 import torch
 import zmq
 
+from kvstore_server.codec import make_codec, torch_dtype
+from kvstore_server.engine import Engine
+from kvstore_server.hyper import pack_hypers
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode_request, encode_reply
+from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.connection import Connection
+from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.parts import LONGEST, STALL, Window, size_of_parts
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
+from tests.support.switchboard import Line, connected, play
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 ANNOUNCEMENT = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS)
 
 
-def part(number: int, size: int = 16384) -> m.Contribute:
+def part(number: int, numel: int = 4096) -> m.Contribute:
     """A part of slice 0, by its number."""
-    pushes = m.matrix([((number + 1) * size << m.PART, 3, 0, size)], m.PUSH_WORDS)
-    return m.Contribute(pushes, (torch.full((size,), number, dtype=torch.uint8),), NO_COMMITS)
+    pushes = m.matrix([((number * 4096 + numel) << m.PART, 3, 0, 4 * numel)], m.PUSH_WORDS)
+    return m.Contribute(pushes, (torch.full((numel,), float(number)),), NO_COMMITS)
 
 
 def answer(begin: int, end: int, value: float) -> m.Weights:
     """New weights of some elements of the first slice."""
     values = torch.full((end - begin,), value)
-    return m.Weights(m.matrix([(SLOT | 4 * end << m.PART, 4, m.WHOLE, values.nbytes)], 4), (values,))
+    return m.Weights(m.matrix([(SLOT | end << m.PART, 4, m.WHOLE, values.nbytes)], 4), (values,))
 
 
 def rest(bench: Bench, value: float) -> m.Weights:
@@ -49,7 +58,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
         for word, _, _, nbytes in body.pushes.tolist():
             slot, end = m.place_of(word)
             assert nbytes <= most
-            assert sum(one.nbytes for one in sent.setdefault(slot, [])) + nbytes == end
+            assert sum(one.nbytes for one in sent.setdefault(slot, [])) + nbytes == 4 * end
             sent[slot] += [one.view(torch.float32) for one in body.payloads]
     numbers = torch.cat([one for slot in sorted(sent) for one in sent[slot]])
     assert torch.equal(numbers, torch.arange(1 << 18, dtype=torch.float32))
@@ -111,21 +120,82 @@ def test_a_part_that_comes_twice_is_written_once() -> None:
     assert bench.out.unique().tolist() == [4.0]
 
 
+# ---------------------------------------------------------------- gradients in half precision
+
+
+class HalfJob:
+    """Two workers of a server that give compressed gradients, and take new weights as bfloat16."""
+
+    def __init__(self, compression: str) -> None:
+        self.clients, self.tables = connected([Engine(EngineConfig())], 2), []
+        optimizer = create("sgd", learning_rate=0.1)
+        for client in self.clients:
+            client.set_optimizer(optimizer.spec())
+            [table] = client.register(
+                {"t": [TensorSpec(dtype, (400, 300), dtype) for dtype in ("float32", "float64", "float16")]},
+                False,
+            )
+            table.takes_half = True
+            table.compressor = Compressor(make_codec({"type": compression}), table.plan)
+            self.tables.append(table)
+        self.hyper = pack_hypers([dict(optimizer.plain_hyper())], {}, {}, True)
+        self.arenas = [self.filled(rank) for rank in range(2)]
+
+    def filled(self, seed: int) -> dict[str, torch.Tensor]:
+        generator, sizes = torch.Generator().manual_seed(seed), self.tables[0].plan.arena_sizes
+        return {
+            name: torch.randn(size, generator=generator).to(torch_dtype(name)) for name, size in sizes.items()
+        }
+
+    def train(self) -> list[torch.Tensor]:
+        """Give first values and two gradients; returns the last weights of all workers, and what is kept back."""
+        for round_ in range(3):
+            values = [self.filled(10 * round_ + rank) for rank in range(2)]
+            rows = zip(self.tables, values, self.arenas, strict=True)
+            play(self.clients, [Contribution([t], [v], [a], 1.0, self.hyper) for t, v, a in rows])
+        kept = [table.compressor.residuals() for table in self.tables if table.compressor is not None]
+        return [flat for arenas in (*self.arenas, *kept) for flat in arenas.values()]
+
+
+@pytest.mark.parametrize(("compression", "are_cut"), [("bf16", True), ("fp16", True), ("int8", False)])
+def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as_whole_slices(
+    compression: str, are_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, send = [], Line.send
+
+    def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
+        if isinstance(request.body, m.Contribute) and request.body.form and len(request.body.pushes) == 1:
+            parts.append(m.place_of(int(request.body.pushes[0, 0]))[1])
+        send(line, server, request, priority)
+
+    monkeypatch.setattr(Line, "send", note)
+    in_parts = HalfJob(compression).train()
+    assert any(parts) == are_cut
+    parts.clear()
+    monkeypatch.setattr(Line, "is_far", lambda *_: False)
+    whole = HalfJob(compression).train()
+    assert not any(parts)
+    assert all(torch.equal(one, other) for one, other in zip(in_parts, whole, strict=True))
+
+
 # ---------------------------------------------------------------- the window
 
 
 def sent(window: Window, *numbers: int, now: float = 0.0) -> list[int]:
-    """The parts of these that may go; they do."""
+    """Send those of these parts, in order, that may go."""
     gone = []
     for number in numbers:
-        if not window.holds(part(number), now):
-            window.sent(part(number))
-            gone.append(number)
+        if window.holds(part(number), now):
+            break
+        window.sent(part(number))
+        gone.append(number)
     return gone
 
 
-def weights(size: int = 16384) -> m.Weights:
-    return m.Weights(m.matrix([(size << m.PART, 4, m.WHOLE, size)], 4), (torch.zeros(size // 4),))
+def weights(end: int = 4096, kind: int = m.WHOLE) -> m.Weights:
+    """New weights of slice 0 up to an element; 0: all of them."""
+    values = torch.zeros(end or 4 * 4096, dtype=torch.bfloat16 if kind == m.HALF else torch.float32)
+    return m.Weights(m.matrix([(end << m.PART, 4, kind, values.nbytes)], 4), (values,))
 
 
 @pytest.fixture
@@ -145,7 +215,7 @@ def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
     assert sent(window, 0, 1) == [0, 1]
     window.answered(weights())
-    assert not window.holds(part(0, 4096), 0.0)
+    assert not window.holds(part(2, 1024), 0.0)
 
 
 def test_other_messages_never_wait(window: Window) -> None:
@@ -187,9 +257,32 @@ def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Windo
     assert [at for at, was_held in enumerate(held) if was_held] == [0, 2, 5, 10, 19]
 
 
-def test_rounded_weights_keep_no_part_waiting(window: Window) -> None:
-    window.sent(contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.WANTS_HALF))
-    assert sent(window, *range(9)) == [*range(9)]
+@pytest.mark.parametrize("kind", [m.WHOLE, m.HALF])
+def test_weights_answer_as_many_elements_as_they_are_of_whatever_their_kind(
+    kind: int, window: Window
+) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    window.answered(weights(4096, kind))
+    assert sent(window, 2, 3) == [2]
+    window.answered(weights(3 * 4096, kind))
+    assert sent(window, 3, 4, 5) == [3, 4]
+
+
+def test_weights_of_a_whole_slice_answer_all_that_was_sent_of_it(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    window.answered(weights(0))
+    assert sent(window, 2, 3, 4) == [2, 3]
+
+
+def test_weights_that_come_twice_answer_a_part_once(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1]
+    window.answered(weights())
+    window.answered(weights())
+    assert sent(window, 2, 3) == [2]
+
+
+def test_a_part_that_is_sent_again_is_not_on_its_way_twice(window: Window) -> None:
+    assert sent(window, 0, 0, 1, 2) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -211,7 +304,8 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
                     peer, *frames = server.recv_multipart(copy=False)
                     came.append(decode_request(frames).number)
                     if is_answered and len(came) > 1:
-                        server.send_multipart([peer.bytes, *encode_reply(m.Reply(1, weights()))])
+                        reply = m.Reply(1, weights(4096 * (len(came) - 1)))
+                        server.send_multipart([peer.bytes, *encode_reply(reply)])
                 else:
                     connection.receive(0.01)
         finally:

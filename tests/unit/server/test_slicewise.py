@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
 from kvstore_server.rounds import Mode
 from tests.sim.schedule import CautiousAdding
 from tests.sim.workers import packed
@@ -249,6 +250,9 @@ def test_an_optimizer_that_is_set_meanwhile_is_used_for_the_whole_round(job: Job
 class Parts(Job):
     """The same, where ranks give slice 0 in parts of 16 KiB; its last one is shorter."""
 
+    form = b""
+    """How slice 0 is sent."""
+
     def part(
         self, rank: int, number: int, value: float = 1.0, generation: int = 0, round_: int = 1
     ) -> list[m.ReplyBody]:
@@ -256,8 +260,19 @@ class Parts(Job):
         begin, size = number * PART, 4 * self.slices[0].length
         values = torch.full((min(PART, size - begin) // 4,), value)
         end = begin + values.nbytes
-        pushes = m.matrix([(end << m.PART, round_, generation, values.nbytes)], m.PUSH_WORDS)
-        return self.ask(rank, m.Contribute(pushes, (values,), m.matrix((), m.COMMIT_WORDS)))
+        if self.form:
+            values = values[: self.slices[0].used - begin // 4]
+            end, values = begin + 4 * len(values), values.to(torch.bfloat16)
+        pushes = m.matrix([(end // 4 << m.PART, round_, generation, values.nbytes)], m.PUSH_WORDS)
+        return self.ask(rank, m.Contribute(pushes, (values,), m.matrix((), m.COMMIT_WORDS), self.form))
+
+    def give(self, rank: int, slices: Iterable[int], value: float = 1.0, generation: int = 0) -> None:
+        super().give(rank, [at for at in slices if at or not self.form], value, generation)
+        if self.form and 0 in slices:
+            values = torch.full((self.slices[0].used,), value, dtype=torch.bfloat16)
+            pushes = m.matrix([(0, 1, generation, values.nbytes)], m.PUSH_WORDS)
+            data = values.view(torch.uint8)
+            self.ask(rank, m.Contribute(pushes, (data,), m.matrix((), m.COMMIT_WORDS), self.form))
 
     def begin(self) -> None:
         """Have both ranks announce the round, and give half of slice 0."""
@@ -278,7 +293,7 @@ class Parts(Job):
         """Where the parts end in slice 0 of which a rank has been told new weights."""
         bodies = [body for body in self.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
         places = [m.place_of(word) for body in bodies for word in body.parts[:, 0].tolist()]
-        return [end for slot, end in places if end and not slot]
+        return [4 * end for slot, end in places if end and not slot]
 
     def check(self, value: float) -> None:
         """Compare all weights with one number."""
@@ -290,9 +305,11 @@ class Parts(Job):
 PART, NUM_PARTS = 16 << 10, 5
 
 
-@pytest.fixture
-def parts() -> Parts:
-    return Parts()
+@pytest.fixture(params=["plain", "bf16"])
+def parts(request: pytest.FixtureRequest) -> Parts:
+    made = Parts()
+    made.form = pack_control({"type": "bf16"}) if request.param == "bf16" else b""
+    return made
 
 
 def test_a_part_that_all_ranks_have_given_is_answered_while_the_others_are_on_their_way(parts: Parts) -> None:
@@ -347,12 +364,12 @@ def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> N
         parts.part(rank, 0)
         parts.part(rank, 1)
     [first, second] = [body for body in parts.told[1, SAYS] if isinstance(body, m.Weights)]
-    assert parts.ends(1) == [PART // 2, PART]
+    assert parts.ends(1) == [PART, 2 * PART]
     assert first.parts[0, 2] == second.parts[0, 2] == m.HALF
     assert first.payloads[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("word", [(99, PART), (0, 1 << 30), (0, PART // 2)])
+@pytest.mark.parametrize("word", [(99, PART // 4), (0, 1 << 30), (0, PART // 8)])
 def test_a_part_that_no_slice_has_is_refused(parts: Parts, word: tuple[int, int]) -> None:
     slot, end = word
     pushes = m.matrix([(slot | end << m.PART, 1, 0, PART)], m.PUSH_WORDS)
@@ -360,6 +377,30 @@ def test_a_part_that_no_slice_has_is_refused(parts: Parts, word: tuple[int, int]
     [failed] = parts.ask(0, body)
     assert isinstance(failed, m.Failed)
     assert failed.code == "ProtocolError"
+
+
+@pytest.mark.parametrize("form", [{"type": "int8"}, {"type": "rows"}])
+def test_what_is_not_encoded_element_by_element_comes_in_no_parts(form: dict[str, str]) -> None:
+    parts = Parts()
+    parts.form = pack_control(form)
+    [failed] = parts.part(0, 0)
+    assert isinstance(failed, m.Failed)
+    assert failed.code == "ProtocolError"
+
+
+def test_a_part_in_another_form_than_the_one_before_counts_as_other_bytes() -> None:
+    parts = Parts()
+    parts.say(0)
+    parts.part(0, 0)
+    parts.form = pack_control({"type": "bf16"})
+    parts.part(0, 1)
+    parts.form = b""
+    parts.part(0, 1)
+    assert parts.engine.namespaces["j"].rounds.mismatches(0) == 1
+    for number in range(2):
+        parts.part(1, number)
+    parts.say(1)
+    assert parts.ends(0) == [2 * PART]
 
 
 def test_ranks_that_count_one_by_one_give_no_parts() -> None:
