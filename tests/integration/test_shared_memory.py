@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -169,6 +171,61 @@ def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Process
     assert mapped.read_text().count("memfd:kvstore (") >= 2
     worker.signal(signal.SIGKILL)
     assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
+
+
+BUSY_LOADER = """
+import time
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, at):
+        time.sleep(60 if at > 3 else 0)
+        return at
+
+kv.init('w', torch.zeros(3_000_000))
+loader = iter(DataLoader(Slow(), num_workers=2, prefetch_factor=2, multiprocessing_context='fork'))
+next(loader)
+at(' '.join(str(worker.pid) for worker in loader._workers))
+"""
+"""A worker that was forked twice while it shared memory; its children look after it only between two examples."""
+
+
+def test_a_killed_worker_is_missed_and_its_memory_given_back_while_its_loaders_live_on(
+    processes: Processes,
+) -> None:
+    [server] = processes.servers(1)
+    mapped = Path(f"/proc/{server.pid}/maps")
+    worker = processes.worker(BUSY_LOADER, [server], 0, 1, new_name())
+    loaders = [int(pid) for pid in worker.line().split()]
+    try:
+        assert mapped.read_text().count("memfd:kvstore (") >= 2
+        worker.signal(signal.SIGKILL)
+        assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
+        assert all(Path(f"/proc/{pid}").exists() for pid in loaders)
+    finally:
+        for pid in loaders:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+UNTRACEABLE = """
+import ctypes
+PR_SET_DUMPABLE = 4
+assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0) == 0
+weight = torch.nn.Parameter(torch.ones(600_000))
+trainer = kvtrainer.Trainer([weight], 'sgd', {'learning_rate': 0.25}, kvstore=kv)
+for _ in range(3):
+    weight.grad = torch.ones(600_000)
+    trainer.step(1)
+at(set(weight.tolist()))
+"""
+
+
+def test_a_process_that_nobody_may_trace_trains_as_others_do(processes: Processes) -> None:
+    worker = processes.worker(UNTRACEABLE, processes.servers(2), 0, 1, new_name())
+    assert worker.line() == "{0.25}"
 
 
 @pytest.mark.parametrize(("transport", "is_refused"), [("auto", False), ("shm", True)])
