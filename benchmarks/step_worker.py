@@ -165,7 +165,6 @@ class Overlapped(PushPull):
     is_continuous = True
 
     def __init__(self, kvstore: str, seconds: float) -> None:
-        os.environ.setdefault("DMLC_PS_WATER_MARK", "2")  # of slices, which are long here
         super().__init__(kvstore)
         self._seconds = seconds
 

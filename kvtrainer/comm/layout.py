@@ -67,6 +67,7 @@ class Layout:
         )
         """How many slices of each table travel whole."""
         self.nbytes = [piece.length * torch_dtype(piece.dtype).itemsize for piece in self.pieces]
+        self.total = sum(self.nbytes)
         self.begin: list[int] = []
         """Where a gathered slice begins in memory; -1 for others."""
         self.size = 0

@@ -1,7 +1,7 @@
 """Slices cut into parts, so that servers sum, update and answer the first ones while the last are on their way.
 
-Parts are smaller the less a server has of a table: what is given and not yet answered is about one part, and so is the
-time in which a link carries nothing one way.
+Parts are smaller the less a server has of what is under way: what is given and not yet answered is about one part, and
+so is the time in which a link carries nothing one way. Where tables follow each other, the next one fills that time.
 
 Parts wait in this process until earlier ones are answered. One is answered with new weights when all workers have given
 it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet;
@@ -25,10 +25,10 @@ _STEP = 4096
 """Bytes of whose multiples the longest parts are."""
 _WHOLE = 1024
 """Elements of whose multiples parts are: whole lines, in whole units of every kernel."""
-_LEAST, LONGEST = 4 * _STEP, 256 * _STEP
+_LEAST, LONGEST = 8 * _STEP, 256 * _STEP
 """Bytes of the smallest parts, for each costs some time; and of the longest ones, which keep a fast link busy."""
 _PARTS = 16
-"""Parts of what a server has of a table: the first one on its way up and the last one down are a sixteenth each."""
+"""Parts of what is under way to a server: the first one on its way up and the last one down are a sixteenth each."""
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
 _UNDER_WAY = 2
@@ -37,7 +37,7 @@ _MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
-    """Return the bytes of a part of a slice, for a server that is given so many of the table."""
+    """Return the bytes of a part of a slice, for a server to which so many are under way."""
     return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
 
 
@@ -45,7 +45,7 @@ def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]
     """Yield messages that bring slices, without commits, and long ones in parts.
 
     Args:
-        share: How many bytes the server is given of the table.
+        share: How many bytes are under way to the server.
         itemsize_of: Slot → bytes of one element of its slice, as it is sent; None: it cannot be cut.
     """
     most = size_of_parts(share)

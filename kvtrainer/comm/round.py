@@ -54,6 +54,8 @@ class Leg:
         """Of the others."""
         self.is_announced = False
         """New weights may come before all slices are sent, so they must not come to where those are."""
+        self.under_way = 0
+        """If the round is announced, the bytes of the server's slices in all such rounds that were open then."""
         self.may_go = True
         """What has come of new weights may still be taken back because a rank commits something else than expected."""
         if self.given is layout.resident and (
@@ -172,7 +174,7 @@ class Leg:
                 for at, begin, end in (layout.runs if own is layout.resident else layout.runs_of(own))
             ]
             batches.append((b"", own, tuple(payloads)))
-        nbytes = share = sum([data.nbytes for _, _, payloads in batches for data in payloads])
+        nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
         is_apart = nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)
         if is_apart and nbytes <= _NEAR and len(round_.legs) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
@@ -189,6 +191,7 @@ class Leg:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
             is_cut = self.is_announced and number < len(batches)
+            share = self.under_way * nbytes // layout.total if is_cut else 0
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         if contribution.absent:

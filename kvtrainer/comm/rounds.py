@@ -40,6 +40,8 @@ class Rounds:
 
     def __init__(self, session: Session) -> None:
         self.tables = Tables(session.num_servers)
+        self._under_way = [0] * session.num_servers
+        """Of each server the bytes of its slices in open rounds that were announced."""
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its round that is under way."""
@@ -136,6 +138,9 @@ class Rounds:
             elif before is not None:
                 session.forget(before.number)
             announced = leg.announcement(round_) if is_plain else None
+            if leg.is_announced:
+                self._under_way[leg.server] += leg.layout.total
+                leg.under_way = self._under_way[leg.server]
             if (
                 before is not None
                 and is_alike
@@ -218,7 +223,7 @@ class Rounds:
             self._session.send(piece.server, number, body)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
-        share = sum(leg.layout.nbytes) * numbers.nbytes // piece.nbytes
+        share = leg.layout.total * numbers.nbytes // piece.nbytes
         for part in cut(body, share, partial(leg.layout.itemsize, form)):
             self._session.send(piece.server, number, part)
 
@@ -502,6 +507,7 @@ class Rounds:
         lost: set[int] = set()
         for leg in round_.legs:
             self._session.forget(leg.number)
+            self._under_way[leg.server] -= leg.layout.total if leg.under_way else 0
             if round_.error is None and not leg.open:  # else a message may still be on its way out of it
                 leg.layout.spare = leg.memory
             if leg.open or leg.failed:

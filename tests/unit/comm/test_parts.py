@@ -67,7 +67,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
 
 
 @pytest.mark.parametrize(
-    ("share", "size"), [(1, 16384), (1 << 20, 65536), (1 << 20 | 1, 69632), (1 << 30, LONGEST)]
+    ("share", "size"), [(1, 32768), (1 << 20, 65536), (1 << 20 | 1, 69632), (1 << 30, LONGEST)]
 )
 def test_a_part_is_a_sixteenth_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
     assert size_of_parts(share) == size
