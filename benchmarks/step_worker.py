@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
