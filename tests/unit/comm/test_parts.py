@@ -178,6 +178,40 @@ def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as
     assert all(torch.equal(one, other) for one, other in zip(in_parts, whole, strict=True))
 
 
+def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients, sizes, send = connected([Engine(EngineConfig())], 2), set[int](), Line.send
+
+    def note(line: Line, server: int, request: m.Request, priority: int = 0) -> None:
+        if isinstance(request.body, m.Contribute) and len(request.body.pushes) == 1:
+            sizes.add(int(request.body.pushes[0, 3]))
+        send(line, server, request, priority)
+
+    monkeypatch.setattr(Line, "send", note)
+    specs = {name: [TensorSpec(name, (1 << 18,), "float32")] for name in ("a", "b")}
+    tables = [client.register(specs, False) for client in clients]
+    arenas = [[{"float32": torch.ones(1 << 18)} for _ in specs] for _ in clients]
+
+    def contribution_to(which: int) -> list[Contribution]:
+        rows = zip(tables, arenas, strict=True)
+        return [Contribution([own[which]], [arena[which]], [arena[which]]) for own, arena in rows]
+
+    for which in range(2):
+        play(clients, contribution_to(which))
+    sizes.clear()
+    first = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(0), strict=False)]
+    alone = max(sizes)
+    assert alone == size_of_parts(1 << 20)
+    second = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(1), strict=False)]
+    assert max(sizes) == size_of_parts(2 << 20) > alone
+    other = [clients[1].rounds.start(contribution_to(which)[1]) for which in range(2)]
+    for client, rounds in zip(clients, ([*first, *second], other), strict=True):
+        for one in rounds:
+            client.rounds.wait(one)
+    sizes.clear()
+    play(clients, contribution_to(0))
+    assert max(sizes) == alone
+
+
 # ---------------------------------------------------------------- the window
 
 
