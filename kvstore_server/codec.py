@@ -241,7 +241,7 @@ class NoCompression(Codec):
         return numel * ITEM_SIZE[dtype]
 
     def itemsize(self, dtype: str) -> int | None:
-        return ITEM_SIZE[dtype]
+        return ITEM_SIZE.get(dtype)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         raise AssertionError("an exact codec quantises nothing")
@@ -268,7 +268,7 @@ class HalfPrecision(Codec):
         return numel * self.wire.itemsize
 
     def itemsize(self, dtype: str) -> int | None:
-        return self.wire.itemsize
+        return self.wire.itemsize if dtype in ITEM_SIZE else None
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         rounded = torch.frombuffer(codes, dtype=self.wire)

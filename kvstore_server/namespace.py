@@ -468,7 +468,7 @@ class Namespace:
             tables,
             which,
             starts - np.append(0, ends)[which],
-            np.flatnonzero(is_wrong | (sizes != self.rounds.slots.nbytes[slots])).tolist(),
+            np.flatnonzero(is_wrong & (sizes > 0) | (sizes != self.rounds.slots.nbytes[slots])).tolist(),
             list(zip(distinct.tolist(), received.tolist(), strict=True)),
         )
 

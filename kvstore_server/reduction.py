@@ -233,8 +233,10 @@ class Sums:
         used = min(end, one.piece.used) - begin
         place = slice(one.start + begin, one.start + end)
         ends = one.block.ends
-        first = bisect_right(ends, place.start, one.first, one.last)
+        # Of segments without elements those at its end belong to it, and those at the beginning of the slot.
+        first = bisect_right(ends, place.start, one.first, one.last) if begin else one.first
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
+        last = max(last, bisect_right(ends, place.stop, first, one.last))
         span = Span(slot, slot + 1, given, (), 0, used, end - begin)
         return Chunk(slot, slot + 1, [span], one.block, place, range(first, last), None)
 

@@ -305,15 +305,18 @@ class Given:
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
-    def part(self, slot: int, dtype: str, begin: int, end: int) -> list[Piece]:
+    def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
         """Of a slot what is here from one element up to another, of which the rest may be still to come.
+
+        Args:
+            mark: Of its generation.
 
         Raises:
             ProtocolError: its elements are not encoded one by one.
         """
-        growing = self.growing.get(slot)
-        if growing is None and not self.marks[slot]:
+        if not mark:
             return []
+        growing = self.growing.get(slot) if self.marks[slot] != mark else None
         source, start = self.payload(slot) if growing is None else (growing.payload, 0)
         if isinstance(source, Tensor):
             size = SIZES[dtype]

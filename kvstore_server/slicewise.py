@@ -202,8 +202,12 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
             table.shard.update_some(given, *how)
         for one in portions:
             if not one.is_whole:
-                place = one.slot, space.shard.storage.slots[one.slot].piece.dtype, one.begin, one.end
-                given = [space.contribution(said, begun.optimizer, own.part(*place)) for own, said in ranks]
+                place = space.shard.storage.slots[one.slot].piece.dtype, one.begin, one.end
+                at = one.slot - table.unit.first
+                given = [
+                    space.contribution(said, begun.optimizer, own.part(one.slot, int(said.marks[at]), *place))
+                    for own, said in ranks
+                ]
                 table.shard.update_part(given, *how, one.slot, one.begin, one.end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)

@@ -248,6 +248,8 @@ class JointUpdate:
                 for name in now.keys() - set(_LISTS):
                     if name not in before or now[name] is not before[name]:
                         group[name] = now[name]
+                for name in before.keys() - now.keys():
+                    group.pop(name, None)
         finally:
             self.instance.param_groups = former
 

@@ -191,7 +191,7 @@ class Leg:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
             is_cut = self.is_announced and number < len(batches)
-            share = self.under_way * nbytes // layout.total if is_cut else 0
+            share = self.under_way * nbytes // max(layout.total, 1)
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         if contribution.absent:

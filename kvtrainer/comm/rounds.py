@@ -223,16 +223,20 @@ class Rounds:
             self._session.send(piece.server, number, body)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
-        share = leg.layout.total * numbers.nbytes // piece.nbytes
+        share = leg.layout.total * numbers.nbytes // max(piece.nbytes, 1)  # which is 0 of empty keys
         for part in cut(body, share, partial(leg.layout.itemsize, form)):
             self._session.send(piece.server, number, part)
 
     def leave(self, table: RemoteTable) -> None:
         """Keep nothing any more, neither gradients nor weights, for a table of which no rounds will follow."""
-        self._layouts.pop((table.index,), None)
-        self._ahead.pop(table.index, None)
+        for key in [key for key in self._layouts if table.index in key]:
+            del self._layouts[key]
+        ahead = self._ahead.pop(table.index, None)
+        for leg in () if ahead is None or ahead.early is None else ahead.early.legs:
+            self._session.forget(leg.number)
         self._rooms.pop(table.index, None)
         self._filled.discard(table.index)
+        self._pulled.discard(table.index)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.

@@ -193,9 +193,10 @@ class TableRows:
         Nothing is asked for that can be read where servers have it.
         """
         self.drop()
-        self.wanted = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
-        if self.wanted:
-            self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in self.wanted.items()])
+        unread = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
+        if unread:
+            self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in unread.items()])
+            self.wanted = unread
 
     def pull(self, key: int, ids: Tensor) -> Tensor:
         """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.

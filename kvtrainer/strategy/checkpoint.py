@@ -305,8 +305,17 @@ def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
 def pack_tree(value: Any) -> bytes:
     """Encode plain values and tensors for another worker; `unpack_tree` gives a `plain_copy` of them back."""
     packed = io.BytesIO()
-    torch.save(plain_copy(value, "what a worker tells"), packed)
+    torch.save(_with_memory_of_its_own(plain_copy(value, "what a worker tells")), packed)
     return packed.getvalue()
+
+
+def _with_memory_of_its_own(value: Any) -> Any:
+    """Copy the tensors of a `plain_copy`: torch.save writes all of the memory that a view is of."""
+    if isinstance(value, Tensor):
+        return value.contiguous().clone()
+    if isinstance(value, dict):
+        return {key: _with_memory_of_its_own(one) for key, one in value.items()}
+    return [_with_memory_of_its_own(one) for one in value] if isinstance(value, list) else value
 
 
 def unpack_tree(data: bytes) -> Any:

@@ -29,7 +29,7 @@ from kvtrainer.trainer_dict import TrainerDict
 
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
-"""Takes away what DistributedDataParallel puts before every name; it is not asked for where a name lacks that."""
+"""Takes away what DistributedDataParallel puts before every name."""
 _INSIDE = ("_orig_mod", "module")
 """Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
 _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -74,18 +74,18 @@ def load_weights(
     Args:
         strict: Raise if anything does not fit.
         revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default is
-            for names that all begin with "module.": a part of a model may be called so.
+            takes "module." away where more names of the model are found so: a part of it may be called that.
 
     Raises:
         StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
         ConfigurationError: two names of the checkpoint become the same one, or a pattern is malformed.
     """
-    is_bare = revise_keys is WITHOUT_WRAPPER and not all(
-        str(name).startswith("module.") for name in state_dict
-    )
-    given = _revised(state_dict, () if is_bare else revise_keys)
     inner = unwrapped(model)
     own = inner.state_dict()
+    as_they_are = sum([name in own for name in state_dict])
+    without = sum([str(name).removeprefix("module.") in own for name in state_dict])
+    is_bare = revise_keys is WITHOUT_WRAPPER and 0 < as_they_are >= without
+    given = _revised(state_dict, () if is_bare else revise_keys)
     mismatched = {
         name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
         for name, value in given.items()

@@ -201,3 +201,18 @@ def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_comm
     rounds.wait_for(round_, 0)
     assert servers.now == began + 5.0
     assert out[: 1 << 15].unique().tolist() == [2.0]
+
+
+def test_keys_without_elements_go_ahead_as_others_do() -> None:
+    clients, outs = connected([Engine(EngineConfig())], 2), [torch.zeros(NUMEL) for _ in range(2)]
+    specs = [TensorSpec("k", (NUMEL,), "float32"), TensorSpec("none", (0, 4), "float64")]
+    tables = [client.register({"t": specs})[0] for client in clients]
+    given = {"float32": torch.ones(NUMEL), "float64": torch.ones(0, dtype=torch.float64)}
+    for round_ in range(4):
+        for client, table in zip(clients, tables, strict=True) if round_ else ():
+            for piece in table.plan.slices:
+                parts = [torch.ones(one.numel, dtype=given[piece.dtype].dtype) for one in piece.segments]
+                client.rounds.send_ahead(table, piece, parts)
+        arenas = [{"float32": out, "float64": given["float64"].clone()} for out in outs]
+        play(clients, [Contribution([t], [given], [a]) for t, a in zip(tables, arenas, strict=True)])
+    assert [out.unique().tolist() for out in outs] == [[2.0], [2.0]]

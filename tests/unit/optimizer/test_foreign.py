@@ -574,3 +574,24 @@ def test_states_saved_before_the_first_step_leave_what_a_constructor_made(tmp_pa
     trainer.update_params(loss_of(model))
     assert len(trainer.state) == 2
     assert all(float(state["step"]) == 1 for state in trainer.state.values())
+
+
+class Forgetting(Plain):
+    """Takes what it needs only once out of its groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            self.found = group.pop("c", None)
+
+
+def test_what_a_class_takes_out_of_its_groups_stays_out() -> None:
+    model = net()
+    trainer = Trainer(model, Forgetting, {"a": 0.5, "b": 0.0, "c": "once"})
+    found = []
+    for _ in range(2):
+        (model.weight.sum() + model.bias.sum()).backward()
+        trainer.step()
+        found.append("c" in trainer.param_groups[0])
+        trainer.zero_grad()
+    assert found == [False, False]

@@ -257,3 +257,14 @@ BAD_PARAMS: list[tuple[Any, str]] = [
 def test_wrong_params_are_refused_with_what_is_wrong_about_them(params: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make_codec(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("none", [2, 4, 8]), ("bf16", [2] * 3), ("fp16", [2] * 3), ("int8", [None] * 3)]
+)
+def test_elements_that_are_encoded_one_by_one_have_a_size_and_integers_none(
+    name: str, sizes: list[int | None]
+) -> None:
+    codec = make_codec({"type": name})
+    assert [codec.itemsize(dtype) for dtype in ("bfloat16", "float32", "float64")] == sizes
+    assert codec.itemsize("int64") is None

@@ -15,7 +15,7 @@ from kvstore_server.reduction import Contribution, Run
 from kvstore_server.shard import Shard, Unit
 from tests.support.optimizer_slices import given_to
 
-SHAPES = [(5_000,), (3,), (70_001,), (9, 31), (40_000,)]
+SHAPES = [(0, 3), (5_000,), (3,), (0,), (70_001,), (9, 31), (40_000,), (0,)]
 STEP = 4096
 
 

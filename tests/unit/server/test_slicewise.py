@@ -357,6 +357,18 @@ def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:
     parts.check(2.0)
 
 
+def test_parts_of_another_generation_than_was_announced_do_not_count(parts: Parts) -> None:
+    for rank in range(2):
+        parts.say(rank)
+    parts.give(0, SLICES)
+    parts.part(0, 0, 5.0, generation=1)
+    parts.part(1, 0)
+    parts.part(1, 1)
+    assert parts.ends(0) == [PART, 2 * PART]
+    bodies = [body for body in parts.told[0, SAYS] if isinstance(body, m.Weights)]
+    assert {number for body in bodies for number in body.payloads[0].tolist()} == {2.0}
+
+
 def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> None:
     parts.say(0)
     parts.say(1, flags=m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANNOUNCES)

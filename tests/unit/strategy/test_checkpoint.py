@@ -22,7 +22,7 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.strategy import Strategy
-from kvtrainer.strategy.checkpoint import find_last
+from kvtrainer.strategy.checkpoint import find_last, pack_tree, unpack_tree
 from tests.support.strategies import AMP, SCHEDULE, SGD, Make, Net, same, steps, weights
 
 
@@ -454,3 +454,19 @@ def test_the_log_and_the_store_are_closed_although_the_trainer_raises(
         strategy.close()
     assert closed == ["store"]
     assert strategy.logger.handlers == []
+
+
+def test_workers_tell_each_other_values_and_not_the_memory_that_these_are_views_of() -> None:
+    whole = torch.arange(1_000_000.0)
+    number = torch.tensor([1 + 2j])
+    told = {
+        "part": whole[3:6],
+        "turned": whole[:6].view(2, 3).T,
+        "number": [number, torch.view_as_real(number)],
+    }
+    packed = pack_tree(told)
+    assert len(packed) < 100_000
+    found = unpack_tree(packed)
+    assert torch.equal(found["part"], told["part"])
+    assert torch.equal(found["turned"], told["turned"])
+    assert found["number"][1].tolist() == [[1.0, 2.0]]

@@ -55,6 +55,20 @@ def test_what_ddp_puts_before_names_is_taken_away_and_a_part_called_module_keeps
     assert not load_weights(other, other.state_dict(), strict=True)
 
 
+def test_a_model_that_is_nothing_but_a_part_called_module_loads_what_it_saved() -> None:
+    net = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.Identity()})
+    assert not load_weights(net, net.state_dict(), strict=True)
+    assert not load_weights(net, {f"module.{name}": v for name, v in net.state_dict().items()}, strict=True)
+
+
+def test_averaged_weights_are_loaded_and_what_counts_them_is_reported() -> None:
+    net, averaged = Net(), torch.optim.swa_utils.AveragedModel(Net())
+    saved = {name: value + 1 for name, value in averaged.state_dict().items()}
+    report = load_weights(net, saved)
+    assert (report.missing, report.unexpected) == ([], ["n_averaged"])
+    assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in net.state_dict().items())
+
+
 def test_names_are_revised_as_asked() -> None:
     net = Numbered()
     saved = {"old.weight": torch.tensor([[3.0]]), "old.bias": torch.tensor([4.0])}

@@ -129,6 +129,23 @@ def test_an_error_of_the_store_is_raised_where_the_rows_are_used_and_the_next_us
     assert table.row_sparse_data([2]).item() == 5
 
 
+def test_rows_that_could_not_be_asked_for_are_fetched_when_they_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, trainer = alone(5.0)
+
+    def fail(*_: object) -> None:
+        raise ServerUnreachableError("server 0 has not answered")
+
+    (0 * table.row_sparse_data([2])).sum().backward()
+    trainer.prefetch([2])
+    with monkeypatch.context() as patched:
+        patched.setattr(RowPulls, "ask", fail)
+        with pytest.raises(KVStoreError, match="server 0"):
+            trainer.step(1)
+    assert table.row_sparse_data([2]).item() == 5
+
+
 def test_several_tables_are_named_with_their_ids() -> None:
     tables = [RowSparseParameter((4, 1), value) for value in (1.0, 2.0)]
     trainer = Trainer(tables, "sgd", SGD, kvstore="local")
