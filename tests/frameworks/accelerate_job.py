@@ -141,6 +141,7 @@ def in_float16(folder: Path) -> dict[str, Any]:
     scaler = run.accelerator.scaler
     scale = scaler.get_scale()
     run.accelerator.save_state(str(folder / "saved"))
+    run.accelerator.wait_for_everyone()  # the first worker writes some of it for all
     scaler.update(1.0)
     run.accelerator.load_state(str(folder / "saved"))
     scales = [scale, scaler.get_scale()]
