@@ -333,6 +333,9 @@ class SumsUnderWay:
         backend = "gloo" if device.type == "cpu" else "nccl"
         self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_timeout(device)))
         self._started: list[Any] = []
+        self._ended: list[Any] = []
+        """Kept until others have ended: torch keeps a Python object with a sum that was started in a backward pass, and
+        where a thread of gloo is the last to let go of it while the interpreter ends, the process aborts."""
 
     @property
     def count(self) -> int:
@@ -349,7 +352,7 @@ class SumsUnderWay:
         with self._group.errors("sum gradients"):
             for work in self._started:
                 work.wait()
-        self._started = []
+        self._ended, self._started = self._started, []
 
     def close(self) -> None:
         """Close the connections. Sums that others never started would block that: they end with the process."""

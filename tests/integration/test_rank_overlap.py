@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,6 +79,21 @@ def weights_of(loop: Loop) -> list[Tensor]:
 def all_is_summed_during_the_backward_pass_once_the_order_is_known(rank: int, ranks: int) -> Pairs:
     loop = build(rank, True)
     yield [sums_of(loop) for _ in range(4)], [[0, 3], [0, 3], [3, 0], [3, 0]]
+
+
+def sums_are_kept_until_others_have_ended(rank: int, ranks: int) -> Pairs:
+    """If a thread of gloo lets go last of what torch keeps with them, it may abort a process that ends meanwhile."""
+    loop, begun = learned(rank), list[Any]()
+
+    def note(tensor: Tensor, **options: Any) -> Any:
+        begun.append(weakref.ref(work := real(tensor, **options)))
+        return work
+
+    real = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", note):
+        for _ in range(2):
+            plain(loop, 0)
+    yield [one() is None for one in begun], [True] * 3 + [False] * 3
 
 
 def only_a_bucket_with_an_edited_gradient_is_summed_again_and_on_all_ranks(rank: int, ranks: int) -> Pairs:
