@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,7 @@ def main() -> None:
     training.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+        os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end
 
 
 def _options() -> argparse.Namespace:

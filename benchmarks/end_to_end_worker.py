@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,7 @@ def main() -> None:
     barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+        os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end
 
 
 def _train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -371,3 +372,4 @@ if __name__ == "__main__":
     run(store, options)
     if dist.is_initialized():
         dist.destroy_process_group()
+        os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end
