@@ -138,7 +138,9 @@ def _measure(
             )
         for at, work in enumerate(works):
             found = torch.from_numpy(np.load(f"{folder}/weights.{at}.npy"))
-            step_jobs.check(found, work, workers, CODECS.get(store, {}).get("type", "none"))
+            step_jobs.check(
+                found, work, workers, *[CODECS.get(store, {}).get(what, "none") for what in ("type", "pull")]
+            )
     cases = job.limits(f"{workers} x {servers}")
     return dict(zip(cases, measured.values(), strict=True))
 

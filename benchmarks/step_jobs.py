@@ -49,6 +49,10 @@ class Job:
     servers: int
 
 
+_DIFFERING = 1e-3
+"""The share of weights that may differ where their changes are compressed."""
+
+
 def add_options(
     parser: argparse.ArgumentParser, repetitions: int = 3, transports: str = "auto"
 ) -> argparse.Namespace:
@@ -119,18 +123,25 @@ def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.
     return cases
 
 
-def check(found: torch.Tensor, work: Work, workers: int, codec: str = "none") -> None:
+def check(
+    found: torch.Tensor, work: Work, workers: int, codec: str = "none", pull_codec: str = "none"
+) -> None:
     """Compare the weights after all rounds with those of torch in this process.
 
     Args:
-        codec: How workers compress gradients; what that takes from one is left for the next. They know weights rounded
-            to bfloat16 then.
+        codec: How workers compress gradients; what that takes from one is left for the next.
+        pull_codec: How weights come back: rounded, with bf16, else their changes, of which the same is true. A few
+            elements may then differ, for where the codec draws a line the last bit counts.
 
     Raises:
         AssertionError: they differ.
     """
-    rounding = 1e-4 if codec == "none" else 2.0**-8
-    torch.testing.assert_close(found, _reference(work, workers, codec), rtol=rounding, atol=1e-5)
+    rounding = 2.0**-8 if pull_codec == "bf16" else 1e-4
+    wanted = _reference(work, workers, codec, pull_codec)
+    if pull_codec in ("none", "bf16"):
+        torch.testing.assert_close(found, wanted, rtol=rounding, atol=1e-5)
+    share = (~torch.isclose(found, wanted, rtol=rounding, atol=1e-5)).double().mean().item()
+    assert share < _DIFFERING, f"{share:.2%} of the weights are not those of torch"
 
 
 def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float]:
@@ -167,20 +178,24 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
 
 
 @functools.lru_cache(maxsize=16)
-def _reference(work: Work, workers: int, codec: str) -> torch.Tensor:
+def _reference(work: Work, workers: int, codec: str, pull_codec: str) -> torch.Tensor:
     """The weights after all rounds of a work, computed by torch.optim in this process."""
     grads = [Gradients(work, rank) for rank in range(workers)]
     weights = torch.nn.Parameter(torch.zeros(sum(work.numels)))
     updater = make_updater([weights], work.optimizer, fused=False)
     plan = make_plan([TensorSpec(str(at), (one,), "float32") for at, one in enumerate(work.numels)], 1)
     compressors = [Compressor(make_codec({"type": codec}), plan) for _ in grads]
+    known, back = torch.zeros_like(weights), make_codec({"type": pull_codec})
     for number in range(work.warm_up + work.rounds):
         sent = [torch.from_numpy(one.flat(number)) for one in grads]
         if codec != "none":
             sent = [_as_sent(one, how, plan) for one, how in zip(sent, compressors, strict=True)]
         weights.grad = sum(sent) / workers
         updater.step()
-    return weights.detach()
+        if pull_codec not in ("none", "bf16"):
+            # A compressor anew: what it would hold back is in the difference of the next round.
+            known += _as_sent(weights.detach() - known, Compressor(back, plan), plan)
+    return weights.detach() if pull_codec in ("none", "bf16") else known.detach()
 
 
 def _as_sent(grad: torch.Tensor, compressor: Compressor, plan: Plan) -> torch.Tensor:

@@ -18,7 +18,11 @@ from torch.nn import Parameter
 
 _BUCKET = 25 << 20
 """Bytes of a bucket, DistributedDataParallel's default."""
-CODECS = {name: {"type": name, "pull": "bf16"} for name in ("bf16", "1bit", "topk")}
+CODECS = {
+    "bf16": {"type": "bf16", "pull": "bf16"},
+    "1bit": {"type": "1bit", "pull": "ternary"},
+    "topk": {"type": "topk", "pull": "topk"},
+}
 """What a Trainer is told of compression, by the name of a store."""
 
 

@@ -316,7 +316,7 @@ class EightBit(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, numbers in self._rows(total, codes):
+        for part, scales, numbers in _rows(total, codes, self.unit, 8):
             scale = (np.maximum(part.max(1), -part.min(1)) / 127).astype(np.float32)[:, None]
             is_fine &= bool((scale <= self.largest / 127).all())
             scale[scale < _FLOAT32.tiny] = 0.0
@@ -324,40 +324,46 @@ class EightBit(Codec):
             whole = spare[: part.size].reshape(part.shape)
             _times(part, inverse, whole)
             np.rint(whole, whole)
-            np.copyto(numbers, whole, "unsafe")
+            np.copyto(numbers.view(np.int8), whole, "unsafe")
             scales[:] = scale.view(np.uint8)
             _times(whole, scale, whole)
             np.subtract(part, whole, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, numbers in self._rows(values, codes):
-            part[:] = numbers
+        for part, scales, numbers in _rows(values, codes, self.unit, 8):
+            part[:] = numbers.view(np.int8)
             _times(part, _scale(scales), part)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, numbers in self._rows(np.broadcast_to(np.float32(0), numel), payload.numpy()):
+        for _, scales, numbers in _rows(_shaped(numel), payload.numpy(), self.unit, 8):
             scale = _scale(scales)
-            if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.min() < -127:
+            if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.view(np.int8).min() < -127:
                 raise ProtocolError(
                     "a payload holds a scale or a number that 'int8' never sends; it was not written by an 'int8' "
                     "codec, or was damaged on the way"
                 )
 
-    def _rows(self, values: Numbers, codes: Bytes) -> Iterator[tuple[Numbers, Bytes, NDArray[np.int8]]]:
-        """Of all whole units, then of what is left: the values by unit, the bytes of their scales, their numbers."""
-        whole = len(values) // self.unit
-        for start, count, size in ((0, whole, self.unit), (whole, 1, len(values) - whole * self.unit)):
-            if count and size:
-                first = start * (self.unit + 4)
-                rows = codes[first : first + count * (size + 4)].reshape(count, size + 4)
-                part = values[start * self.unit :][: count * size].reshape(count, size)
-                yield part, rows[:, :4], rows[:, 4:].view(np.int8)
+
+def _rows(values: Numbers, codes: Bytes, unit: int, bits: int) -> Iterator[tuple[Numbers, Bytes, Bytes]]:
+    """Yield whole units together, then what is left: the values by unit, the bytes of their scales, their codes."""
+    whole, nbytes = len(values) // unit, 4 + unit * bits // 8
+    for start, count, size in ((0, whole, unit), (whole, 1, len(values) - whole * unit)):
+        if count and size:
+            width = 4 - (-size * bits // 8)
+            rows = codes[start * nbytes :][: count * width].reshape(count, width)
+            part = values[start * unit :][: count * size].reshape(count, size)
+            yield part, rows[:, :4], rows[:, 4:]
 
 
 def _scale(scales: Bytes) -> NDArray[np.float32]:
     return scales.copy().view("<f4")
+
+
+def _shaped(numel: int) -> Numbers:
+    """Make an array of so many elements that takes no memory, where only its shape matters."""
+    return np.broadcast_to(np.float32(0), numel)
 
 
 def _times(rows: Numbers, factors: Numbers, out: Numbers) -> None:
@@ -399,8 +405,7 @@ class TwoBit(Codec):
         flags[:, len(total) :] = False
         np.greater_equal(total, self.threshold, above[: len(total)])
         np.less_equal(total, -self.threshold, below[: len(total)])
-        four = above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]
-        codes[:] = four >> 24
+        codes[:] = _two_bits(above, below)
         _look_up(self._tables[total.dtype.char], codes, spare)
         return _is_finite(np.subtract(total, spare, total))
 
@@ -415,6 +420,65 @@ class TwoBit(Codec):
                 f"byte {torch.nonzero(lone)[0].item()} of a payload holds the code 01, which '2bit' never sends; "
                 "it was not written by a '2bit' codec, or was damaged on the way"
             )
+
+
+@dataclass(frozen=True)
+class Ternary(Codec):
+    """Sends each element as −1, 0 or 1 times a scale that 1,024 elements share.
+
+    What is above 0.7 times their mean magnitude is sent as ±1, and the scale is the mean magnitude of that, which is
+    close to the least squared error (Li and Liu, Ternary Weight Networks, 2016). Zeros stay zeros, and the residual
+    keeps the rest. 1,024 elements are their scale as float32, and two bits for each, coded as by '2bit'.
+    """
+
+    name: ClassVar[str] = "ternary"
+    unit: ClassVar[int] = 1024
+    largest: ClassVar[float] = 2.0**100
+
+    def encoded_nbytes(self, numel: int, dtype: str) -> int:
+        return -(-numel // 4) + 4 * -(-numel // self.unit)
+
+    def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
+        is_fine = True
+        for part, scales, numbers in _rows(total, codes, self.unit, 2):
+            magnitudes = np.abs(part, spare[: part.size].reshape(part.shape))
+            is_fine &= bool(magnitudes.max() <= self.largest)
+            is_sent = magnitudes > 0.7 * magnitudes.mean(1, keepdims=True)
+            np.multiply(magnitudes, is_sent, magnitudes)
+            sizes = np.maximum(is_sent.sum(1, keepdims=True), 1)
+            scale = (magnitudes.sum(1, keepdims=True) / sizes).astype(np.float32)
+            scales[:] = scale.view(np.uint8)
+            above, below = flags = np.zeros((2, len(part), 4 * numbers.shape[1]), np.bool_)
+            flags[:, :, : part.shape[1]] = is_sent
+            above[:, : part.shape[1]] &= part > 0
+            below[:, : part.shape[1]] &= part < 0
+            numbers[:] = _two_bits(above, below)
+            self._read(scales, numbers, magnitudes)
+            np.subtract(part, magnitudes, part)
+        return is_fine
+
+    def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
+        for part, scales, numbers in _rows(values, codes, self.unit, 2):
+            self._read(scales, numbers, part)
+
+    def _read(self, scales: Bytes, numbers: Bytes, values: Numbers) -> None:
+        """Overwrite `values`, a row for each unit, with what their codes say."""
+        row = values.shape[1]
+        if row % 4:
+            _look_up(_SIGNS[values.dtype.char], numbers[0], values[0])
+        else:
+            _look_up(_SIGNS[values.dtype.char], numbers.reshape(-1), values.reshape(-1))
+        _times(values, _scale(scales), values)
+
+    def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
+        super().check_payload(payload, dtype, numel)
+        for _, scales, numbers in _rows(_shaped(numel), payload.numpy(), self.unit, 2):
+            scale = _scale(scales)
+            if not ((scale >= 0) & (scale <= self.largest)).all() or (numbers & ~(numbers >> 1) & 0x55).any():
+                raise ProtocolError(
+                    "a payload holds a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
+                    "codec, or was damaged on the way"
+                )
 
 
 @dataclass(frozen=True)
@@ -461,6 +525,12 @@ def _tables(values: Sequence[float]) -> Tables:
 _FOUR = np.dtype("<u4")
 _SIDE_BY_SIDE = {code: np.uint32(code * 0x40100401 % 2**32) for code in (2, 3)}
 """Four bytes that are 0 or 1, as one number, times this: the highest byte has the code for each 1, side by side."""
+_SIGNS = _tables((0.0, 0.0, -1.0, 1.0))
+
+
+def _two_bits(above: NDArray[np.bool_], below: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return the bytes of four elements each: 11 for those above, 10 for those below, else 00."""
+    return (above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]) >> 24
 
 
 def _look_up(table: NDArray[Any], codes: Bytes, values: Numbers) -> None:
@@ -559,15 +629,17 @@ _SAMPLED = 64
 """One number of so many is looked at to find out which may be among the largest."""
 
 
-_CODECS = {cls.name: cls for cls in (NoCompression, OneBit, TwoBit, EightBit, Float16, BFloat16, TopK)}
+_CODECS = {
+    cls.name: cls for cls in (NoCompression, OneBit, TwoBit, Ternary, EightBit, Float16, BFloat16, TopK)
+}
 
 
 def make_codec(params: Mapping[str, Any] | None) -> Codec:
     """Return the codec that Gluon's `compression_params`, or a `Codec.spec`, describes.
 
     Args:
-        params: `type`: 'none', '1bit', '2bit', 'int8', 'fp16', 'bf16' or 'topk', in any case; `threshold` for the
-            bits (0.5), `ratio` for 'topk' (0.01). None: no compression.
+        params: `type`: 'none', '1bit', '2bit', 'ternary', 'int8', 'fp16', 'bf16' or 'topk', in any case; `threshold`
+            for '1bit' and '2bit' (0.5), `ratio` for 'topk' (0.01). None: no compression.
 
     Raises:
         UnknownNameError: there is no such type; lists the valid ones.

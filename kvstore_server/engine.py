@@ -607,20 +607,18 @@ class Engine:
         space, rank = sender.space, sender.rank
         some = space.together(np.array(pull.tables, np.int64))
         _check_ready(some.named)
-        behind: list[int] = []
+        behind, at_once = list[int](), list(pull.tables)
         if space.rounds.begun or space.rounds.bound is not None:
             slicewise.let_read(space, rank, pull.tables)
             behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
-        if behind:
             at_once = [number for number in pull.tables if number not in behind]
-            some = space.together(np.array(at_once, np.int64))
-        out = _reply(sender.waiter, space.weights(some, rank)) if some.numbers else []
+
+        def answer(*numbers: int) -> list[m.Outgoing]:
+            return [out for body in space.pulled(numbers, rank) for out in _reply(sender.waiter, body)]
+
+        out = answer(*at_once)
         for number in behind:
-
-            def answer(number: int = number) -> list[m.Outgoing]:
-                return _reply(sender.waiter, space.weights(space.together(np.array([number])), rank))
-
-            out += _read_later(sender, number, pull.timeout, answer)
+            out += _read_later(sender, number, pull.timeout, partial(answer, number))
         return out
 
     def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
@@ -930,7 +928,9 @@ def _outcomes(
             out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
         if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
             done.append((number, round_, end.version))
-        if wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
+        if wants and table.deltas is not None:
+            changed.append(space.rows(rank, table, table.changed_parts(version)))
+        elif wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
             mapped.setdefault(bool(flags & m.KNOWS_PLACES), []).append(number)
         elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))

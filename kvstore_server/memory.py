@@ -122,6 +122,15 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     return total
 
 
+def size_of_deltas(plan: Plan, server: int) -> int:
+    """Return the bytes that a table needs more on one server if new weights go to workers as encoded changes.
+
+    They are the weights that workers have, half as much for changes that are kept, and what is worked with.
+    """
+    sizes = [piece.length * SIZES[piece.dtype] for piece in plan.resident_slices_of(server)]
+    return sum(sizes) * 3 // 2 + 4 * max(sizes, default=0)
+
+
 def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
     """Return the bytes of a copy of the weights of a table on one server, and of its state of that optimizer."""
     total = 0.0

@@ -30,7 +30,7 @@ from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import Membership
 from kvstore_server.memo import Memo
-from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint
+from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint, size_of_deltas
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
@@ -185,6 +185,7 @@ class Namespace:
         number = self._numbers.get(register.table)
         if number is not None and register.digest == self.tables[number].plan.digest:
             self.forget_declaration(rank)
+            self._check_same_form(self.tables[number], register, rank)
             return self.tables[number]
         specs = self._declared(rank, register)
         if isinstance(specs, int):
@@ -198,6 +199,7 @@ class Namespace:
             except PlanMismatchError as error:
                 table.conflict = error
                 raise
+            self._check_same_form(table, register, rank)
             return table
         check_name("a table", register.table)
         check_specs(specs, self.config.num_servers, self.config.integers)
@@ -206,10 +208,12 @@ class Namespace:
             specs, self.config.num_servers, register.whole_keys, self.config.integers, register.one_server
         )
         workers = self.membership.num_workers
+        codec = _codec_of(register.delta_form) if register.delta_form else None
         needed = footprint(plan, self.config.server, workers, self.mode, self.optimizer.named)
-        self.claim(needed, f"table {register.table!r}")
+        for_deltas = 0 if codec is None else size_of_deltas(plan, self.config.server)
+        self.claim(needed + for_deltas, f"table {register.table!r}")
         number = len(self.tables)
-        table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode)
+        table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode, codec)
         self._let_note_reads([table])
         self.tables.append(table)
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
@@ -221,6 +225,19 @@ class Namespace:
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
         return table
+
+    def _check_same_form(self, table: Table, register: m.Register, rank: int) -> None:
+        """Raise PlanMismatchError, and have the table in conflict, if a rank wants its weights in another form."""
+        own = None if table.deltas is None else table.deltas.codec
+        theirs = _codec_of(register.delta_form) if register.delta_form else None
+        if own != theirs:
+            names = [None if codec is None else codec.spec() for codec in (own, theirs)]
+            table.conflict = PlanMismatchError(
+                f"workers want the new weights of {table.name!r} in different forms: rank "
+                f"{self._registered_by[table.name]} gives {names[0]} as 'pull' in compression_params, rank {rank} "
+                f"{names[1]}; give all workers the same"
+            )
+            raise table.conflict
 
     def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
         """All keys of the table that a rank declares, portion by portion; while they are not all here, how many are."""
@@ -570,6 +587,13 @@ class Namespace:
             if table.notes_reads:
                 table.shard.note_read(table.unit, ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
+
+    def pulled(self, tables: Sequence[int], rank: int) -> list[m.Weights]:
+        """The present weights of some tables for a rank, as replies; where changes go out, those that workers have."""
+        plain = [number for number in tables if self.tables[number].deltas is None]
+        others = [self.tables[number] for number in tables if self.tables[number].deltas is not None]
+        found = [self.weights(self.together(np.array(plain, np.int64)), rank)] if plain else []
+        return found + [self.rows(rank, table, table.changed_parts(-1)) for table in others]
 
     def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
         """The present weights of some tables for a worker that maps them: where they are, and those without a place.

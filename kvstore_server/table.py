@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import Codec
+from kvstore_server.deltas import Deltas
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -52,7 +54,7 @@ class RowPart(NamedTuple):
     slot: int
     payload: Tensor
     kind: int
-    """WHOLE, ROWS or VALUES."""
+    """WHOLE, ROWS, VALUES or DELTA."""
 
 
 Parts = Mapping[int, Part]
@@ -115,6 +117,7 @@ class Table:
         num_workers: int,
         shard: Shard,
         mode: Mode = SYNCHRONOUS,
+        delta_codec: Codec | None = None,
     ) -> None:
         self.number = number
         self.name = name
@@ -123,6 +126,8 @@ class Table:
         self.num_workers = num_workers
         self.shard = shard
         self.unit = self.shard.add(plan, server)
+        self.deltas = None if delta_codec is None else Deltas(delta_codec, shard.storage, self.unit)
+        """Where new weights go to workers as encoded changes: the weights that these have."""
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
         self.hyper = AgreedOptions(plan)
@@ -279,6 +284,8 @@ class Table:
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
             )
         self.shard.assign_sum([first.given._replace(scale=1.0)])
+        if self.deltas is not None:
+            self.deltas.begin_anew()
         self.is_initialised = True
         self.version += 1
         if self.notes_reads:
@@ -407,17 +414,37 @@ class Table:
         A stack in which nothing has changed has an empty part of kind ROWS. Most workers hold the same version, and
         are sent the same.
         """
+        if self.deltas is not None:
+            self._follow(self.deltas)
         versions = held, self.version
         if self._changed is None or self._changed[0] != versions:
             self._changed = versions, self._changed_parts(held)
         return self._changed[1]
 
+    def _follow(self, deltas: Deltas) -> None:
+        """Bring the weights of workers to the present version; what has changed by rows goes as rows from now on."""
+        for key, pieces in self.unit.stacks.items():
+            own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
+            if own and self._changed_rows(key, deltas.version):
+                deltas.leave(own, self.version)
+        deltas.follow(self.version)
+
     def _changed_parts(self, held: int) -> list[RowPart]:
         unit, parts, packed = self.unit, list[RowPart](), set[int]()
         changed = {key: self._changed_rows(key, held) for key in unit.stacks}
+        if self.deltas is not None:
+            firsts = {key: unit.slots[pieces[0].index] for key, pieces in unit.stacks.items()}
+            changed |= {key: None for key, first in firsts.items() if not self.deltas.has_exact(first, held)}
         for key, pieces in unit.stacks.items():
             first, rows = unit.slots[pieces[0].index], changed[key]
             if key in packed:
+                continue
+            if self.deltas is not None and first in self.deltas:
+                slots = range(first, first + len(pieces))
+                found = [(slot, *self.deltas.parts(slot, held)) for slot in slots]
+                parts += [
+                    RowPart(slot, own, m.DELTA if is_delta else m.WHOLE) for slot, own, is_delta in found
+                ]
                 continue
             keys = self._side_by_side(key, changed) if key in self.plan.run_of else [key]
             if len(keys) > 1:

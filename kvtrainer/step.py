@@ -526,8 +526,8 @@ class StepPipeline:
             stages["accumulate"] = self.accumulation.counts
         if self.loss_scaler is not None:
             stages["loss_scale"] = self.loss_scaler.loss_scale
-        if self.link.selection.takes_half:
-            stages["compression_params['pull']"] = "bf16"
+        if self.link.selection.pull_codec is not None:
+            stages["compression_params['pull']"] = self.link.selection.pull_codec.name
         return self.groups.options(self.memory, coming, stages)
 
     def _limit_own(self, decision: Decision, scale: float) -> float:

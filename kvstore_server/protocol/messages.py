@@ -89,6 +89,8 @@ class Register:
     """The plan's; a server that has the table with this one needs no keys."""
     one_server: bool = False
     """Whether the whole table lies on one server."""
+    delta_form: bytes = b""
+    """How new weights come back: msgpack of the `Codec.spec()` of their changes; empty: as they are."""
 
 
 (
@@ -110,7 +112,7 @@ ALL_FLAGS = (1 << 11) - 1
 WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
 without an update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no
 optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks
-have said so. WANTS_DELTA: of slices that changed by rows alone since its version, only those rows are wanted.
+have said so. WANTS_DELTA: only what has changed since its version is wanted: rows, or changes in the table's form.
 WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
 it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
 synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were. ANNOUNCES: this
@@ -367,10 +369,11 @@ class Registered:
     next_round: int
 
 
-WHOLE, ROWS, VALUES, HALF = range(4)
+WHOLE, ROWS, VALUES, HALF, DELTA = range(5)
 """What the payload of a part is: the whole slice; rows that changed, as `rows` packs them, of as many slices as it says
-(empty where none changed in any slice that the key has there); just the values of the rows that were asked for; or the
-whole slice, of a wider type, rounded to bfloat16."""
+(empty where none changed in any slice that the key has there); just the values of the rows that were asked for; the
+whole slice, of a wider type, rounded to bfloat16; or changes of the slice since the worker's version, one behind the
+other, encoded as the table's `delta_form` says."""
 MAY_GO = 1 << 8
 """Added to the kind of new weights of a round of which a rank has said only what is to be expected; see MAY_CHANGE."""
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
 from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
@@ -72,19 +73,22 @@ class Client:
         tables: Mapping[str, Sequence[TensorSpec]],
         whole_keys: bool = False,
         may_stay_together: bool = False,
+        delta_codec: Codec | None = None,
     ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
         With `whole_keys` no key is spread over servers; where they `may_stay_together`, no table that servers find
-        small.
+        small. With a `delta_codec` new weights come back as their changes, encoded by it.
 
         Raises:
-            PlanMismatchError: another worker declared other keys under one of the names.
+            PlanMismatchError: another worker declared other keys under one of the names, or another codec.
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
         least = self._session.spread_from if may_stay_together else 0
         declared = {name: self._declare(name, specs, whole_keys, least) for name, specs in tables.items()}
+        for table in declared.values():
+            table.delta_codec = delta_codec
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
         for at in range(0, len(requests), _REGISTERED_TOGETHER):
             self._register(requests[at : at + _REGISTERED_TOGETHER])
@@ -241,4 +245,7 @@ def _declaration(table: RemoteTable, first: int) -> m.Register:
     ends = itertools.accumulate([4 * len(s.key) + 9 * len(s.shape) + 32 for s in specs])
     fit = max(sum([end <= MAX_PAYLOAD for end in ends]), 1)
     total = len(plan.specs)
-    return m.Register(table.name, specs[:fit], plan.whole_keys, first, total, plan.digest, plan.one_server)
+    form = b"" if table.delta_codec is None else pack_control(table.delta_codec.spec())
+    return m.Register(
+        table.name, specs[:fit], plan.whole_keys, first, total, plan.digest, plan.one_server, form
+    )

@@ -55,6 +55,9 @@ class Layout:
         by_table = [table.plan.slices_of(server) for table in self.tables]
         self.takes_half = any([table.takes_half for table in self.tables])
         """As of the tables, which are alike in that."""
+        self.takes_deltas = any([table.delta_codec is not None for table in self.tables])
+        """Whether new weights come as changes; the tables are alike in that, too."""
+        self.is_converted = self.takes_half or self.takes_deltas
         self.pieces = [piece for pieces in by_table for piece in pieces]
         self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
         """The position of each slice's table."""

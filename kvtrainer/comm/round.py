@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import torch_dtype
+from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.deltas import add_changes
 from kvstore_server.errors import KVStoreError, ProtocolError
 from kvstore_server.norms import Decision, Measured
 from kvstore_server.optimizer.gathering import put_rows
@@ -77,9 +78,10 @@ class Leg:
         self.commits[:, 1] = self.rounds
         if self.given is not layout.resident:
             self.commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
-        self.commits[:, 4] = (book.held if contribution.is_kept else book.version)[self.server][layout.index]
+        is_kept = contribution.is_kept or layout.takes_deltas
+        self.commits[:, 4] = (book.held if is_kept else book.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
-        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * contribution.is_kept
+        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
         flags |= m.WANTS_HALF * layout.takes_half
         if (
             wants
@@ -264,7 +266,7 @@ class Leg:
                     f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
                 )
             begin = layout.begin[at]
-            if kind != m.WHOLE or begin < 0 or layout.takes_half or self.is_announced:
+            if kind != m.WHOLE or begin < 0 or layout.is_converted or self.is_announced:
                 self.staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
             else:
                 self.gathered.append(at)
@@ -424,6 +426,8 @@ class Round:
         layout, outs, unread = leg.layout, self.contribution.outs, self.contribution.unread
         if outs is None:
             return
+        if layout.takes_deltas:
+            book.held[leg.server, layout.index] = -1  # if this breaks off, all weights come again
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
         if unread:
             pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
@@ -451,13 +455,15 @@ class Round:
         book.newest[leg.server, layout.index[read]] = came[read]
         if not self.is_asked_along:
             book.version[leg.server, layout.index[read]] = came[read]
-        if self.contribution.is_kept:
+        if self.contribution.is_kept or layout.takes_deltas:
             book.held[leg.server, layout.index[read]] = came[read]
 
-    def write_early(self, leg: Leg) -> None:
+    def write_early(self, leg: Leg, book: Tables) -> None:
         """Bring those new weights to their places that are here while the round goes on."""
         layout, outs = leg.layout, self.contribution.outs
         assert outs is not None
+        if layout.takes_deltas:
+            book.held[leg.server, layout.index] = -1  # until the round is over
         for at in leg.gathered:
             _part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
         for at, kind, raw, begin in leg.staged:
@@ -523,6 +529,9 @@ def _write_staged(
     Returns which rows were written of each key, or of the first one; None where it was something else.
     """
     plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
+    if table.delta_codec is not None and kind in (m.WHOLE, m.DELTA):
+        out.copy_(_followed(table, table.delta_codec, piece, kind, raw)[: piece.used])
+        return {key: None}
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
         place = out[begin:][: len(given)]
@@ -542,6 +551,8 @@ def _write_staged(
         places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
         block = places.blocks[piece.server]
         first = block.order[piece.index]
+        for one in block.pieces[first : first + slices]:
+            table.followed.pop(one.index, None)  # its rows come from now on
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
         rows = _rounded(values.values) if table.takes_half else values.values
         whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
@@ -550,6 +561,17 @@ def _write_staged(
             own = cut_rows(RowSet(ids, rows), places.bounds)
             written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
     return written
+
+
+def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor) -> Tensor:
+    """Follow the weights that all workers have of a slice, by changes or as they are. Raises as `Round.write`."""
+    if kind == m.WHOLE:
+        table.followed[piece.index] = raw.view(torch_dtype(piece.dtype)).clone()
+    elif piece.index not in table.followed:
+        raise ProtocolError(f"changes of slice {piece.index} of {table.name!r} came before its weights")
+    else:
+        add_changes(codec, raw, table.followed[piece.index])
+    return table.followed[piece.index]
 
 
 def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:

@@ -311,7 +311,7 @@ class Rounds:
             return
         for leg in round_.legs:
             if not leg.may_go:
-                round_.write_early(leg)
+                round_.write_early(leg, self.tables)
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round of a table that is under way, if there is one.

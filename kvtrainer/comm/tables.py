@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import torch_dtype
+from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import KVStoreError
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol import messages as m
@@ -26,6 +26,10 @@ class RemoteTable:
         """How this rank's contributions are compressed; None: they are not."""
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
+        self.delta_codec: Codec | None = None
+        """How changes of weights are encoded that come in place of weights; None: weights come."""
+        self.followed: dict[int, Tensor] = {}
+        """Slice (by index) → the weights that its next changes are added to, with padding."""
         self._tables = tables
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""

@@ -524,8 +524,8 @@ class Binding:
                 self._host = open_host_sum(self._client)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"
-            codec, takes_half = self.selection.codec, self.selection.takes_half
-            return StoreExchange(self._client, plan, there, codec, is_dist, name, takes_half, self._host)
+            codec, pull_codec = self.selection.codec, self.selection.pull_codec
+            return StoreExchange(self._client, plan, there, codec, is_dist, name, pull_codec, self._host)
         if self._group is not None:
             overlaps = self.selection.overlaps
             return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)

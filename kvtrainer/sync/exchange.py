@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
@@ -147,7 +147,7 @@ class StoreExchange(Exchange):
         codec: Codec | None = None,
         is_dist: bool = False,
         name: str = TABLE,
-        takes_half: bool = False,
+        pull_codec: Codec | None = None,
         host: HostSum | None = None,
     ) -> None:
         self._has_rows = False
@@ -160,10 +160,16 @@ class StoreExchange(Exchange):
             client.set_optimizer(spec_for_store(optimizer))
         whole_keys = optimizer is not None and not optimizer.elementwise
         self._name = name
-        [self._table] = client.register({name: plan.specs}, whole_keys, may_stay_together=True)
+        takes_half = isinstance(pull_codec, BFloat16)
+        [self._table] = client.register(
+            {name: plan.specs},
+            whole_keys,
+            may_stay_together=True,
+            delta_codec=None if takes_half else pull_codec,
+        )
         if is_dist and self.updates_weights and codec is None:
             self.lendable = plan.keys_alone
-        self._table.takes_half = takes_half
+        self._table.takes_half, self._pull_codec = takes_half, pull_codec
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
         self.rows = TableRows(client.rows, self._table)
@@ -193,7 +199,7 @@ class StoreExchange(Exchange):
             weights: Flat, laid out by the plan, in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        is_whole = self.updates_weights and self.is_sync and not self._table.takes_half
+        is_whole = self.updates_weights and self.is_sync and self._pull_codec is None
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (is_whole and is_long and self._client.shares_memory) or self._host is not None:
             return

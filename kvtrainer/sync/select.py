@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from kvstore_server import check
-from kvstore_server.codec import Codec, make_codec
+from kvstore_server.codec import Codec, OneBit, make_codec
 from kvtrainer.comm.rank_group import RankGroup, current_group
 from kvtrainer.env import serve_role, workers_of_job
-from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnknownNameError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
     COMPRESSION,
@@ -97,7 +97,7 @@ class Selection:
         allows_halves: Whether `allreduce_grads` and `update` may be called.
         is_open: The first gradients decide whether the optimizer runs in the store: not with row-sparse ones.
         codec: How gradients are compressed on their way to the store; None means not at all.
-        takes_half: Whether new weights come back from it rounded to bfloat16.
+        pull_codec: How new weights come back: rounded, with 'bf16', or else their changes; None means as they are.
         replica_codec: How replicas are compressed one by one before they are summed here; None means not at all.
         reducer: How replicas are summed here, out of reducers.REDUCERS.
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
@@ -116,7 +116,7 @@ class Selection:
     reducer: str = AUTO
     over_ranks: bool = False
     is_alone_by_name: bool = False
-    takes_half: bool = False
+    pull_codec: Codec | None = None
     overlaps: bool = False
     overlaps_pull: bool = False
     sums_hosts: bool = False
@@ -162,20 +162,20 @@ def select_store(
     if has_row_sparse:
         _check_for_rows(store, update_on_kvstore)
         update_on_kvstore = True
-    compression_params, takes_half = _split(compression_params)
+    compression_params, pull_codec = _split(compression_params)
     chosen = Selection(
         kvstore,
         updates_weights=False,
         allows_halves=True,
         codec=_codec_for(store, compression_params),
         reducer=_reducer_for(kvstore, replicas, devices),
-        takes_half=takes_half,
+        pull_codec=pull_codec,
         overlaps=overlap,
         overlaps_pull=overlap_pull,
         sums_hosts=hierarchy,
     )
-    if takes_half:
-        _check_takes_half(store, update_on_kvstore)
+    if pull_codec is not None:
+        _check_pull(store, update_on_kvstore)
     if store is None:
         if update_on_kvstore:
             raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
@@ -194,8 +194,8 @@ def select_store(
     elif isinstance(kvstore, str) and store.is_on_servers:
         serve_role(os.environ)
     updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
-    if takes_half:
-        _check_takes_half(store, updates)
+    if pull_codec is not None:
+        _check_pull(store, updates)
     if overlap_pull and not updates:
         raise ConfigurationError(
             "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
@@ -334,23 +334,33 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
         raise ConfigurationError(f"kvstore {store.name!r} cannot hold row_sparse parameters{way_out} kvstore")
 
 
-def _split(params: Any) -> tuple[Any, bool]:
-    """Split `compression_params` into what is said of gradients, and whether new weights come back as bfloat16."""
+def _split(params: Any) -> tuple[Any, Codec | None]:
+    """Split `compression_params` into what is said of gradients, and how new weights come back.
+
+    Raises:
+        UnknownNameError, ConfigurationError: as `make_codec`; or the codec always changes all weights.
+    """
     if not isinstance(params, Mapping) or PULL not in params:
-        return params, False
-    asked = params[PULL].lower() if isinstance(params[PULL], str) else params[PULL]
-    kind = check.one_of(f"compression_params[{PULL!r}]", asked, ("none", "bf16"), error=UnknownNameError)
-    return {name: value for name, value in params.items() if name != PULL} or None, kind == "bf16"
+        return params, None
+    given = params[PULL]
+    codec = make_codec(given if isinstance(given, Mapping) else {"type": given})
+    if isinstance(codec, OneBit):
+        raise ConfigurationError(
+            f"compression_params[{PULL!r}]='1bit' would change every weight by 1 in each update; use 'ternary', whose "
+            "scale is that of the changes"
+        )
+    others = {name: value for name, value in params.items() if name != PULL} or None
+    return others, None if codec.name == "none" else codec
 
 
-def _check_takes_half(store: Traits | None, updates_weights: bool | None) -> None:
-    """Raise ConfigurationError unless servers keep the weights whose rounding is to come back."""
+def _check_pull(store: Traits | None, updates_weights: bool | None) -> None:
+    """Raise ConfigurationError unless servers keep the weights of which less is to come back."""
     if store is None or not store.is_on_servers or updates_weights is False:
         where = "kvstore=None" if store is None else f"kvstore {store.name!r}"
         where += ", update_on_kvstore=False" if updates_weights is False else ""
         raise ConfigurationError(
-            f"{PULL!r} in compression_params rounds weights on their way back from servers that update and keep them; "
-            f"with {where} none come back. Leave it out, or use a dist kvstore with update_on_kvstore=True"
+            f"{PULL!r} in compression_params compresses weights on their way back from servers that update and keep "
+            f"them; with {where} none come back. Leave it out, or use a dist kvstore with update_on_kvstore=True"
         )
 
 
