@@ -63,9 +63,10 @@ class Trainer(torch.optim.Optimizer):
             step. For one device of a single process a name without "dist" makes none: the update runs in place.
             "device" and "nccl" sum over the ranks of the torch.distributed group, if there is one.
         compression_params: How gradients are compressed on their way to a store: {"type": "2bit", "threshold": 0.5},
-            "1bit" with its threshold, {"type": "topk", "ratio": 0.01}, "int8", "fp16" or "bf16"; for "dist_sync" and
-            "device". Without a store it has no effect. "pull": "bf16", alone or beside it, has servers that update the
-            weights send them rounded to bfloat16, in half the bytes, while they go on with their own.
+            "1bit" with its threshold, {"type": "topk", "ratio": 0.01}, "ternary", "int8", "fp16" or "bf16"; for
+            "dist_sync" and "device". Without a store it has no effect. "pull": "bf16", alone or beside it, has servers
+            that update the weights send them rounded to bfloat16, in half the bytes, while they go on with their own;
+            with another codec, such as "pull": "ternary", they send encoded changes, and what these leave out later.
         update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", each holding a
             part of the weights and of the optimizer's state. The store's weights then count; see `set_data`. None
             means: where the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.

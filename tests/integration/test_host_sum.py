@@ -240,6 +240,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "adam": (plain, {"optimizer": "adam"}),
     "sums come back": (plain, {"update_on_kvstore": False}),
     "weights in half": (plain, {"compression_params": {"pull": "bf16"}}),
+    "changes of weights": (plain, {"compression_params": {"pull": "ternary"}}),
     "other batch sizes": (other_batch_sizes, {}),
     "one leaves out": (one_leaves_out, {}),
     "all leave out": (all_leave_out, {}),

@@ -122,6 +122,7 @@ MORE: dict[str, tuple[Case, dict[str, Any]]] = {
     "moved": (moved, {}),
     "frozen in turn": (halves, {}),
     "bfloat16 pulls": (plain, {"compression_params": {"pull": "bf16"}}),
+    "changes of weights": (plain, {"compression_params": {"pull": "ternary"}}),
     "copied": (plain, {"zero_copy": False}),
 }
 CASES = {name: case for name, case in test_overlap.CASES.items() if "update_on_kvstore" not in case[1]} | MORE

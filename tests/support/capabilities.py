@@ -30,7 +30,7 @@ from tests.support.stores import servers
 
 KINDS = ("dense", "row-sparse gradient", "row-sparse weight")
 SITES = (None, True, False)
-COMPRESSIONS = ("none", "1bit", "2bit", "int8", "fp16", "bf16", "topk")
+COMPRESSIONS = ("none", "1bit", "2bit", "ternary", "int8", "fp16", "bf16", "topk")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DIST = ("dist_sync", "dist_async", "dist_ssp", "p3")
 ROWS = (3, 1)

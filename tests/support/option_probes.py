@@ -425,6 +425,11 @@ PROBES = (
         [-1.0 - 2.0**-7, 0.0, 0.0],
     ),
     Probe(
+        "compression_params: pull, changes", "of two updates of 0.7, 0.5 comes back each time",
+        steps((0.7,), (0.7,)), lambda: {"compression_params": {"pull": TWO_BIT["compression_params"]}},
+        [-1.0, 0.0, 0.0],
+    ),
+    Probe(
         "overlap", "all of a gradient has gone before the step, which sends no more of it",
         overlapped, lambda: {"overlap": True}, [True, True, -3.0, 0.0, 0.0],
     ),

@@ -14,7 +14,7 @@ from tests.support.limits import LIMIT
 _FENCE = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 _ENDS = {"ddp.py": "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"}
-"""Of files that a page shows, what is added to them. A thread of gloo may still hold what torch keeps of the last backward
+"""What is added to files that a page shows. A thread of gloo may still hold what torch keeps of the last backward
 pass, a Python object among it, and abort a process that ends in the ordinary way."""
 
 

@@ -23,7 +23,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
 
-KINDS = ("none", "1bit", "2bit", "int8", "fp16", "bf16", "topk")
+KINDS = ("none", "1bit", "2bit", "ternary", "int8", "fp16", "bf16", "topk")
 LOSSY = KINDS[1:]
 ROUNDING = [
     (kind, dtype) for kind in LOSSY for dtype in ITEM_SIZE if not make_codec({"type": kind}).is_exact(dtype)
@@ -236,7 +236,7 @@ BAD_PARAMS: list[tuple[Any, str]] = [
     ({"type": "2bit", "treshold": 0.5}, "'2bit' .*'treshold'.*type, threshold"),
     *(
         ({"type": kind, "threshold": 0.5}, f"'{kind}' .*'threshold'.*type")
-        for kind in ("none", "int8", "fp16", "bf16", "topk")
+        for kind in ("none", "ternary", "int8", "fp16", "bf16", "topk")
     ),
     *(({"type": "2bit", "threshold": value}, f"threshold .*got {value}") for value in (0, 0.0, -0.5, 1e-50)),
     *(

@@ -272,6 +272,48 @@ def test_int8_keeps_back_what_no_scale_can_say() -> None:
     assert torch.isfinite(sender.residual).all()
 
 
+def unit_of_ternary(numbers: list[float]) -> tuple[bytes, list[float]]:
+    """The bytes of up to 1,024 elements, whose magnitudes add up exactly, and what they say."""
+    limit = 0.7 * sum(map(abs, numbers)) / len(numbers)
+    sent = [abs(number) for number in numbers if abs(number) > limit]
+    [scale] = struct.unpack("<f", struct.pack("<f", sum(sent) / max(len(sent), 1)))
+    said = [math.copysign(scale, number) if abs(number) > limit else 0.0 for number in numbers]
+    codes = "".join({1: "11", -1: "10", 0: "00"}[(value > 0) - (value < 0)] for value in said)
+    codes += "0" * (-len(codes) % 8)
+    data = bytes(int(codes[at : at + 8], 2) for at in range(0, len(codes), 8))
+    return struct.pack("<f", scale) + data, said
+
+
+@pytest.mark.parametrize("numel", [1, 2, 5, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_ternary_sends_the_sign_of_what_is_large_for_each_1024_elements(numel: int, dtype: str) -> None:
+    seeded = random.Random(numel)
+    sender = Sender(make_codec({"type": "ternary"}), numel, dtype)
+    numbers = [seeded.choice((-3.5, 0.5, 1.5, -2.5, -0.25, 7, 0)) for _ in range(numel)]
+    data, said = b"", list[float]()
+    for start in range(0, numel, 1024):
+        one, values = unit_of_ternary(numbers[start : start + 1024])
+        data, said = data + one, said + values
+    arrived = sender.push(torch.tensor(numbers, dtype=getattr(torch, dtype)))
+    assert arrived.tolist() == said
+    assert bytes(sender.payload.tolist()) == data
+    assert torch.equal(sender.residual, torch.tensor(numbers, dtype=arrived.dtype) - arrived)
+
+
+def test_ternary_leaves_about_a_fifth_of_the_energy_of_normal_numbers() -> None:
+    """As the paper has it: Li and Liu, Ternary Weight Networks, 2016."""
+    grad = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
+    sender = Sender(make_codec({"type": "ternary"}), len(grad))
+    left = (grad - sender.push(grad)).square().sum() / grad.square().sum()
+    assert 0.17 < left < 0.22
+
+
+def test_ternary_keeps_back_what_is_beyond_its_scale() -> None:
+    sender = Sender(make_codec({"type": "ternary"}), 2)
+    assert sender.push(torch.tensor([-3e38, 2.0**100])).tolist() == [-(2.0**100), 2.0**100]
+    assert torch.isfinite(sender.residual).all()
+
+
 def largest(numbers: list[float], ratio: float) -> list[int]:
     """Positions of the largest share, ascending; of equal magnitudes the first."""
     count = math.ceil(ratio * len(numbers))
@@ -327,6 +369,9 @@ HOSTILE = {
     "a negative scale": ("int8", struct.pack("<f3b", -1.0, 1, 2, 3)),
     "a scale whose multiples overflow": ("int8", struct.pack("<f3b", 3e38, 1, 2, 3)),
     "the number -128": ("int8", struct.pack("<f3b", 1.0, 1, -128, 3)),
+    "a negative ternary scale": ("ternary", struct.pack("<fB", -1.0, 0)),
+    "an infinite ternary scale": ("ternary", struct.pack("<fB", math.inf, 0)),
+    "a code that says nothing": ("ternary", struct.pack("<fB", 1.0, 0b01000000)),
     "a position behind the end": ("topk", struct.pack("<fH", 1.0, 3)),
     "an infinite number": ("topk", struct.pack("<fH", math.inf, 1)),
     "a number that is none": ("topk", struct.pack("<fH", math.nan, 1)),

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from kvstore_server.codec import make_codec
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError, UnknownNameError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.select import LARGE, select_store
 
 
@@ -257,7 +258,7 @@ def test_weights_may_come_back_rounded_whether_gradients_are_compressed_or_not(
     params: dict[str, Any],
 ) -> None:
     selection = select_store("dist_sync", None, params)
-    assert selection.takes_half
+    assert selection.pull_codec == make_codec({"type": "bf16"})
     assert (selection.codec is not None) == (params.get("type") == "2bit")
 
 
@@ -276,7 +277,22 @@ def test_the_optimizer_that_aggregates_is_told_too_that_no_weights_come_back() -
         select_store("dist_sync", None, {"pull": "bf16"}, aggregate_num=4)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8", 16, None])
-def test_weights_come_back_rounded_to_bfloat16_alone(kind: Any) -> None:
-    with pytest.raises(UnknownNameError):
-        select_store("dist_sync", None, {"type": "2bit", "pull": kind})
+@pytest.mark.parametrize(
+    "given", ["topk", "INT8", {"type": "topk", "ratio": 0.1}, {"type": "2bit", "threshold": 0.001}]
+)
+def test_changes_of_weights_may_come_back_by_any_codec_that_can_say_zero(given: Any) -> None:
+    wanted = make_codec(given if isinstance(given, dict) else {"type": given})
+    assert select_store("dist_sync", None, {"pull": given}).pull_codec == wanted
+
+
+@pytest.mark.parametrize("given", ["none", {"type": "none"}])
+def test_weights_may_be_said_to_come_back_as_they_are(given: Any) -> None:
+    assert select_store("dist_sync", None, {"pull": given}).pull_codec is None
+
+
+@pytest.mark.parametrize(
+    "given", ["4bit", 16, None, {}, {"type": "topk", "ratio": 2.0}, "1bit", {"type": "1bit"}]
+)
+def test_what_weights_cannot_come_back_by_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        select_store("dist_sync", None, {"type": "2bit", "pull": given})

@@ -1,0 +1,169 @@
+"""Encoded changes of weights: who adds up what was sent has the weights of all workers, whatever version he had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server import deltas
+from kvstore_server.codec import make_codec
+from kvstore_server.deltas import Deltas, add_changes
+from kvstore_server.errors import ProtocolError
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.storage import Storage
+
+NUMEL = 2001
+
+
+class Table:
+    """One slice on a server, and workers by the version that they have."""
+
+    def __init__(self, kind: str = "int8", dtype: str = "float32") -> None:
+        storage = Storage()
+        unit = storage.add(make_plan([TensorSpec("w", (NUMEL,), dtype)], 1), 0, None)
+        self.codec, self.slot = make_codec({"type": kind}), unit.first
+        self.weights = storage.padded[unit.first]
+        self.deltas = Deltas(self.codec, storage, unit)
+        self.workers: dict[int, Tensor] = {}
+        self.version = -1
+
+    def change(self, weights: Tensor | float) -> None:
+        """Give the server other weights, and note what a worker has who is told of all of them."""
+        if isinstance(weights, Tensor):
+            self.weights[:NUMEL] = weights
+        else:
+            self.weights[:NUMEL] += weights
+        former, self.version = self.version, self.version + 1
+        self.deltas.follow(self.version)
+        self.workers[self.version] = self.told(former)
+
+    def told(self, held: int) -> Tensor:
+        """Return the weights of a worker that had some version."""
+        given, is_delta = self.deltas.parts(self.slot, held)
+        if not is_delta:
+            return given
+        weights = self.workers[held].clone()
+        add_changes(self.codec, given, weights)
+        return weights
+
+
+def noise(seed: int, size: float = 0.01) -> Tensor:
+    return size * torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["ternary", "int8", "topk", "2bit", "fp16"])
+def test_whatever_version_a_worker_had_it_comes_to_the_weights_of_all(kind: str, dtype: str) -> None:
+    table = Table(kind, dtype)
+    for seed in range(4):
+        table.change(table.weights[:NUMEL] + noise(seed))
+    for held in range(-1, 4):
+        assert torch.equal(table.told(held), table.workers[3])
+
+
+def test_the_first_weights_come_as_they_are() -> None:
+    table = Table()
+    table.change(noise(0))
+    given, is_delta = table.deltas.parts(table.slot, -1)
+    assert not is_delta
+    assert torch.equal(given[:NUMEL], noise(0))
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("int8", 4), ("fp16", 4), ("topk", 101), ("ternary", 100)])
+def test_what_was_held_back_comes_later(kind: str, rounds: int) -> None:
+    table = Table(kind)
+    table.change(noise(0))
+    table.change(noise(1))
+    distance = (table.workers[1] - table.weights).norm()
+    for _ in range(rounds):
+        table.change(0.0)
+    left = (table.workers[table.version] - table.weights).norm()
+    assert left < 0.05 * distance
+
+
+def test_weights_that_stay_send_changes_of_zero() -> None:
+    table = Table("ternary")
+    table.change(noise(0))
+    table.change(0.0)
+    given, is_delta = table.deltas.parts(table.slot, 0)
+    assert is_delta
+    assert not given.any()
+
+
+def test_elements_that_do_not_change_stay_to_the_bit() -> None:
+    table = Table("ternary")
+    table.change(noise(0))
+    for seed in range(1, 5):
+        step = noise(seed)
+        step[::2] = 0.0
+        table.change(table.weights[:NUMEL] + step)
+    assert torch.equal(table.workers[4][:NUMEL:2], noise(0)[::2])
+
+
+def test_changes_have_the_bytes_of_the_codec() -> None:
+    table = Table("ternary")
+    for seed in range(3):
+        table.change(noise(seed))
+    sizes = [table.deltas.parts(table.slot, held)[0].nbytes for held in range(3)]
+    one = table.codec.encoded_nbytes(len(table.weights), "float32")
+    assert sizes == [2 * one, one, 0]
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_come_as_they_are_and_changes_follow_again(wrong: float) -> None:
+    table = Table()
+    table.change(noise(0))
+    table.change(torch.full((NUMEL,), wrong))
+    assert not table.deltas.parts(table.slot, 0)[1]
+    assert torch.equal(table.workers[1].isfinite(), table.weights.isfinite())
+    table.change(noise(1))
+    table.change(noise(2))
+    assert table.deltas.parts(table.slot, 2)[1]
+    assert torch.equal(table.told(0), table.workers[3])
+
+
+def test_weights_that_were_replaced_come_as_they_are() -> None:
+    table = Table("topk")
+    table.change(noise(0))
+    table.deltas.begin_anew()
+    table.change(noise(1))
+    assert torch.equal(table.told(0)[:NUMEL], noise(1))
+    assert not table.deltas.parts(table.slot, 0)[1]
+
+
+def test_changes_that_are_together_longer_than_half_of_the_weights_are_forgotten() -> None:
+    table = Table("int8")
+    for seed in range(4):
+        table.change(noise(seed))
+    assert [table.deltas.parts(table.slot, held)[1] for held in range(4)] == [False, False, True, True]
+
+
+def test_no_more_than_some_changes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas, "STEPS_KEPT", 2)
+    table = Table("ternary")
+    for seed in range(5):
+        table.change(noise(seed))
+    assert [table.deltas.parts(table.slot, held)[1] for held in range(5)] == [False, False, True, True, True]
+
+
+def test_a_slot_that_is_left_has_no_changes_and_is_exact_for_those_who_got_it_since() -> None:
+    table = Table()
+    table.change(noise(0))
+    table.deltas.leave([table.slot], 1)
+    table.deltas.follow(1)
+    assert table.slot not in table.deltas
+    assert [table.deltas.has_exact(table.slot, held) for held in (0, 1, 2)] == [False, True, True]
+    table.deltas.begin_anew()
+    table.deltas.follow(2)
+    assert table.slot not in table.deltas
+
+
+@pytest.mark.parametrize("given", [b"\x00", b"\xff" * 4 + b"\x80" * 64])
+def test_bytes_that_are_no_changes_are_refused(given: Any) -> None:
+    with pytest.raises(ProtocolError):
+        add_changes(
+            make_codec({"type": "int8"}), torch.tensor(list(given), dtype=torch.uint8), torch.zeros(64)
+        )
