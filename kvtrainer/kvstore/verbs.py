@@ -322,7 +322,8 @@ class TableKVStore(KVStoreBase):
 
         Args:
             compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit" with its threshold, {"type": "topk",
-                "ratio": 0.01}, "ternary", "int8", "fp16", "bf16" or "none". Residuals of an earlier compression are dropped.
+                "ratio": 0.01}, "ternary", "int8", "fp16", "bf16" or "none". Residuals of an earlier compression are
+                dropped.
 
         Raises:
             ConfigurationError: this store does not compress, or the parameters are wrong.
