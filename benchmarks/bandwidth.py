@@ -3,8 +3,8 @@
     sudo .venv/bin/python benchmarks/bandwidth.py --out benchmarks/results/bandwidth
 
 4 workers and 4 servers, each on a host of its own: a network namespace behind a link of 1 Gb/s, 200 Mb/s or 100 Mb/s
-each way, by a token bucket. `Trainer.step` with SGD, also with compressed gradients and weights that come as bfloat16,
-beside gloo with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop
+each way, by a token bucket. `Trainer.step` with SGD, also with what travels compressed in both directions, beside gloo
+with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop
 that computes for as long: it pushes layer by layer while it computes backwards, and computes each layer
 forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"); or a Trainer,
 plain or with overlap, overlap_pull or both. Needs root, to make the network, which goes when the program does, however

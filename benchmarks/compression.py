@@ -22,7 +22,7 @@ import suite
 from compression_worker import COPY
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("fp16", "bf16", "int8", "2bit", "1bit", "topk")
+KINDS = ("fp16", "bf16", "int8", "ternary", "2bit", "1bit", "topk")
 BEFORE = "before"
 TITLE = "Compression of gradients on one thread"
 
