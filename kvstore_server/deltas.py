@@ -47,7 +47,8 @@ class Deltas:
         self.version = -1
         """The version of the table which the weights of workers follow."""
         self.codec, self._storage = codec, storage
-        self._weights: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}
+        """Slot → those of workers, with padding, if changes of it are sent."""
         pieces = [piece for own in unit.stacks.values() for piece in own if piece.dtype in ITEM_SIZE]
         self._slots = [unit.slots[piece.index] for piece in pieces]
         self._exact: dict[int, int] = {}
@@ -58,7 +59,7 @@ class Deltas:
 
     def __contains__(self, slot: int) -> bool:
         """Tell whether changes of a slot are sent."""
-        return slot in self._weights
+        return slot in self.weights
 
     def begin_anew(self) -> None:
         """The weights were replaced: workers get the next ones as they are."""
@@ -67,12 +68,12 @@ class Deltas:
     def leave(self, slots: Iterable[int], version: int) -> None:
         """Send some slots as they are from a version on, and rows of them."""
         for slot in slots:
-            del self._weights[slot]
+            del self.weights[slot]
             self._exact[slot] = version
 
     def has_exact(self, slot: int, held: int) -> bool:
         """Tell whether a worker with weights of version `held` has those of the server, as far as rows say it."""
-        return slot not in self._weights and held >= self._exact.get(slot, -1)
+        return slot not in self.weights and held >= self._exact.get(slot, -1)
 
     def follow(self, version: int) -> None:
         """Bring the weights of workers as near to those of the server, of a version, as one change can."""
@@ -80,14 +81,14 @@ class Deltas:
             return
         if self._is_anew:
             own = [slot for slot in self._slots if slot not in self._exact]
-            self._weights = {slot: self._storage.padded[slot].clone() for slot in own}
+            self.weights = {slot: self._storage.padded[slot].clone() for slot in own}
             self._steps.clear()
             self._is_anew = False
         else:
-            changes = {slot: self._change(slot, weights) for slot, weights in self._weights.items()}
+            changes = {slot: self._change(slot, weights) for slot, weights in self.weights.items()}
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])
             self._steps.append(_Step(self.version, changes, nbytes))
-            most = sum([weights.nbytes for weights in self._weights.values()]) // 2
+            most = sum([weights.nbytes for weights in self.weights.values()]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
         self.version = version
@@ -120,7 +121,7 @@ class Deltas:
         found = [one for one in changes if one is not None]
         if steps and len(found) == len(steps):
             return found[0] if len(found) == 1 else torch.cat(found), True
-        return self._weights[slot].clone(), False
+        return self.weights[slot].clone(), False
 
 
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:

@@ -633,7 +633,8 @@ class Namespace:
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""
         if table.notes_reads:
-            table.shard.note_read(table.unit, [rank])
+            followed = None if table.deltas is None else table.deltas.weights
+            table.shard.note_read(table.unit, [rank], followed)
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))

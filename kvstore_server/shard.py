@@ -647,14 +647,16 @@ class Shard:
             found += [int(states.steps[i]) + (keys[i] not in left_out) for i in range(slot.first, slot.last)]
         return max(found, default=0)
 
-    def note_read(self, unit: Unit, ranks: Sequence[int]) -> None:
-        """The present weights of a unit are those that these ranks have.
+    def note_read(self, unit: Unit, ranks: Sequence[int], others: Mapping[int, Tensor] | None = None) -> None:
+        """The present weights of a unit, but for some slots that have others, are those that these ranks have.
 
         A delay-compensated optimizer keeps in its state the weights that a gradient was computed with. Where ranks
         contribute by themselves these are other ones for each rank (Zheng et al., Asynchronous SGD with Delay
         Compensation, 2017). Costs the memory of one copy for each rank.
         """
-        copies = [weight.clone() for weight in self.storage.visible[unit.first : unit.end]]
+        present = enumerate(self.storage.visible[unit.first : unit.end], unit.first)
+        others = others or {}
+        copies = [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present]
         unit.reads |= dict.fromkeys(ranks, copies)
 
     def restore_read(self, unit: Unit, rank: int, name: str) -> None:

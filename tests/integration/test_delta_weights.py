@@ -241,6 +241,20 @@ def test_contributions_that_count_one_by_one_bring_their_workers_what_they_lack(
         torch.testing.assert_close(found, want, rtol=0, atol=2 * 254 * RATE)
 
 
+def test_delay_compensation_looks_at_the_weights_that_a_worker_has(jobs: Servers) -> None:
+    """Of sixteen changes the largest comes back, and the second update makes up for the others."""
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        weight = Parameter(torch.zeros(16))
+        options = {"learning_rate": 1.0, "lamda": 0.5}
+        trainer = Trainer([weight], "dcasgd", options, kv, {"pull": {"type": "topk", "ratio": 1 / 16}})
+        seen = steps(trainer, weight, [torch.tensor([8.0, 3.0] + [1.0] * 14), torch.ones(16)])
+        return [one.tolist() for one in seen]
+
+    second = -3 - (1 + 0.5 * 1 * (-3 - 0))
+    assert jobs.results(1, 1, body, type="dist_async") == [[[-8.0] + [0.0] * 15, [-8.0, second] + [0.0] * 14]]
+
+
 def test_saved_states_go_on_with_the_weights_that_workers_have(jobs: Servers, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optimizer_params": {"learning_rate": RATE, "momentum": 0.5}}
 

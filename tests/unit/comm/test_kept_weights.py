@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
+from kvstore_server.deltas import add_changes
 from kvstore_server.engine import Engine
 from kvstore_server.errors import KVStoreError
 from kvstore_server.hyper import pack_hypers
@@ -26,6 +27,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
+from kvtrainer.comm import round
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.tables import RemoteTable
@@ -251,6 +253,50 @@ def test_what_comes_back_is_rows_whole_keys_or_nothing() -> None:
     assert sizes["big", "small", "head"] == 8 + (16 + 8 + 72) + (16 + 160)
     assert sizes["half",] == 0
     assert sizes["long rows",] == 0
+    job.check()
+
+
+def dense(job: Job, **options: Any) -> list[Contribution]:
+    """Gradients of all elements, by both workers."""
+    gen = torch.Generator().manual_seed(3)
+    grads = {name: torch.rand(len(flat), generator=gen).to(flat) for name, flat in job.arenas[0].items()}
+    return [job.item(rank, grads, rescale=1.0, **options) for rank in range(2)]
+
+
+def test_a_key_whose_changes_were_encoded_comes_whole_and_then_by_rows_once_it_has_row_sparse_gradients() -> (
+    None
+):
+    job = Job(1, "torch:SGD", "ternary")
+    others, rows = frozenset(range(1, 5)), {0: RowSet(torch.tensor([3, 5_999]), torch.ones(2, 9))}
+    slots = [at for at, piece in enumerate(job.tables[0].plan.slices) if piece.segments[0].key == 0]
+    kinds = []
+    for given in (dense(job), None, None):
+        by_rows = given or [
+            job.item(rank, job.empty(), rescale=1.0, absent=others, rows=rows) for rank in range(2)
+        ]
+        parts = parts_of(job, by_rows)
+        kinds.append({parts[at][0] for at in slots if at in parts})
+        job.check()
+    assert kinds == [{m.DELTA}, {m.WHOLE}, {m.ROWS}]
+    assert not job.tables[1].followed.keys() & set(slots)
+
+
+def test_weights_of_which_some_were_written_when_a_worker_was_interrupted_all_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, calls = Job(1, "torch:SGD", "int8"), list[int]()
+    job.play(dense(job))
+
+    def interrupted(codec: Any, changes: Tensor, weights: Tensor) -> None:
+        calls.append(len(weights))
+        if len(calls) == 3:
+            raise KVStoreError("interrupted")
+        add_changes(codec, changes, weights)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(round, "add_changes", interrupted)
+        assert [type(one) for one in job.play(dense(job))].count(KVStoreError) == 1
+    job.play(dense(job))
     job.check()
 
 

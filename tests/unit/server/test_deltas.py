@@ -128,10 +128,13 @@ def test_weights_that_are_not_finite_come_as_they_are_and_changes_follow_again(w
 def test_weights_that_were_replaced_come_as_they_are() -> None:
     table = Table("topk")
     table.change(noise(0))
-    table.deltas.begin_anew()
     table.change(noise(1))
-    assert torch.equal(table.told(0)[:NUMEL], noise(1))
-    assert not table.deltas.parts(table.slot, 0)[1]
+    table.deltas.begin_anew()
+    table.change(noise(2))
+    assert torch.equal(table.told(1)[:NUMEL], noise(2))
+    table.change(noise(3))
+    for held in range(3):
+        assert torch.equal(table.told(held), table.workers[3])
 
 
 def test_changes_that_are_together_longer_than_half_of_the_weights_are_forgotten() -> None:

@@ -198,7 +198,7 @@ def hello(**wrong: Any) -> bytes:
 
 
 def register(spec: list[Any]) -> bytes:
-    return bytes(msgpack.packb(["w", [spec], False, 0, -1, "", False]))
+    return bytes(msgpack.packb(["w", [spec], False, 0, -1, "", False, b""]))
 
 
 EXTRA = msgpack.packb([b"", b"", []])
