@@ -21,7 +21,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -699,8 +699,8 @@ class Listener:
         self._ready.close()
         self._shelf.close()
 
-    def receive(self) -> Iterator[tuple[bytes, list[Frame]]]:
-        """Yield messages that have come, of each worker a few, and the routing id of its sender."""
+    def receive(self, answer: Callable[[bytes, list[Frame]], object]) -> None:
+        """Have messages that have come answered, of each worker a few; each is given its sender's routing id, too."""
         for fd, _ in self._ready.poll(0):
             if fd in self._strangers:
                 self._attach(fd)
@@ -709,18 +709,19 @@ class Listener:
             else:
                 peer, _ = self._peers[fd]
                 channel = self.channels[peer]
-                try:
-                    for _ in range(_BURST):
+                for _ in range(_BURST):
+                    try:
                         frames = channel.receive()
-                        if frames is None:
-                            break
-                        yield peer, frames
-                        del frames  # it would keep the place in use
-                except (OSError, ProtocolError) as error:
-                    if isinstance(error, ProtocolError):
-                        _log.warning("ended a channel: %s", error)
-                    if self.channels.get(peer) is channel:
-                        self._drop(fd)
+                    except (OSError, ProtocolError) as error:
+                        if isinstance(error, ProtocolError):
+                            _log.warning("ended a channel: %s", error)
+                        if self.channels.get(peer) is channel:
+                            self._drop(fd)
+                        break
+                    if frames is None:
+                        break
+                    answer(peer, frames)
+                    del frames  # it would keep the place in use
 
     def look_after(self) -> None:
         """Close the channels of sessions that have ended, and send what others could not take; from time to time."""

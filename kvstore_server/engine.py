@@ -109,6 +109,7 @@ class Engine:
     Attributes:
         updaters: Namespace → a user's function in place of an optimizer; in-process use only.
         is_stopping: Whether `stop` was called, so that new rounds are refused.
+        num_ended: The namespaces that have ended so far, and given their memory back.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Engine:
         self.budget = Budget(config.max_memory, config.server)
         self.updaters: dict[str, Updater] = {}
         self.is_stopping = False
+        self.num_ended = 0
         self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
         """What was told last about this server, and when."""
         self._leases = leases
@@ -153,11 +155,6 @@ class Engine:
             ),
             m.Leave: self._leave,
         }
-
-    @property
-    def memory_used(self) -> int:
-        """Bytes that are promised to namespaces."""
-        return self.budget.used
 
     def is_session(self, peer: bytes, token: int) -> bool:
         """Whether the socket `peer` belongs to the open session of that token."""
@@ -217,7 +214,8 @@ class Engine:
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
-            silence = space.membership.silence(now)
+            heard = [member.last_heard for member in space.membership.members.values()]
+            silence = now - max(heard, default=now)
             if silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         return out
@@ -844,6 +842,7 @@ class Engine:
         """Free a namespace that has no members any more."""
         del self.namespaces[space.name]
         space.end()
+        self.num_ended += 1
 
     def _shut_out(self, session: int, reason: str) -> None:
         """End a session, whose process is told why when it comes again."""

@@ -184,10 +184,6 @@ class Membership:
         """Members that were not heard from for longer than `dead_after` seconds."""
         return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]
 
-    def silence(self, now: float) -> float:
-        """Seconds since any member was heard from; 0 where there is none."""
-        return min((now - member.last_heard for member in self.members.values()), default=0.0)
-
     def num_dead(self, now: float, dead_after: float) -> int:
         """How many ranks came and then failed or fell silent."""
         return len(self.failed) + len(self.silent(now, dead_after))

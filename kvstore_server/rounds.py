@@ -301,8 +301,8 @@ class Given:
         places = places - places[:1]  # so that it is the same in all rounds
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
-            source, begin = self.payload(first)
-            found.append((first, end, source, begin, begin + nbytes))
+            begin = int(self._places[first] % _BUFFER)
+            found.append((first, end, self._buffers[first], begin, begin + nbytes))
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:

@@ -21,7 +21,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from kvstore_server.channel import Channel, Listener
+from kvstore_server.channel import Listener
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.memory import available_memory, return_free_memory
@@ -86,7 +86,7 @@ class Service(Protocol):
     @property
     def is_stopping(self) -> bool: ...
     @property
-    def memory_used(self) -> int: ...
+    def num_ended(self) -> int: ...
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]: ...
     def tick(self, now: float) -> list[m.Outgoing]: ...
     def excuse_silence(self, now: float) -> None: ...
@@ -189,7 +189,7 @@ class Server:
         worker that has not left asks for next.
         """
         next_tick = looked = self._clock()
-        used = 0
+        num_ended = 0
         while True:
             if self.service.is_stopping:
                 is_drained = self.service.is_idle() and not self._backlog
@@ -200,8 +200,8 @@ class Server:
             for ready, _ in self._poller.poll(int(timeout * 1000)):
                 if ready is self._socket:
                     self._receive()
-                else:
-                    self._receive_shared()
+                elif self._listener is not None:
+                    self._listener.receive(self._answer)
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
@@ -212,8 +212,8 @@ class Server:
                 next_tick = now + TICK
                 if self._listener is not None:
                     self._listener.look_after()
-                used, before = self.service.memory_used, used
-                if used < before:  # a job has ended
+                if self.service.num_ended > num_ended:
+                    num_ended = self.service.num_ended
                     return_free_memory()
                 self.is_stop_requested |= self._until(now)
             if self._backlog:
@@ -246,11 +246,6 @@ class Server:
         prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
-    def _receive_shared(self) -> None:
-        """Take messages that have come through shared memory, of each worker a few."""
-        for sender, frames in self._listener.receive() if self._listener is not None else ():
-            self._answer(sender, frames, None, self._clock(), is_shared=True)
-
     def _receive(self) -> None:
         """Take messages from the socket until the turn is over.
 
@@ -270,23 +265,20 @@ class Server:
                 else:
                     self._frames.append(frame)
                 if not frame.more:
-                    self._answer(self._frames[0].bytes, self._frames[1:], self._long, now)
+                    self._answer(self._frames[0].bytes, self._long or self._frames[1:], is_shared=False)
                     self._frames, self._long = [], None
                     break
                 if len(self._frames) == 1:
                     self._incoming_since = now
 
-    def _answer(
-        self,
-        peer: bytes,
-        frames: Sequence[Frame],
-        long: LongMessage | None,
-        now: float,
-        is_shared: bool = False,
-    ) -> None:
-        """Let the service answer the message of those frames; send the answers, or let them wait."""
+    def _answer(self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True) -> None:
+        """Let the service answer a message; send the answers, or let them wait.
+
+        Args:
+            is_shared: It came through shared memory.
+        """
         try:
-            request = decode_request(frames) if long is None else long.request()
+            request = message.request() if isinstance(message, LongMessage) else decode_request(message)
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
@@ -296,7 +288,7 @@ class Server:
             # What a codec reads is checked now, and must still hold when it is used. Of rows the ids are copied.
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
-        replies = self.service.handle(peer, request, now)
+        replies = self.service.handle(peer, request, self._clock())
         if replies:
             self._send_all(replies)
 
@@ -327,18 +319,15 @@ class Server:
             news.append(out)
         return news
 
-    def _channel_for(self, peer: bytes, reply: m.Reply) -> Channel | None:
-        """The channel through which a reply goes; None where it goes over ZeroMQ."""
-        return None if isinstance(reply.body, m.State) else self._channels.get(peer)
-
     def _portion(self, peer: bytes) -> int:
         """Bytes of data that a message to a worker may bring."""
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
-    def _try_send(self, peer: bytes, reply: m.Reply, frames: Sequence[Frame] | None = None) -> _Sent:
-        """Send a reply, whose frames may be known."""
-        channel, body = self._channel_for(peer, reply), reply.body
+    def _try_send(self, peer: bytes, reply: m.Reply, waiting: Backlog | None = None) -> _Sent:
+        """Send a reply, which may be the oldest of those that wait."""
+        body = reply.body
+        channel = None if isinstance(body, m.State) else self._channels.get(peer)
         try:
             if channel is not None:
                 if isinstance(body, m.Shown) and not channel.show(body.parts[:, 2]):
@@ -347,7 +336,8 @@ class Server:
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.may_stay):
                     return _Sent.LATER
             else:
-                self._hand_over(peer, frames or encode_reply(reply), _payloads_of(reply))
+                frames = encode_reply(reply) if waiting is None else waiting.frames()
+                self._hand_over(peer, frames, _payloads_of(reply))
         except zmq.Again:
             return _Sent.LATER
         except zmq.ZMQError as error:
@@ -380,10 +370,11 @@ class Server:
             while waiting.replies and self._budget > 0:
                 waiting.divide(self._portion(peer))
                 reply = waiting.replies[0]
-                channel = self._channel_for(peer, reply)
-                sent = self._try_send(peer, reply, waiting.frames() if channel is None else None)
+                sent = self._try_send(peer, reply, waiting)
                 if sent is _Sent.LATER:
-                    if channel is not None and channel.make_room(waiting.nbytes):
+                    channel = self._channels.get(peer)
+                    is_state = isinstance(reply.body, m.State)  # which goes over ZeroMQ
+                    if channel is not None and not is_state and channel.make_room(waiting.nbytes):
                         continue
                     break
                 if sent is _Sent.NEVER:

@@ -76,7 +76,7 @@ class Scheduler:
         tokens: Gives each process a number that nobody can guess.
     """
 
-    memory_used = 0
+    num_ended = 0
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class Store:
     """Answers as an engine would, and keeps what it was given."""
 
     is_stopping = False
-    memory_used = 0
+    num_ended = 0
 
     def __init__(self, draw: random.Random, leases: Leases, seen: Counter[str]) -> None:
         self._draw, self._seen = draw, seen
@@ -275,7 +275,7 @@ class Job:
     def serve(self) -> None:
         """Make one turn of the server's loop."""
         self.server._budget = 1 << 20
-        self.server._receive_shared()
+        self.server._listener.receive(self.server._answer)  # type: ignore[union-attr]
         if self.server._backlog:
             self.seen["backlog"] += 1
             self.server._retry_backlog()

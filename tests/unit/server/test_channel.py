@@ -226,22 +226,29 @@ def test_an_end_that_was_closed_is_an_error_on_the_other_side_after_what_it_said
         worker.receive()
 
 
+def taken(listener: Listener) -> list[tuple[bytes, Any]]:
+    """The messages that have come, each with the name of its sender."""
+    found: list[tuple[bytes, Any]] = []
+    listener.receive(lambda peer, frames: found.append((peer, bytes_of(frames))))
+    return found
+
+
 def answered(listener: Listener, call: Callable[[], Channel]) -> Any:
     """What a call returns or raises while the listener looks after its descriptors."""
     running = Call(call)
     while running.is_running:
-        assert list(listener.receive()) == []
+        assert taken(listener) == []
     return running.outcome()
 
 
 def test_a_worker_with_a_session_gets_a_channel_and_is_heard_under_its_name(listener: Listener) -> None:
     worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
     worker.send([b"head", b"body"])
-    assert [(peer, bytes_of(frames)) for peer, frames in listener.receive()] == [(OWN, [b"head", b"body"])]
+    assert taken(listener) == [(OWN, [b"head", b"body"])]
     assert listener.channels[OWN].send([b"answer"])
     assert bytes_of(worker.receive()) == [b"answer"]
     worker.close()
-    assert list(listener.receive()) == []
+    assert taken(listener) == []
     assert listener.channels == {}
 
 
@@ -264,7 +271,7 @@ def test_a_worker_that_asks_for_no_bytes_is_cut_off_before_a_descriptor_is_opene
     made: list[int] = []
     monkeypatch.setattr(channel, "make_memory", made.append)
     worker._put(_ROOM, (), (), 0)
-    assert list(listener.receive()) == []
+    assert taken(listener) == []
     assert (listener.channels, made) == ({}, [])
     worker.close()
 
