@@ -251,11 +251,13 @@ class RowPlaces(NamedTuple):
 class _Arena:
     """Fills the arena of one dtype from front to back: buckets of small keys, then big keys, then row-sparse ones."""
 
-    def __init__(self, dtype: str, piece_bytes: int) -> None:
+    def __init__(self, dtype: str, piece_bytes: int, first: int) -> None:
         self.dtype = dtype
+        self._first = first
+        """The number of its first slice."""
         self.limit = piece_bytes // SIZES[dtype]
         self.slices: list[Slice] = []
-        """Without their numbers and servers."""
+        """Without their servers."""
         self.end = 0
         self._unit = ALIGNMENT // SIZES[dtype]
 
@@ -291,7 +293,8 @@ class _Arena:
 
     def _append(self, segments: Sequence[Segment], used: int) -> None:
         length = -(-used // self._unit) * self._unit
-        self.slices.append(Slice(-1, self.dtype, self.end, length, used, tuple(segments), -1))
+        number = self._first + len(self.slices)
+        self.slices.append(Slice(number, self.dtype, self.end, length, used, tuple(segments), -1))
         self.end += length
 
 
@@ -306,6 +309,30 @@ def _most_together(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: 
     if nbytes < LONG or fill == 1:
         return 1
     return fill if len(pieces) >= 4 * fill * num_servers else -(-len(pieces) // num_servers)
+
+
+def _placed(
+    slices: Sequence[Slice],
+    specs: Sequence[TensorSpec],
+    num_servers: int,
+    whole_keys: bool,
+    one_server: bool,
+) -> tuple[Slice, ...]:
+    """Give each slice of a table to a server; arguments as of `make_plan`."""
+    units: list[list[int]] = [list(range(len(slices)))] if one_server else []
+    # A bucket holds whole keys and stands alone.
+    keys = [piece.segments[-1].key for piece in slices]
+    for key, of_key in itertools.groupby(range(len(slices)), keys.__getitem__) if not one_server else ():
+        pieces, most = list(of_key), 1
+        if whole_keys:
+            most = len(pieces)
+        elif not specs[key].row_sparse:
+            most = _most_together(slices, pieces, num_servers)
+        units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
+    sizes = [piece.nbytes for piece in slices]
+    servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
+    rows = zip(slices, servers, strict=True)
+    return tuple([piece if piece.server == at else replace(piece, server=at) for piece, at in rows])
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
@@ -355,6 +382,30 @@ class Plan:
     """Whether all slices of the table are."""
     _rows: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
     _joined: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def over(self, num_servers: int, whole_keys: bool = False, one_server: bool = False) -> Plan:
+        """Lay the same slices over so many servers; arguments as of `make_plan`."""
+        wanted = num_servers, whole_keys, one_server
+        if wanted == (self.num_servers, self.whole_keys, self.one_server):
+            return self
+        return replace(
+            self,
+            num_servers=num_servers,
+            slices=_placed(self.slices, self.specs, *wanted),
+            whole_keys=whole_keys,
+            one_server=one_server,
+        )
+
+    @cached_property
+    def key_nbytes(self) -> tuple[int, ...]:
+        """The bytes of each key, without padding."""
+        sizes = map(SIZES.__getitem__, map(operator.attrgetter("dtype"), self.specs))
+        return tuple(map(operator.mul, sizes, self.numels))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all keys together, without padding."""
+        return sum(self.key_nbytes)
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
@@ -526,7 +577,7 @@ def make_plan(
     resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
     for dtype in sorted(set(dtypes)):
-        layout = _Arena(dtype, piece_bytes)
+        layout = _Arena(dtype, piece_bytes, len(drafts))
         least_big = -(-piece_bytes // SIZES[dtype])
         own = [i for i, name in enumerate(dtypes) if name == dtype]
         resident = [i for i in own if not are_sparse[i]]
@@ -538,23 +589,7 @@ def make_plan(
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
-    units: list[list[int]] = []
-    # A bucket holds whole keys and stands alone.
-    for key, of_key in itertools.groupby(range(len(drafts)), lambda i: drafts[i].segments[-1].key):
-        pieces = list(of_key)
-        most = (
-            len(pieces)
-            if whole_keys
-            else 1
-            if are_sparse[key]
-            else _most_together(drafts, pieces, num_servers)
-        )
-        units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
-    if one_server:
-        units = [list(range(len(drafts)))]
-    sizes = [draft.nbytes for draft in drafts]
-    servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
-    slices = tuple(replace(draft, index=i, server=servers[i]) for i, draft in enumerate(drafts))
+    slices = _placed(drafts, specs, num_servers, whole_keys, one_server)
     places = tuple(key_offsets), tuple(numels)
     return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, *places, whole_keys, one_server)
 

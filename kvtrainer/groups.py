@@ -250,31 +250,40 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     for options, named in _groups(params):
         names: list[str] = []
         for name, given in zip(*named, strict=True):
-            is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
-            replicas: Sequence[Any] = (given,) if is_one else tuple(given)
+            # A single leaf is by far the most frequent, and there may be thousands.
+            is_leaf = isinstance(given, Tensor) and given.is_leaf
+            replicas = (given,) if is_leaf else _replicas(name, given)
             at = id(replicas[0]) if replicas else 0
             if at in seen and list(map(id, seen[at])) == list(map(id, replicas)):
                 continue
-            for parameter in replicas:
-                if not isinstance(parameter, Tensor) or not parameter.is_leaf:
-                    what = "a parameter" if name is None else repr(name)
-                    problem = f"{what} is the result of a computation; only leaf tensors can be trained"
-                    is_tensor = isinstance(parameter, Tensor)
-                    raise ConfigurationError(problem if is_tensor else f"{_expected(parameter)} for {what}")
             label = str(first + len(found)) if name is None else name
             if label in found:
                 raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
             seen[at] = found[label] = replicas
             names.append(label)
-        rows = [found[name] for name in names]
         # Those of different lengths are refused below.
-        by_device = [[replicas[at] for replicas in rows] for at in range(min(map(len, rows), default=1))]
+        by_device = list(map(list, zip(*map(found.__getitem__, names), strict=False)))
         group: Group = {**options, "params": by_device[0] if by_device else [], "param_names": names}
         groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
     if not found:
         raise ConfigurationError("there are no parameters to train; got an empty list")
     check_replicas(found)
     return groups
+
+
+def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
+    """List the replicas of a parameter. Raises ConfigurationError unless they are leaves."""
+    is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
+    replicas = (given,) if is_one else tuple(given)
+    what = "a parameter" if name is None else repr(name)
+    for parameter in replicas:
+        if not isinstance(parameter, Tensor):
+            raise ConfigurationError(f"{_expected(parameter)} for {what}")
+        if not parameter.is_leaf:
+            raise ConfigurationError(
+                f"{what} is the result of a computation; only leaf tensors can be trained"
+            )
+    return replicas
 
 
 def _groups(params: Any) -> list[tuple[Group, Named]]:

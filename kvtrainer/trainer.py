@@ -23,6 +23,7 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
 from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
@@ -160,7 +161,7 @@ class Trainer(torch.optim.Optimizer):
             update_on_kvstore,
             compression_params,
             built.aggregate_num,
-            max([p.numel() for p in parameters if not is_lazy(p)], default=0),
+            largest_of(parameters),
             has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),

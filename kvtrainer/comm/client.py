@@ -9,7 +9,7 @@ from typing import Any
 from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, describe
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
-from kvstore_server.plan import Slice, TensorSpec, check_name, make_plan
+from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, pack_control
 from kvstore_server.tracing import Event, Trace, events_of
@@ -70,7 +70,7 @@ class Client:
 
     def register(
         self,
-        tables: Mapping[str, Sequence[TensorSpec]],
+        tables: Mapping[str, Plan | Sequence[TensorSpec]],
         whole_keys: bool = False,
         may_stay_together: bool = False,
         delta_codec: Codec | None = None,
@@ -78,7 +78,8 @@ class Client:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
         With `whole_keys` no key is spread over servers; where they `may_stay_together`, no table that servers find
-        small. With a `delta_codec` new weights come back as their changes, encoded by it.
+        small. A plan of a table's keys, over whatever servers, is laid over these. With a `delta_codec` new weights
+        come back as their changes, encoded by it.
 
         Raises:
             PlanMismatchError: another worker declared other keys under one of the names, or another codec.
@@ -96,16 +97,16 @@ class Client:
         return list(declared.values())
 
     def _declare(
-        self, name: str, specs: Sequence[TensorSpec], whole_keys: bool, spread_from: int
+        self, name: str, given: Plan | Sequence[TensorSpec], whole_keys: bool, spread_from: int
     ) -> RemoteTable:
         known = self._tables.get(name)
         if known is not None:
             state = "is registered already" if known.is_initialised else "could not be initialised before"
             raise ConfigurationError(f"table {name!r} {state}; restart the job, or give another namespace=…")
         check_name("a table", name)
-        one_server = sum([spec.nbytes for spec in specs]) < spread_from
-        plan = make_plan(specs, self.num_servers, whole_keys, integers=True, one_server=one_server)
-        return self.rounds.tables.add(name, plan)
+        plan = given if isinstance(given, Plan) else make_plan(given, 1, integers=True)
+        one_server = plan.nbytes < spread_from
+        return self.rounds.tables.add(name, plan.over(self.num_servers, whole_keys, one_server))
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""

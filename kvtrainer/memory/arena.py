@@ -81,7 +81,7 @@ class Arena:
         self._plan = plan
         self._resident = [not spec.row_sparse for spec in plan.specs]
         here = list(compress(self._parameters, self._resident))
-        nbytes = [SIZES[spec.dtype] * n for spec, n in zip(plan.specs, plan.numels, strict=True)]
+        nbytes = plan.key_nbytes
         _check_parameters(parameters, names, here, self._resident, nbytes)
         self.device = parameters[0].device
         self.weights = self._allocate_weights()
@@ -96,7 +96,7 @@ class Arena:
         self.writes = WriteWatch(self._parameters, self.weights, plan)
         """What others than the Trainer do to the weights."""
         self._here = here
-        self._addresses = [piece.data_ptr() for piece in pieces]
+        self._addresses = list(map(Tensor.data_ptr, pieces))
         whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""

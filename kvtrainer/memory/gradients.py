@@ -233,6 +233,12 @@ def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:
     return [p for p in parameters if is_lazy(p)] if set(map(type, parameters)) != {Parameter} else []
 
 
+def largest_of(parameters: Sequence[Parameter]) -> int:
+    """Count the elements of the largest parameter that has a shape; 0 where none has."""
+    shaped = [p for p in parameters if not is_lazy(p)] if lazy_among(parameters) else parameters
+    return max(map(Tensor.numel, shaped), default=0)
+
+
 class _AllOf(torch.autograd.Function):
     """A function of many tensors, made for the edges of its graph; they cost much more one by one."""
 
@@ -250,7 +256,8 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
     if not parameters:
         return []
     with torch.inference_mode(False), torch.enable_grad():
-        result: Tensor = _AllOf.apply(*parameters)  # type: ignore[no-untyped-call]
+        # Not by Function's own `apply`, which first looks in Python at each of them, for functorch's sake.
+        result: Tensor = super(torch.autograd.Function, _AllOf).apply(*parameters)  # type: ignore[no-untyped-call]
     assert result.grad_fn is not None
     return [node for node, _ in result.grad_fn.next_functions if node is not None]
 

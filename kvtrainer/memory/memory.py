@@ -25,7 +25,7 @@ from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
-from kvtrainer.parallel.policy import device_names, policy_of
+from kvtrainer.parallel.policy import LISTS, device_names, policy_of
 from kvtrainer.parallel.reducers import AUTO, FLAT, flat_sum, make_reducer
 from kvtrainer.types import Group
 
@@ -210,7 +210,8 @@ class Memory:
             DeviceMemory(parameters, labels if at else self.names, self.tables)
             for at, (parameters, labels) in enumerate(zip(replicas, self._labels, strict=True))
         ]
-        policy = policy_of(groups)
+        # Of one device it changes nothing, and to look for it takes time.
+        policy = policy_of(groups) if count > 1 else LISTS
         self._may_lack = policy.may_lack
         self.num_averaged = 1 if policy.are_scaled else count
         """How many gradients of a parameter a mean over this process is divided by."""

@@ -162,7 +162,7 @@ class StoreExchange(Exchange):
         self._name = name
         takes_half = isinstance(pull_codec, BFloat16)
         [self._table] = client.register(
-            {name: plan.specs},
+            {name: plan},
             whole_keys,
             may_stay_together=True,
             delta_codec=None if takes_half else pull_codec,
@@ -215,7 +215,7 @@ class StoreExchange(Exchange):
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         [mine] = self._down(weights)
-        with announced("weights go to servers", sum([spec.nbytes for spec in self._table.plan.specs])):
+        with announced("weights go to servers", self._table.plan.nbytes):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
         if self.mapped is not None:
             self._check_mapped(weights)

@@ -125,6 +125,20 @@ def test_tables_on_one_server_do_not_all_land_on_the_same_one() -> None:
     assert {plan.servers for plan in plans} == {(0,), (1,), (2,), (3,)}
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_laid_over_other_servers_is_the_one_that_is_made_for_them(seed: int) -> None:
+    rng, specs = random.Random(seed), random_specs(seed) + MIXED
+    former, wanted = [(rng.randint(1, 4), rng.random() < 0.5, rng.random() < 0.3) for _ in range(2)]
+    plan = make_plan(specs, former[0], former[1], one_server=former[2]).over(*wanted)
+    assert plan == make_plan(specs, wanted[0], wanted[1], one_server=wanted[2])
+    assert plan.digest == make_plan(specs, wanted[0], wanted[1], one_server=wanted[2]).digest
+
+
+def test_the_bytes_of_keys_are_counted_without_padding() -> None:
+    plan = make_plan([spec("a", 3), spec("b", 5, dtype="float64"), spec("c", 0)], 2)
+    assert (plan.key_nbytes, plan.nbytes) == ((12, 40, 0), 52)
+
+
 def test_equal_inputs_give_equal_plans() -> None:
     assert make_plan(random_specs(4), 3) == make_plan(random_specs(4), 3)
 

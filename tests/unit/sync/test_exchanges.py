@@ -14,6 +14,7 @@ from kvstore_server.hyper import pack_hypers
 from kvstore_server.norms import UNCHANGED
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvtrainer.comm import client as clients
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.optimizer_states import ShardUpdate
@@ -41,6 +42,13 @@ def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
 
 def over_store(optimizer: Any = None) -> StoreExchange:
     return StoreExchange(LocalKVStore().open_client(), PLAN, optimizer)
+
+
+def test_a_table_has_the_layout_of_the_plan_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(clients, "make_plan", lambda *args, **options: made.append(args))
+    assert over_store(create("test")).plan.slices is PLAN.slices
+    assert made == []
 
 
 def hypers(**options: Any) -> bytes:
