@@ -157,13 +157,13 @@ def select_store(
         ConfigurationError: two arguments contradict each other, or the store cannot do what they ask for.
     """
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
-    store = None if kvstore is None else traits_of(kvstore)
+    store, asked = None if kvstore is None else traits_of(kvstore), update_on_kvstore
     _check_ways(store, devices, overlap, overlap_pull, hierarchy)
     if has_row_sparse:
-        _check_for_rows(store, update_on_kvstore)
-        update_on_kvstore = True
+        _check_for_rows(store, asked)
+        asked = True
     compression_params, pull_codec = _split(compression_params)
-    chosen = Selection(
+    wanted = Selection(
         kvstore,
         updates_weights=False,
         allows_halves=True,
@@ -174,35 +174,57 @@ def select_store(
         overlaps_pull=overlap_pull,
         sums_hosts=hierarchy,
     )
-    if pull_codec is not None:
-        _check_pull(store, update_on_kvstore)
+    _check_pull(wanted, store, asked)
     if store is None:
-        if update_on_kvstore:
-            raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-        return _no_store(chosen)
+        return _without(wanted, asked)
     if is_nccl(store.name):
         check_on_cuda(devices, "the Trainer's parameters")
     if store.over_ranks:
         # Every rank updates; to ask for an update in the store only forbids the two halves of a step.
-        return replace(chosen, allows_halves=not update_on_kvstore, over_ranks=True)
+        return replace(wanted, allows_halves=not asked, over_ranks=True)
     if store.is_in_process:
-        if is_joint and update_on_kvstore is None:
-            update_on_kvstore = False
-        _warn_of_workers(store)
-        if isinstance(kvstore, str) and len(devices) == 1 and not update_on_kvstore:
-            return _no_store(chosen, is_alone_by_name=store.takes_ranks)
-    elif isinstance(kvstore, str) and store.is_on_servers:
+        asked = False if is_joint and asked is None else asked
+        return _in_process(wanted, store, asked, aggregate_num, largest, len(devices))
+    if store.is_on_servers and isinstance(kvstore, str):
         serve_role(os.environ)
-    updates = _updates_weights(store, update_on_kvstore, aggregate_num, largest)
-    if pull_codec is not None:
-        _check_pull(store, updates)
-    if overlap_pull and not updates:
+    return _over(wanted, store, asked, aggregate_num, largest)
+
+
+def _without(wanted: Selection, asked: bool | None) -> Selection:
+    """Train without a store, as was asked for."""
+    if asked:
+        raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
+    return _no_store(wanted)
+
+
+def _in_process(
+    wanted: Selection,
+    store: Traits,
+    asked: bool | None,
+    aggregate_num: float,
+    largest: int,
+    num_devices: int,
+) -> Selection:
+    """Use a store of this process; one that is named is not even made where there is nothing for it to do."""
+    _warn_of_workers(store)
+    if isinstance(wanted.kvstore, str) and num_devices == 1 and not asked:
+        return _no_store(wanted, is_alone_by_name=store.takes_ranks)
+    chosen = _over(wanted, store, asked, aggregate_num, largest)
+    return chosen if num_devices == 1 else _for_replicas(chosen, asked)
+
+
+def _over(
+    wanted: Selection, store: Traits, asked: bool | None, aggregate_num: float, largest: int
+) -> Selection:
+    """Use a store, and decide whether the optimizer runs there."""
+    updates = _updates_weights(store, asked, aggregate_num, largest)
+    _check_pull(wanted, store, updates)
+    if wanted.overlaps_pull and not updates:
         raise ConfigurationError(
             "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
             "update_on_kvstore=False step() needs the sums to update"
         )
-    chosen = replace(chosen, updates_weights=updates, allows_halves=not updates)
-    return _for_replicas(chosen, update_on_kvstore) if store.is_in_process and len(devices) > 1 else chosen
+    return replace(wanted, updates_weights=updates, allows_halves=not updates)
 
 
 def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
@@ -353,8 +375,10 @@ def _split(params: Any) -> tuple[Any, Codec | None]:
     return others, None if codec.name == "none" else codec
 
 
-def _check_pull(store: Traits | None, updates_weights: bool | None) -> None:
-    """Raise ConfigurationError unless servers keep the weights of which less is to come back."""
+def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool | None) -> None:
+    """Raise ConfigurationError where less is to come back of weights, but no servers keep them."""
+    if wanted.pull_codec is None:
+        return
     if store is None or not store.is_on_servers or updates_weights is False:
         where = "kvstore=None" if store is None else f"kvstore {store.name!r}"
         where += ", update_on_kvstore=False" if updates_weights is False else ""
