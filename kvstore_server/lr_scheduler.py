@@ -304,8 +304,16 @@ class MultiFactorScheduler(_Decaying):
 class _Annealing(LRScheduler, ABC):
     """Decay from `base_lr` to `final_lr`, from the end of the warm-up to `max_update`."""
 
-    def __init__(self, max_update: int, final_lr: float, *warmup: Any) -> None:
-        super().__init__(*warmup)
+    def __init__(
+        self,
+        max_update: int,
+        base_lr: float = 0.01,
+        final_lr: float = 0,
+        warmup_steps: int = 0,
+        warmup_begin_lr: float = 0,
+        warmup_mode: str = "linear",
+    ) -> None:
+        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         name = self._label("max_update, the maximum number of updates,")
         self.max_update = check.integer(name, max_update, 1)
         if self.max_update <= self.warmup_steps:
@@ -349,7 +357,7 @@ class PolyScheduler(_Annealing):
         warmup_begin_lr: float = 0,
         warmup_mode: str = "linear",
     ) -> None:
-        super().__init__(max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+        super().__init__(max_update, base_lr, final_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         self.pwr = check.number(self._label("pwr"), pwr, 0)
 
     def _left(self, done: int, span: int) -> float:
@@ -367,17 +375,6 @@ class CosineScheduler(_Annealing):
     """
 
     name = "cosine"
-
-    def __init__(
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        final_lr: float = 0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
-    ) -> None:
-        super().__init__(max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
 
     def _left(self, done: int, span: int) -> float:
         return (1 + math.cos(math.pi * done / span)) / 2

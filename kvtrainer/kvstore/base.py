@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
-
-from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
@@ -15,8 +13,6 @@ from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_
 _log = logging.getLogger(__name__)
 
 Key: TypeAlias = int | str
-Value: TypeAlias = Tensor | Sequence[Tensor]
-"""One tensor, or one per device: replicas, which are summed."""
 
 OPTIMIZER = "optimizer"
 COMPRESSION = "gradient_compression"
