@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import struct
 import weakref
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore_server import server as loop
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
 from kvstore_server.memory import available_memory, memory_limit
@@ -120,6 +122,22 @@ def test_a_job_that_ends_gives_its_memory_back(ends: str) -> None:
     assert isinstance(second.register("b", MIB), m.Registered)
     second.ask_all(m.Leave("done", True))
     assert engine.budget.used == before
+
+
+def test_free_memory_goes_back_once_for_jobs_that_ended_whatever_others_began_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, calls = Engine(EngineConfig()), list[None]()
+    monkeypatch.setattr(loop, "return_free_memory", lambda: calls.append(None))
+    for name in ("first", "second"):
+        Peer(engine, name).ask_all(m.Leave("done", True))
+    Peer(engine, "third").register("a", MIB)
+    times, ticks = itertools.count(0.0, loop.TICK), itertools.count()
+    server = loop.Server(engine, loop.ServerOptions(drain_timeout=0.0), clock=lambda: next(times))
+    server.stop_when(lambda _: next(ticks) > 1)
+    server.run()
+    server.close()
+    assert (len(calls), list(engine.namespaces)) == (1, ["third"])
 
 
 @pytest.mark.parametrize(
