@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server import check
+from kvstore_server.optimizer.pieces import bound_of
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.rows import RowSet, split_rows
 
@@ -115,7 +116,8 @@ def apply_decision(values: Tensor, decision: Decision) -> None:
     if decision.coef != 1.0:
         values.mul_(decision.coef)
     if decision.clip_value is not None:
-        values.clamp_(-decision.clip_value, decision.clip_value)
+        bound = bound_of(decision.clip_value, values)
+        values.clamp_(-bound, bound)
 
 
 @torch.no_grad()

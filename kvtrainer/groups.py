@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ NOTES = frozenset(
 _LISTS = frozenset({"params", "param_names", COPIES})
 _NUMBERS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """What must be finite in the groups of any optimizer."""
+_GREATEST = torch.finfo(torch.float32).max
 _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
 """Types of options that travel as they are."""
 
@@ -462,13 +464,28 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
     return {name: built.hyper[name] for name in options}
 
 
+def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
+    """Say which options of groups that were saved the optimizer does not take; missing ones are none."""
+    for at, options in enumerate(groups):
+        known = {name: plain(options[name]) for name in option_names(optimizer) if name in options}
+        try:
+            check_options(optimizer.without_scheduler(), known)
+        except ConfigurationError as error:
+            yield f"the options of group {at} are not valid here: {error}"
+        except Exception as error:  # torch's classes compare before they look what was given
+            yield f"the options of group {at} make no sense ({type(error).__name__}: {error})"
+
+
 def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
     for name in must_be_finite:
         numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        # A server that finds out in the middle of an update cannot go on.
+        most = _GREATEST if name in _NUMBERS else sys.float_info.max
+        if any(isinstance(number, float | int) and not abs(number) <= most for number in numbers):
+            bound = "" if most > _GREATEST else " in float32"
             raise ConfigurationError(
-                f"{optimizer.registered_name}: {name} must be finite, got {options[name]!r}"
+                f"{optimizer.registered_name}: {name} must be finite{bound}, got {options[name]!r}"
             )
 
 

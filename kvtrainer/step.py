@@ -21,6 +21,7 @@ import torch
 from kvstore_server.check import is_number
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.norms import Decision, measure
+from kvstore_server.optimizer.pieces import bound_of
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import (
     REPLACED,
@@ -535,12 +536,12 @@ class StepPipeline:
         if decision.clip_value is not None:
             limit = decision.clip_value / abs(scale)
             for flat in self.memory.arena.grads.values():
-                bound = _bound(limit, flat)
+                bound = bound_of(limit, flat)
                 flat.clamp_(-bound, bound)
             home = self.memory.devices[0]
             for key, rows in home.rows.items():
                 # Not in place: they may be the gradient that the loop still has.
-                bound = _bound(limit, rows.values)
+                bound = bound_of(limit, rows.values)
                 home.rows[key] = rows._replace(values=rows.values.clamp(-bound, bound))
         return scale * decision.coef
 
@@ -652,8 +653,3 @@ class StepPipeline:
             for schedule in self.schedules:
                 if schedule.by == "step":
                     schedule.step()
-
-
-def _bound(limit: float, grad: torch.Tensor) -> float:
-    """A limit of the elements of a gradient: what a dtype cannot hold limits only infinities, and torch refuses it."""
-    return min(limit, torch.finfo(grad.dtype).max)

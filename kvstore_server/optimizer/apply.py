@@ -16,7 +16,7 @@ from torch import Tensor
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.gathering import lengthened, put, taken
-from kvstore_server.optimizer.pieces import CACHED, Pieces
+from kvstore_server.optimizer.pieces import CACHED, Pieces, bound_of
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
@@ -79,8 +79,11 @@ def apply_update(
         target, is_flat = weight, optimizer.elementwise and not is_sparse
         if weight.dtype in _HALF:
             target = _wide(optimizer, weight, state)
-        bound = hyper.get("clip_gradient") if optimizer.clips else None
         numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
+        bound = hyper.get("clip_gradient")
+        if bound is not None:
+            bound = numbers["clip_gradient"] = bound_of(bound, target)
+        bound = bound if optimizer.clips else None
         is_plain = scale == 1.0 and bound is None
         is_here = is_flat and weight.device.type == "cpu"
         given: Any = grad

@@ -23,7 +23,7 @@ from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.noise import normal
-from kvstore_server.optimizer.pieces import Gradient, beside
+from kvstore_server.optimizer.pieces import Gradient, beside, bound_of
 
 _TINY = 1e-10
 """What Detectron divides by at least when it compares two rates."""
@@ -587,6 +587,7 @@ class RMSProp(_Elementwise):
         else:
             fused_scaled(weight, grad, square, lr=lr, beta=rho, eps=eps, wd=wd, step=math.inf)
         if bound is not None:
+            bound = bound_of(bound, weight)
             weight.clamp_(-bound, bound)
 
 
@@ -594,7 +595,8 @@ class Ftrl(_Elementwise):
     """`z += grad - (sqrt(n + grad**2) - sqrt(n)) / lr * w; n += grad**2;
     w = -sign(z) * max(|z| - lamda1, 0) / ((beta + sqrt(n)) / lr + wd)`.
 
-    A row-sparse gradient updates only its rows. Where lr is not positive there is no such weight: nothing changes.
+    A row-sparse gradient updates only its rows. Where lr is not positive, or so small that the dtype cannot hold its
+    reciprocal, there is no such weight: nothing changes.
 
     Options: learning_rate 0.1, at least 0; lamda1 0.01, beta 1.0. State: 'z', 'n'.
     """
@@ -604,8 +606,8 @@ class Ftrl(_Elementwise):
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         z, n = state_tensor(state, "z", weight), state_tensor(state, "n", weight)
-        lr, threshold = hyper["lr"], hyper["lamda1"]
-        if lr <= 0.0:
+        lr, threshold = hyper["lr"], bound_of(hyper["lamda1"], z)
+        if lr * torch.finfo(z.dtype).max < 1.0:
             return
         growth = n.sqrt().neg_()
         root = n.addcmul_(grad, grad).sqrt()

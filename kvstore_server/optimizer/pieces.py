@@ -30,6 +30,14 @@ Gradient = Tensor | Pieces
 """Flat, as it is used, or in pieces."""
 
 
+def bound_of(limit: float, values: Tensor) -> float:
+    """Return a limit of elements that their dtype can hold.
+
+    A greater one limits infinities alone, and torch refuses it.
+    """
+    return min(limit, torch.finfo(values.dtype).max)
+
+
 def beside(
     grad: Gradient, *flats: Tensor, factor: float = 1.0
 ) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:

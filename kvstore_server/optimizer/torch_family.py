@@ -33,6 +33,10 @@ WHOLE: tuple[TorchClass, ...] = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 """torch's classes that need whole keys; SparseAdam takes sparse gradients only."""
 _SPARSE_CAPABLE = (optim.SGD, optim.Adagrad, optim.SparseAdam)
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+_SWITCHED = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+"""Entries of state that torch makes at the first step of a parameter alone, and the options that need them."""
+_FLAGS = ("maximize", "nesterov", "amsgrad")
+"""Options that torch's loops take by their truth, and its fused kernels as bools alone."""
 _LISTS = ("params", "param_names")
 OWN_COUNT = "torch_step"
 """The name under which a store keeps the 'step' of a foreign class; for torch's own classes that is hyper['step']."""
@@ -270,6 +274,12 @@ class TorchOptimizer(Optimizer):
                 on_device = group.get("fused") or group.get("capturable")
                 step = torch.scalar_tensor(number - 1, device=weight.device if on_device else "cpu")
             given["step"] = step
+        if given and not self.is_foreign and self.cls is not optim.SGD:
+            # An option that is switched on while training would have torch raise in the middle of an update.
+            for name in [
+                name for name, option in _SWITCHED.items() if group.get(option) and name not in given
+            ]:
+                given[name] = torch.zeros_like(weight)
         return given
 
     def _check_nothing_shared(self, kernel: optim.Optimizer, group: Mapping[str, Any]) -> None:
@@ -304,6 +314,7 @@ class TorchOptimizer(Optimizer):
             group["capturable"] = False  # nothing is captured on a CPU, where torch refuses it
         if self.cls in _FUSED_ON_CPU and group["fused"] is not False and not group["foreach"]:
             group["fused"], group["foreach"] = True, False
+            group |= {name: bool(group[name]) for name in _FLAGS if name in group}
         return group
 
     def instance_of(self, params: list[Any]) -> optim.Optimizer:

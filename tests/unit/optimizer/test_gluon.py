@@ -332,6 +332,17 @@ def test_ftrl_leaves_a_weight_that_never_had_a_gradient_at_zero_even_without_bet
     assert result[1] < 0.0
 
 
+def test_ftrl_leaves_weights_where_they_are_once_the_rate_has_faded_to_nothing() -> None:
+    key = Key(create("ftrl"), torch.ones(2))
+    for lr in (1e-300, 1e-40, 0.0):
+        key.update(torch.ones(2), lr=lr)
+    assert key.weight.tolist() == [1.0, 1.0]
+
+
+def test_weights_may_be_limited_to_more_than_their_dtype_holds() -> None:
+    assert train(create("rmsprop", clip_weights=1e300), torch.ones(2), [torch.ones(2)]).isfinite().all()
+
+
 def test_nadam_gives_every_key_its_own_momentum_schedule() -> None:
     optimizer = create("nadam", lr=0.1)
     piece = make_plan([TensorSpec(name, (3,), "float32") for name in "ab"], 1).slices[0]

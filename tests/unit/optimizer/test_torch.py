@@ -380,3 +380,39 @@ def test_an_empty_key_is_left_alone(name: str) -> None:
     key = Key(create(f"torch:{name}"), torch.zeros(4, 0))
     key.update(torch.zeros(4, 0))
     assert key.state == {"step": 1}
+
+
+SWITCHED: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
+    (optim.Adam, dict(amsgrad=True), "max_exp_avg_sq"),
+    (optim.AdamW, dict(amsgrad=True), "max_exp_avg_sq"),
+    (optim.RMSprop, dict(momentum=0.9), "momentum_buffer"),
+    (optim.RMSprop, dict(centered=True), "grad_avg"),
+]
+
+
+@pytest.mark.parametrize("case", SWITCHED, ids=lambda case: f"{case[0].__name__}-{case[2]}")
+def test_an_option_that_needs_state_may_be_switched_on_while_training(
+    case: tuple[type[optim.Optimizer], dict[str, Any], str],
+) -> None:
+    """torch raises a KeyError then, unless the script makes the entry."""
+    cls, options, entry = case
+    grads = [numbers(40, seed=seed) for seed in range(1, 5)]
+    key = Key(create(cls, lr=0.1), numbers(40, seed=0))
+    parameter = numbers(40, seed=0).requires_grad_()
+    oracle = cls([parameter], lr=0.1)  # type: ignore[call-arg]
+    for at, grad in enumerate(grads):
+        if at == 2:
+            oracle.param_groups[0].update(options)
+            oracle.state[parameter][entry] = torch.zeros(40)
+        parameter.grad = grad.clone()
+        oracle.step()
+        key.update(grad, **(options if at >= 2 else {}))
+    assert torch.allclose(key.weight, parameter, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["maximize", "nesterov"])
+def test_an_option_counts_by_its_truth_as_in_torchs_loop(name: str) -> None:
+    keys = [Key(create("torch:SGD", lr=0.1, momentum=0.9), torch.ones(3)) for _ in range(2)]
+    for key, value in zip(keys, (1, True), strict=True):
+        key.update(torch.ones(3), **{name: value})
+    assert torch.equal(keys[0].weight, keys[1].weight)

@@ -70,6 +70,16 @@ def test_bits_of_whole_keys_do_not_depend_on_the_number_of_threads(
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamax", "signum", "lamb", "lans", "groupadagrad", Curved])
+def test_a_limit_beyond_all_numbers_of_the_dtype_limits_infinities_alone(name: Any) -> None:
+    """torch refuses such a number; an update that breaks off would be the end of a table."""
+    for grad in (numbers(3, 5, seed=1), torch.full((3, 5), -torch.inf)):
+        keys = [Key(create(name), numbers(3, 5, seed=0)) for _ in range(2)]
+        for key, limit in zip(keys, (1e300, torch.finfo(torch.float32).max), strict=True):
+            key.update(grad, clip_gradient=limit)
+        assert torch.equal(keys[0].weight.nan_to_num(), keys[1].weight.nan_to_num())
+
+
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 def test_bits_do_not_depend_on_which_neighbours_are_updated_in_the_same_run(name: Any) -> None:
     piece, optimizer = small_slice(), make(name)

@@ -15,6 +15,7 @@ from kvstore_server.norms import (
     Decision,
     Guard,
     Measured,
+    apply_decision,
     combine,
     is_finite,
     measure,
@@ -145,3 +146,10 @@ def test_a_scale_that_is_still_to_come_is_counted() -> None:
     plan, _, arenas = gradients()
     scaled = {dtype: flat * 0.3 for dtype, flat in arenas.items()}
     assert measure(plan, arenas, {}, [True] * 3, 2.0, 0.3) == measure(plan, scaled, {}, [True] * 3, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_limit_of_the_elements_may_be_more_than_their_dtype_holds(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -2.0], dtype=dtype)
+    apply_decision(values, Decision(clip_value=1e300))
+    assert values.tolist() == [1.0, -2.0]

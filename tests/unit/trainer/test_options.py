@@ -91,6 +91,24 @@ def test_learning_rate_that_is_no_number_is_refused(lr: Any) -> None:
 
 
 @IN_STORE
+@pytest.mark.parametrize(("name", "value"), [("lr", 1e39), ("weight_decay", 10**39)])
+def test_a_number_that_float32_cannot_hold_is_refused_before_anything_is_updated(
+    in_store: bool, name: str, value: float
+) -> None:
+    [p] = parameters = zeros(1)
+    trainer = trainer_of([p], "adadelta", {"lr": 1.0, "wd": 0.5}, in_store)
+    step(trainer)
+    before = values(parameters), trainer.param_groups[0][name]
+    trainer.param_groups[0][name] = value
+    with pytest.raises(ConfigurationError):
+        step(trainer)
+    assert values(parameters) == before[0]
+    trainer.param_groups[0][name] = before[1]
+    step(trainer)
+    assert values(parameters) != before[0]
+
+
+@IN_STORE
 def test_learning_rate_may_be_a_tensor_or_a_numpy_number(in_store: bool) -> None:
     [p] = parameters = zeros(1)
     trainer = trainer_of([p], "torch:SGD", {"lr": torch.tensor(0.5)}, in_store)
