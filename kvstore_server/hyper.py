@@ -211,9 +211,12 @@ def _check(values: Any, plan: Plan) -> None:
     if is_fit:
         groups = values["groups"]
         is_fit = isinstance(groups, list) and len(groups) > max(spec.group for spec in plan.specs)
-        is_fit = is_fit and all(
-            isinstance(g, dict) and isinstance(g.get("lr", 0), int | float) for g in groups
+        is_fit = is_fit and all(isinstance(group, dict) for group in groups)
+        # What is multiplied here; all else is checked by the workers, and by the optimizer when it is used.
+        multiplied = (
+            [group.get(name, 0) for group in groups for name in ("lr", "weight_decay")] if is_fit else []
         )
+        is_fit = is_fit and all(isinstance(number, int | float) for number in multiplied)
         factors = (*values["lr_mult"].values(), *values["wd_mult"].values())
         is_fit = is_fit and all(isinstance(factor, int | float) for factor in factors)
     if not is_fit:

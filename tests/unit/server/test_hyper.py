@@ -105,6 +105,12 @@ def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> 
         AgreedOptions(PLAN).check(pack_control(values))
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_a_number_that_is_to_be_multiplied_must_be_one(name: str) -> None:
+    with pytest.raises(ConfigurationError):
+        AgreedOptions(PLAN).check(pack_hypers([{name: None}] * 2, {}, {}, update_on_kvstore=True))
+
+
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     table = Table(0, "t", PLAN, 0, 2, Shard())
     [piece] = PLAN.slices
