@@ -17,7 +17,7 @@ from kvstore_server.reduction import Contribution
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.groups import ParameterGroups
+from kvtrainer.groups import ParameterGroups, option_problems
 from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.states.convert import (
@@ -209,17 +209,22 @@ class OptimizerStates:
                 f"the state must have 'param_groups' and 'state', but has {list(state_dict)!r:.200}; give what "
                 "state_dict() of a Trainer or of a torch optimizer has returned"
             )
-        saved = state_dict["param_groups"]
+        saved, states = state_dict["param_groups"], state_dict["state"]
+        _check_form(saved, states)
         mine, theirs = ([len(group["params"]) for group in given] for given in (self._groups.live, saved))
         if mine != theirs:
             raise StateMismatchError(
                 f"the state has {len(theirs)} parameter groups of {theirs} parameters, this Trainer has {len(mine)} of "
                 f"{mine}; load the states of the same model with the same groups"
             )
+        if problems := list(option_problems(saved, self._groups.optimizer)):
+            raise StateMismatchError(
+                f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}"
+            )
         rows = enumerate((group, at) for group in saved for at in group["params"])
         given, options = {}, {}
         for key, (group, at) in rows:
-            given[key], options[key] = state_dict["state"].get(at, {}), group
+            given[key], options[key] = states.get(at, {}), group
         return read_states(given, options, self._memory.plan, self._groups.optimizer)
 
     def take(self, states: Mapping[int, State]) -> None:
@@ -289,6 +294,22 @@ class OptimizerStates:
                     live.setdefault(name, value)
             made.param_groups = groups.live
         return JointUpdate(device, made, lambda: groups.live, optimizer.multi_precision)
+
+
+def _check_form(groups: Any, states: Any) -> None:
+    """Raise StateMismatchError unless both have the form of a torch state_dict, whatever is in them."""
+    is_fit = isinstance(groups, list | tuple) and isinstance(states, Mapping)
+    for group in groups if is_fit else ():
+        members = group.get("params") if isinstance(group, Mapping) else None
+        is_fit = (
+            is_fit and isinstance(members, list | tuple) and all(isinstance(at, int | str) for at in members)
+        )
+    if not is_fit:
+        raise StateMismatchError(
+            "the state must be a list of 'param_groups', each with a list of numbers or names as its 'params', and a "
+            f"'state' by those, but has {groups!r:.120} and {type(states).__name__}; nothing has changed. Give what "
+            "state_dict() of a Trainer or of a torch optimizer has returned"
+        )
 
 
 class StateView(Mapping[Tensor, State]):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kvstore_server import lr_scheduler
+from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.groups import check_options, kept_entries, option_names, plain
+from kvtrainer.groups import kept_entries, option_problems, plain
 from kvtrainer.scaling import scaler_from_state
 from kvtrainer.states.convert import saved_problems
 from kvtrainer.states.file import SavedParameter, SavedStates
@@ -168,6 +170,9 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
                 f"{name} is {theirs} in the file and {ours} here, and the optimizer is in the kvstore already, so load "
                 "before the first step"
             )
+    factor = saved.get("rescale_grad")
+    if not (is_number(factor) and math.isfinite(factor)):
+        yield f"rescale_grad must be a finite number, the file has {factor!r:.80}"
     scheduler = saved.get("lr_scheduler")
     if scheduler == _CODE and optimizer.lr_scheduler is None:
         yield "the lr_scheduler was a function, which is not saved, so give the Trainer the same lr_scheduler"
@@ -187,12 +192,7 @@ def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[
         theirs = saved.parameters.get(spec.key)
         if theirs is not None and theirs.group != spec.group:
             yield f"{spec.key!r} is in group {theirs.group} in the file and in group {spec.group} here"
-    for at, options in enumerate(saved.groups):
-        known = {name: options[name] for name in option_names(optimizer) if name in options}
-        try:
-            check_options(optimizer.without_scheduler(), known)
-        except ConfigurationError as error:
-            yield f"the options of group {at} are not valid here: {error}"
+    yield from option_problems(saved.groups, optimizer)
     yield from saved_problems(saved, plan.specs, optimizer, "parameters", "this Trainer")
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, States
+from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
@@ -23,8 +25,8 @@ from kvtrainer.states.file import SavedStates
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
 
-_OPTIONAL = frozenset({"step", "master", "momentum_buffer", "last_lr"})
-"""Entries that may be there or not: whether momentum is used, and corrected, may change while training."""
+_OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "grad_avg", "last_lr"})
+"""Entries that may be there or not: options that need them, such as momentum, may change while training."""
 _HALF = ("float16", "bfloat16")
 
 
@@ -76,6 +78,13 @@ def read_states(
     Raises:
         StateMismatchError: the state belongs to another model or to another kind of optimizer.
     """
+    odd = {plan.specs[key].key: one for key, one in given.items() if not _is_state(one)}
+    if odd:
+        found = next(iter(odd.values()))
+        raise StateMismatchError(
+            f"the state of {', '.join(map(repr, odd))} is no dict of entries with a count of updates as its 'step', "
+            f"but {found!r:.120}; nothing has changed. Load the states of the same model and the same optimizer"
+        )
     states = {key: _copied(state) for key, state in given.items() if state and _is_updated(state)}
     for key, state in states.items():
         _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
@@ -146,6 +155,17 @@ def saved_problems(
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
     options = {at: saved.groups[row.group] for at, row in common.items()}
     yield from _state_problems(states, options, specs, optimizer)
+
+
+def _is_state(value: Any) -> bool:
+    """Tell whether this has the form of one parameter's state; what entries it has is not looked at."""
+    return isinstance(value, Mapping) and _is_count(value.get("step", 0))
+
+
+def _is_count(value: Any) -> bool:
+    """Tell whether this is a count of updates: a whole number, or a tensor of one."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return check.is_number(number) and 0 <= number <= MAX_COUNT // 2 and number == int(number)
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:
@@ -270,6 +290,9 @@ def _differences(
     known = {**(expected or {}), "master": spec.shape, "step": ()}
     for name, value in state.items():
         is_tensor = isinstance(value, Tensor)
+        if name == "step" and not _is_count(value):
+            yield f"state 'step' of PARAMETERS is no count of updates, but {value!r:.80}"
+            continue
         wanted = known.get(name, spec.shape if is_tensor and value.dim() and optimizer.elementwise else None)
         got = tuple(value.shape) if is_tensor else ()
         if wanted is not None and got != wanted:

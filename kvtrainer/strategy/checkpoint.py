@@ -359,9 +359,10 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
     if "param_groups" in common and "state" in common:
         trainer.check_state_dict(common)
         return lambda: trainer.load_state_dict(dict(common))
-    both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
-    saved = rebuilt({**common, **both})
-    trainer.check_saved_states(saved)
+    with readable("the state of an optimizer"):
+        both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
+        saved = rebuilt({**common, **both})
+        trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)
 
 

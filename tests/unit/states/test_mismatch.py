@@ -346,3 +346,20 @@ def test_a_dict_that_is_no_state_of_an_optimizer_is_refused_with_what_it_has(giv
         trainer.load_state_dict(given)
     assert all(repr(key) in str(caught.value) for key in given)
     assert repr(trainer.state_dict()) == repr(before)
+
+
+@pytest.mark.parametrize("step", [float("inf"), 2**70, -1, "x", [1]])
+def test_a_count_of_updates_that_is_none_is_refused(path: Path, step: Any) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        saved.parameters["b"].state["step"] = step
+        return saved
+
+    assert "state 'step' of 'b'" in refusal(stepped(parameters()), changed(path, change))
+
+
+@pytest.mark.parametrize("factor", [None, "x", float("nan")])
+def test_a_factor_of_gradients_that_is_no_number_is_refused(path: Path, factor: Any) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        return replace(saved, optimizer={**saved.optimizer, "rescale_grad": factor})
+
+    assert "rescale_grad" in refusal(stepped(parameters()), changed(path, change))

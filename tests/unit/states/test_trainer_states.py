@@ -320,3 +320,48 @@ def test_a_parameters_state_is_deleted_alone(uok: bool | None) -> None:
             del trainer.state[nn.Parameter(torch.zeros(1))]
     assert steps.pop("scale") == 0
     assert set(steps.values()) == {2}
+
+
+def replaced(given: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of nested dicts and lists with another value at one place."""
+    if not path:
+        return value
+    copied = copy.copy(given)
+    copied[path[0]] = replaced(given[path[0]], path[1:], value)
+    return copied
+
+
+MALFORMED: list[tuple[tuple[Any, ...], Any]] = [
+    (("param_groups",), None),
+    (("param_groups", 0), 3),
+    (("param_groups", 0), {"lr": 0.1}),
+    (("param_groups", 0, "params"), torch.zeros(())),
+    (("param_groups", 0, "params", 0), [1]),
+    (("param_groups", 0, "lr"), "fast"),
+    (("param_groups", 0, "betas"), (0.9, 7.0)),
+    (("state",), [1]),
+    (("state", 1), "x"),
+    (("state", 1, "step"), [1]),
+    (("state", 1, "step"), "x"),
+    (("state", 1, "step"), float("inf")),
+    (("state", 1, "step"), -1),
+    (("state", 1, "step"), 0.5),
+    (("state", 1, "step"), 2**70),
+    (("state", 1, "step"), torch.zeros(2)),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), MALFORMED, ids=str)
+@PLACES
+def test_a_state_dict_with_a_part_that_makes_no_sense_is_refused_and_nothing_changes(
+    path: tuple[Any, ...], value: Any, uok: bool | None
+) -> None:
+    net = Net()
+    trainer = trainer_of(net, "adam", uok)
+    train(net, trainer, 0, 1)
+    before = trainer.state_dict()
+    wrong = replaced(before, ("state", 0, "exp_avg"), torch.ones_like(before["state"][0]["exp_avg"]))
+    with pytest.raises(StateMismatchError):
+        trainer.load_state_dict(replaced(wrong, path, value))
+    assert repr(trainer.state_dict()) == repr(before)
+    assert trainer.optimizer.num_update == 1

@@ -22,7 +22,14 @@ from kvtrainer.errors import (
     StateMismatchError,
 )
 from kvtrainer.strategy import Strategy
-from kvtrainer.strategy.checkpoint import find_last, pack_tree, unpack_tree
+from kvtrainer.strategy.checkpoint import (
+    common_states,
+    find_last,
+    fit_states,
+    own_states,
+    pack_tree,
+    unpack_tree,
+)
 from tests.support.strategies import AMP, SCHEDULE, SGD, Make, Net, same, steps, weights
 
 
@@ -470,3 +477,23 @@ def test_workers_tell_each_other_values_and_not_the_memory_that_these_are_views_
     assert torch.equal(found["part"], told["part"])
     assert torch.equal(found["turned"], told["turned"])
     assert found["number"][1].tolist() == [[1.0, 2.0]]
+
+
+MALFORMED: list[tuple[str, Any]] = [
+    ("groups", None),
+    ("groups", [3]),
+    ("groups", []),
+    ("parameters", {"head.bias": 3}),
+    ("optimizer", {}),
+    ("num_update", "x"),
+    ("extra", 3),
+]
+
+
+@pytest.mark.parametrize(("part", "value"), MALFORMED, ids=str)
+def test_states_with_a_part_that_makes_no_sense_do_not_fit(make: Make, part: str, value: Any) -> None:
+    _, _, trainer = prepared(make)
+    common, own = common_states(trainer), own_states(trainer)
+    with pytest.raises(StateMismatchError):
+        fit_states(trainer, {**common, part: value}, own)
+    fit_states(trainer, common, own)()
