@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import signal
 import socket
 import struct
@@ -18,7 +17,6 @@ import pytest
 import torch
 import zmq
 
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
@@ -33,6 +31,7 @@ from tests.support.processes import (
     Call,
     Members,
     Processes,
+    config_of_server,
     eventually,
     new_name,
     raised,
@@ -84,9 +83,7 @@ def has_ipv6_loopback() -> bool:
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
 def test_a_server_may_listen_on_an_address_of_ipv6(members: Members) -> None:
     out = torch.zeros(2)
-    with serving(
-        make_server(EngineConfig(capability=capability()), ServerOptions("tcp://[::1]:0"))
-    ) as server:
+    with serving(make_server(config_of_server(), ServerOptions("tcp://[::1]:0"))) as server:
         worker = members.join([server.endpoint], 0, 1, new_name())
         worker.init("w", torch.ones(2))
         worker.pull("w", out=out)
@@ -284,7 +281,7 @@ def test_the_memory_of_a_table_is_occupied_when_its_weights_come_and_is_given_ba
 
 def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
     offset = 0.0
-    config = EngineConfig(dead_after=LIMIT, capability=capability())
+    config = config_of_server(dead_after=LIMIT)
     server = make_server(config, ServerOptions(), clock=lambda: time.monotonic() + offset)
     ticks: list[float] = []
     tick = server.service.tick
@@ -303,7 +300,7 @@ def test_a_server_that_stood_still_does_not_blame_the_workers() -> None:
 
 def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -> None:
     looks = itertools.count()
-    server = make_server(_config(), ServerOptions(), clock=lambda: 0.05 * next(looks))
+    server = make_server(config_of_server(), ServerOptions(), clock=lambda: 0.05 * next(looks))
     excused: list[float] = []
     server.service.excuse_silence = excused.append  # type: ignore[method-assign]
     with serving(server):
@@ -348,14 +345,9 @@ class _Served:
         return max((backlog.nbytes for backlog in list(self.server._backlog.values())), default=0)
 
 
-def _config(**options: Any) -> EngineConfig:
-    """Make the configuration of a server whose socket on this host has a name of its own, whatever else runs."""
-    return EngineConfig(run=secrets.randbits(62) | 1, **options)
-
-
 @contextmanager
 def _served(**options: Any) -> Iterator[_Served]:
-    served = _Served(make_server(_config(capability=capability()), ServerOptions(**options)))
+    served = _Served(make_server(config_of_server(), ServerOptions(**options)))
     with serving(served.server):
         yield served
 

@@ -24,7 +24,6 @@ import torch
 import zmq
 
 import kvtrainer
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, decode_reply, encode_request
@@ -40,6 +39,7 @@ from tests.support.processes import (
     Process,
     Processes,
     assert_serve,
+    config_of_server,
     eventually,
     new_name,
     round_of,
@@ -50,7 +50,7 @@ from tests.support.processes import (
 HEARTBEAT_MS = 20
 """As often as this, a ZeroMQ heartbeat would be due in the server that is flooded here, if it had any."""
 UNREAD = f"""
-import signal, sys, zmq
+import secrets, signal, sys, zmq
 real = zmq.Socket.setsockopt
 def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
@@ -58,7 +58,7 @@ zmq.Socket.setsockopt = quick
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.server import ServerOptions, make_server
-server = make_server(EngineConfig(capability=capability()), ServerOptions())
+server = make_server(EngineConfig(run=secrets.randbits(62) | 1, capability=capability()), ServerOptions())
 signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
 print(server.endpoint, flush=True)
 sys.stdin.readline()
@@ -108,7 +108,7 @@ def test_no_socket_has_heartbeats_of_zeromq_and_the_system_watches_both_ends_of_
         real(one, option, value)
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", noting)
-    server = make_server(EngineConfig(), ServerOptions())
+    server = make_server(config_of_server(), ServerOptions())
     worker = connection.Connection([server.endpoint])
     worker.begin([(1, 1)])
     ports = {urlsplit(server.endpoint).port}
@@ -238,7 +238,7 @@ def test_signs_of_life_go_on_after_a_connection_was_cut(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "HEARTBEAT_INTERVAL", 0.05)
-    with serving(make_server(EngineConfig(capability=capability()), ServerOptions())) as server:
+    with serving(make_server(config_of_server(), ServerOptions())) as server:
         proxy, name = CuttingProxy(server.endpoint), new_name()
         try:
             store = members.join([proxy.address], 0, 1, name)

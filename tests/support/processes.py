@@ -7,6 +7,7 @@ Workers that need no process of their own are stores in the test's process, one 
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 
+from kvstore_server.namespace import EngineConfig
+from kvstore_server.optimizer.base import capability
 from kvstore_server.server import Server
 from kvtrainer.kvstore import DistKVStore
 from tests.support.forks import Fork, inherited, piped_fork
@@ -243,6 +246,11 @@ def together(*calls: Callable[[], Any], seconds: float = LIMIT) -> list[Any]:
     if any(thread.is_running for thread in threads):  # perhaps for one that has failed
         raise AssertionError("\n".join(map(str, threads)))
     return [thread.outcome() for thread in threads]
+
+
+def config_of_server(**options: Any) -> EngineConfig:
+    """Make the configuration of a server whose socket on this host has a name of its own, whatever else runs."""
+    return EngineConfig(run=secrets.randbits(62) | 1, capability=capability(), **options)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from kvtrainer.dmlc import DmlcJob, SchedulerClient, read_dmlc
 from kvtrainer.scheduler import Scheduler
 from tests.support.dmlc import free_port
 from tests.support.limits import FOREVER, LIMIT
-from tests.support.processes import Call, raised, serving
+from tests.support.processes import Call, config_of_server, raised, serving
 
 DMLC = {
     "DMLC_PS_ROOT_URI": "127.0.0.1",
@@ -256,7 +256,7 @@ def test_one_that_cannot_go_on_tells_the_others_through_the_scheduler() -> None:
 
 
 def test_a_server_in_the_place_of_the_scheduler_is_told_apart() -> None:
-    with serving(make_server(EngineConfig(), ServerOptions())) as server:
+    with serving(make_server(config_of_server(), ServerOptions())) as server:
         environ = in_role("worker", DMLC_PS_ROOT_PORT=server.endpoint.rpartition(":")[2])
         with pytest.raises(ProtocolError, match=f"{server.endpoint} is no scheduler"):
             env.find_topology(environ, connect_timeout=LIMIT)
