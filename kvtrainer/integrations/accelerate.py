@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn, optim
 
-from kvtrainer.env import local_rank
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
@@ -43,8 +42,8 @@ def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
     workers = Workers(kvstore)
     if workers.size > 1:
         rank, size = str(workers.rank), str(workers.size)
-        found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(local_rank(os.environ, workers.rank))}
-        found["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", size)
+        found = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(workers.local_rank)}
+        found["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", str(workers.local_size))
         if not torch.cuda.is_available():
             found["ACCELERATE_USE_CPU"] = "true"
         os.environ.update(found)

@@ -9,13 +9,11 @@ Needs the extra `kvtrainer[lightning]`.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import optim
 
-from kvtrainer.env import local_rank
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
@@ -71,8 +69,8 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
         """Leave it as it is: the store knows."""
 
     def local_rank(self) -> int:
-        """Return the number of this process on its host where the launcher says it, else its rank."""
-        return local_rank(os.environ, self._workers.rank)
+        """Return which worker of its host this one is."""
+        return self._workers.local_rank
 
     def node_rank(self) -> int:
         """Return 0: workers are counted over all hosts."""

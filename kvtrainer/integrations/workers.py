@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from kvtrainer.amp import GradScaler
+from kvtrainer.comm.host_sum import name_host
 from kvtrainer.config import wrapper_arguments
-from kvtrainer.env import host_towards, read_servers
+from kvtrainer.env import host_towards, local_rank, read_servers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import create
 from kvtrainer.kvstore.base import KVStoreBase
@@ -47,6 +48,9 @@ class Workers:
         self.rank, self.size = self._agreement.rank, self._agreement.size
         self._limits: WeakKeyDictionary[Trainer, Limit] = WeakKeyDictionary()
         become_ranks(self._agreement, self.store, environment.processes_of_job(os.environ))
+        place, self.local_size = place_on_host(self._agreement)
+        self.local_rank = local_rank(os.environ, place)
+        """Which worker of its host this one is, of `local_size`; as a launcher says it, if one does."""
 
     def share(self, module: nn.Module) -> None:
         """Give every worker rank 0's weights and buffers, where they differ; collective."""
@@ -102,6 +106,16 @@ class _Buffers(nn.Module):
         super().__init__()
         for at, buffer in enumerate(module.buffers()):
             self.register_buffer(str(at), buffer)
+
+
+def place_on_host(agreement: Agreement) -> tuple[int, int]:
+    """Find out which worker of its host this one is, and how many there are; collective."""
+    try:
+        mine = name_host().encode()
+    except OSError:
+        mine = socket.gethostname().encode()
+    here = [rank for rank, host in enumerate(agreement.all_gather(mine)) if host == mine]
+    return here.index(agreement.rank), len(here)
 
 
 def become_ranks(

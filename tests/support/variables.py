@@ -79,7 +79,8 @@ SET = {
     "servers, and workers that reach them through sockets, have glibc keep it themselves (32 MiB, 1 GiB, 64 MiB)",
     "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
     "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
-    "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: as many as there are workers, for accelerate to read",
+    "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: as many workers as there are on this host, "
+    "for accelerate to read",
     "CUBLAS_WORKSPACE_CONFIG": "`Strategy` with `deterministic`: `:4096:8`",
 }
 """What is set for processes, unless you have set it."""

@@ -147,4 +147,22 @@ def test_workers_meet_at_an_address_that_the_servers_of_their_store_are_reached_
 
 def test_a_process_alone_is_one_worker() -> None:
     alone = Workers(create("local"))
-    assert (alone.rank, alone.size) == (0, 1)
+    assert (alone.rank, alone.size) == (alone.local_rank, alone.local_size) == (0, 1)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_workers_know_their_place_on_their_host(is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second(Agreement):
+        """Ranks 0 and 2 are on another host, 1 and 3 here."""
+
+        rank, size = 3, 4
+
+        def all_gather(self, mine: bytes) -> list[bytes]:
+            return [b"another", mine, b"another", mine]
+
+    def fail() -> str:
+        raise OSError
+
+    if not is_named:
+        monkeypatch.setattr(workers, "name_host", fail)
+    assert workers.place_on_host(Second()) == (1, 2)
