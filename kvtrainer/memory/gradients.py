@@ -59,6 +59,9 @@ class GradientTracker:
         # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them, or a graph
         # does; of a parameter whose node we do not hold the hook does nothing.
         self._nodes: list[Node | None] = [None] * count
+        # Others may hold the node, so hooks that are left there would be called, to do nothing, as long as the model lives.
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
         self.births: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
@@ -95,9 +98,9 @@ class GradientTracker:
                 few = ready[at : at + _FEW]
                 for i, node in zip(few, _nodes_of([self._parameters[i] for i in few]), strict=True):
                     self._nodes[i] = node
-                    node.register_prehook(_BeforeAccumulation(me, i))
+                    self._handles.append(node.register_prehook(_BeforeAccumulation(me, i)))
                     if self._listener is not None:
-                        node.register_hook(partial(_after_accumulation, me, i))
+                        self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
             is_waiting = len(ready) < len(unwatched)
             if is_waiting and self._forward_handle is None:
                 self._forward_handle = register_module_forward_hook(partial(_after_forward, me))
@@ -111,7 +114,7 @@ class GradientTracker:
         me = weakref.ref(self)
         for i, node in enumerate(self._nodes):
             if node is not None:
-                node.register_hook(partial(_after_accumulation, me, i))
+                self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
         """For each parameter, whether it is `among` those asked for and has a gradient that no `consume` took yet.
@@ -186,6 +189,7 @@ class GradientTracker:
             self._listener = self._seen = None
             self.births = {}
             self._stop_waiting()
+            _remove(self._handles)
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
@@ -225,6 +229,13 @@ class GradientTracker:
                     parameter.grad = None
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop = ()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    """Remove hooks, whose handles are used up."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -344,3 +344,27 @@ def test_closed_or_deleted_tracker_acts_no_more(end: str) -> None:
         del tracker
     graph.backward()
     assert slopes(p) == [7, 7]
+
+
+@pytest.mark.parametrize("end", ["close", "delete"])
+def test_a_tracker_leaves_no_hooks_on_parameters_that_another_one_goes_on_with(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, ran = ones(), list[str]()
+
+    class Noting(gradients._BeforeAccumulation):
+        def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
+            ran.append("before")
+            return super().__call__(grads)
+
+    monkeypatch.setattr(gradients, "_BeforeAccumulation", Noting)
+    monkeypatch.setattr(gradients, "_after_accumulation", lambda *_: ran.append("after"))
+    stays, goes = watch(p), watch(p)
+    goes.listen(lambda at: None)
+    if end == "close":
+        goes.close()
+    else:
+        del goes
+    backward(p)
+    assert ran == ["before"]
+    assert is_fresh(stays)
