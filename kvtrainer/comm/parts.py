@@ -22,7 +22,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 
 _STEP = 4096
-"""Bytes of whose multiples the longest parts are."""
+"""Bytes, a page: the length of the longest parts of a round is rounded up to a multiple of it."""
 _WHOLE = 1024
 """Elements of whose multiples parts are: whole lines, in whole units of every kernel."""
 _LEAST, LONGEST = 8 * _STEP, 256 * _STEP
