@@ -59,7 +59,7 @@ class GradientTracker:
         # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them, or a graph
         # does; of a parameter whose node we do not hold the hook does nothing.
         self._nodes: list[Node | None] = [None] * count
-        # Others may hold the node too, and would call hooks that are left there, which do nothing, as long as they live.
+        # Others may hold the node, too, and would go on to call the hooks that are left there, which do nothing.
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
