@@ -558,6 +558,22 @@ class StepPipeline:
             again: evaluates the loss again.
             options: the numbers of the update; None for those of the groups.
         """
+        try:
+            return self._update_here(present, scale, again, options)
+        except Exception:
+            raise  # as on all workers: nothing has changed
+        except BaseException as error:
+            self.link.miss(error)
+            raise
+
+    def _update_here(
+        self,
+        present: Sequence[bool],
+        scale: float,
+        again: Callable[[], Any] | None,
+        options: dict[str, Any] | None,
+    ) -> Verdict:
+        """Do as `update_here`, on this worker alone."""
         if options is None:
             options = self._numbers(present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:

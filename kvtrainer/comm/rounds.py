@@ -582,6 +582,8 @@ class Rounds:
             error = _torn(table, outcome, reason)
             if error is not None:
                 self.tables.broken[table.index] = error
+            if not all(outcome.values()):
+                self.tables.failed[table.index] = table.round
             self.tables.round[table.index] = max(table.round + 1, *following.get(table.name, ()), -1)
 
     def _abort(

@@ -69,6 +69,10 @@ class RemoteTable:
         """Why one cannot go on with the table; None while its servers agree on the last round."""
         return self._tables.broken.get(self.index)
 
+    def stands(self, round_: int) -> bool:
+        """Tell whether a round that this worker was in counts for the others, whatever became of it here."""
+        return self.round > round_ and self._tables.failed.get(self.index) != round_
+
     def slot_of(self, piece: Slice) -> int:
         """The number of a slice on its server."""
         if self._at is None:
@@ -117,6 +121,8 @@ class Tables:
         self.held = np.zeros((num_servers, 0), np.int64)
         """Of the weights in the arena of items that are `kept`."""
         self.broken: dict[int, KVStoreError] = {}
+        self.failed: dict[int, int] = {}
+        """Table (index) → its last round that did not count, as far as servers have said so."""
 
     def add(self, name: str, plan: Plan) -> RemoteTable:
         """Note a table that servers are yet to number."""

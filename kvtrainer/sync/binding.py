@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvstore_server.errors import describe
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
@@ -132,6 +133,8 @@ class Binding:
         """New weights of the last round that are still to come."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
+        self._missed: KVStoreError | None = None
+        """Why the weights here are no longer those of the other workers; None while they are."""
         self.is_lost = False
         """Whether the last call of `round` raised when servers and other workers may have had something of it."""
 
@@ -274,6 +277,7 @@ class Binding:
         """
         assert self.exchange is not None
         self.is_lost = False
+        self._check_level()
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
@@ -297,9 +301,11 @@ class Binding:
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
-        except BaseException:
+        except BaseException as error:
             # Interrupted, it may have left some of the new weights here.
             self.is_lost = True
+            if self.holder is not None and self.holder.was_missed:
+                self.miss(error)
             layout.accept_writes(self.has_weights)
             raise
         finally:
@@ -315,6 +321,19 @@ class Binding:
             if not layout.has_replicas:
                 arena.zeros = frozenset(rows)
         return outcome
+
+    def miss(self, error: BaseException) -> None:
+        """Note that this worker lacks an update that others have made, if workers make updates."""
+        if self.num_workers > 1 and not self.updates_weights and self._missed is None:
+            self._missed = KVStoreError(
+                f"an update that the other workers have made was interrupted here ({describe(error)}), so the weights "
+                "here are no longer theirs. Restart the job from its last saved states"
+            )
+
+    def _check_level(self) -> None:
+        """Raise KVStoreError if this worker lacks an update."""
+        if self._missed is not None:
+            raise self._missed
 
     def _foresee(self) -> bytes:
         """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
@@ -386,6 +405,7 @@ class Binding:
     def shadow(self, arena: Arena) -> Shadowed:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
+        self._check_level()
         self._is_told = False  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
         if self.exchange.updates_weights:
@@ -398,6 +418,7 @@ class Binding:
 
     def assign(self, layout: Memory) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
+        self._check_level()
         if self.exchange is not None:
             self.exchange.assign(layout.arena.weights, layout.tables.changed())
             layout.tables.are_placed()

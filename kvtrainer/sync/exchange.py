@@ -152,6 +152,8 @@ class StoreExchange(Exchange):
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
+        self.was_missed = False
+        """Whether the last round that was `run` raised here, although it counts for the other workers."""
         self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
@@ -285,6 +287,7 @@ class StoreExchange(Exchange):
             rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
             born=born, unread=unread, mapped=self.mapped,
         )  # fmt: skip
+        number, self.was_missed = self._table.round, False
         try:
             given = contribution if self._host is None else self._host.before(contribution)
             ticket = self._client.rounds.start(given)
@@ -294,6 +297,7 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._tell_torn(error)
+            self.was_missed = self._table.stands(number)
             raise
         if self.mapped is not None:
             self._check_mapped(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.nn import Parameter
 import kvtrainer
 from kvtrainer import Trainer
 from kvtrainer.amp import GradScaler
-from kvtrainer.errors import NonFiniteGradientError, PlanMismatchError
+from kvtrainer.errors import KVStoreError, NonFiniteGradientError, PlanMismatchError
 from kvtrainer.kvstore import DistKVStore, create
 from tests.support.jobs import Job, Results, run_job
+from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
 
@@ -462,3 +464,38 @@ def test_two_trainers_with_the_same_names_have_options_of_their_own(jobs: Server
     assert first == second
     assert first[-1] == [-3.0, -3.0]
     assert first[-2] == pytest.approx([-math.sqrt(0.5)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_summed", [True, False], ids=["in the update", "before the sum is here"])
+def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on(
+    jobs: Servers, is_summed: bool
+) -> None:
+    """Its weights would be others from then on, and nobody would notice."""
+    is_updated = threading.Event()
+
+    def scenario(kv: DistKVStore, rank: int) -> None:
+        p, trainer = trainer_of(kv, False)
+        push(trainer, p)
+        if rank == 0:
+            push(trainer, p)
+            is_updated.set()
+            return
+        pipeline: Any = trainer._pipeline
+        session: Any = pipeline.link.holder._client.rounds._session
+
+        def interrupted(*_: Any) -> None:
+            del session.wait
+            is_updated.wait(LIMIT)
+            raise KeyboardInterrupt
+
+        if is_summed:
+            pipeline.states.here[0].apply = _interrupted
+        else:
+            session.wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            push(trainer, p)
+        for go_on in (trainer.step, trainer.set_data):
+            with pytest.raises(KVStoreError, match="an update that the other workers have made"):
+                go_on()
+
+    jobs.results(2, 1, scenario)
