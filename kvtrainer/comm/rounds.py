@@ -79,11 +79,11 @@ class Rounds:
         round_ = Round(contribution, session, is_read)
         round_.is_asked_along = asks_along
         key = tuple([table.index for table in tables])
-        self.open.update(dict.fromkeys(key, round_))
         if goes_far:
             self._pulled.difference_update(key)
             self._filled.difference_update(key)
         try:
+            self.open.update(dict.fromkeys(key, round_))
             ahead = self._ahead.get(key[0]) if len(key) == 1 and not is_read else None
             if ahead is not None:
                 self._renew(ahead, tables[0])

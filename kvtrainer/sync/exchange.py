@@ -297,7 +297,8 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._tell_torn(error)
-            self.was_missed = self._table.stands(number)
+            is_open = self._table.index in self._client.rounds.open  # it was interrupted at its very end
+            self.was_missed = is_open or self._table.stands(number)
             raise
         if self.mapped is not None:
             self._check_mapped(weights)

@@ -67,12 +67,13 @@ class Awaited:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._is_over = False
+        # First: whoever interrupts the rest has it ended.
+        self._leaving = weakref.finalize(self, _leave, weakref.ref(self))
         kind = _coming_class(_COMPILER in sys.modules)
         for parameter in parameters:
             if type(parameter) is Parameter:
                 vars(parameter)[_AWAITED] = self
                 parameter.__class__ = kind
-        self._leaving = weakref.finalize(self, _leave, weakref.ref(self))
 
     @torch.inference_mode(False)
     def wait(self) -> None:

@@ -12,9 +12,10 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.sync.overlap_pull import Coming
+from kvtrainer.sync.overlap_pull import Awaited, Coming
 from tests.integration import test_overlap
 from tests.integration.test_overlap import Case, plain
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -666,3 +667,27 @@ def test_long_weights_are_whole_before_any_is_read(
         calls = [Call(lambda kv=kv, r=r, on=on: train(kv, r, on)) for r, kv in enumerate(stores)]
         found.append([call.outcome() for call in calls])
     assert same(*found)
+
+
+class Interrupted(list[Any]):
+    """Parameters of which somebody who goes through them the first time sees one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first, *others = list(self[:])
+        yield first
+        if not hasattr(self, "is_seen"):
+            self.is_seen = True
+            raise KeyboardInterrupt
+        yield from others
+
+
+def test_parameters_can_be_read_although_a_step_was_interrupted_while_they_became_such_that_wait() -> None:
+    parameters = Interrupted([Parameter(torch.ones(2)), Parameter(torch.ones(2))])
+    exchange, ends = mock.Mock(), list[Any]()
+    exchange.wait_for.return_value = True
+    keys = {id(p): key for key, p in enumerate(parameters[:])}
+    with pytest.raises(KeyboardInterrupt):
+        Awaited(exchange, mock.Mock(), parameters, keys, lambda came, error: ends.append(error))
+    assert [p.sum().item() for p in parameters] == [2.0, 2.0]
+    assert ends == [None]
+    assert all(type(p) is Parameter for p in parameters)

@@ -466,9 +466,9 @@ def test_two_trainers_with_the_same_names_have_options_of_their_own(jobs: Server
     assert first[-2] == pytest.approx([-math.sqrt(0.5)] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("is_summed", [True, False], ids=["in the update", "before the sum is here"])
+@pytest.mark.parametrize("moment", ["before the sum is here", "while the round ends", "in the update"])
 def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on(
-    jobs: Servers, is_summed: bool
+    jobs: Servers, moment: str
 ) -> None:
     """Its weights would be others from then on, and nobody would notice."""
     is_updated = threading.Event()
@@ -481,17 +481,19 @@ def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on
             is_updated.set()
             return
         pipeline: Any = trainer._pipeline
-        session: Any = pipeline.link.holder._client.rounds._session
+        rounds: Any = pipeline.link.holder._client.rounds
+        place, name = {
+            "before the sum is here": (rounds._session, "wait"),
+            "while the round ends": (rounds, "_end"),
+            "in the update": (pipeline.states.here[0], "apply"),
+        }[moment]
 
         def interrupted(*_: Any) -> None:
-            del session.wait
+            delattr(place, name)
             is_updated.wait(LIMIT)
             raise KeyboardInterrupt
 
-        if is_summed:
-            pipeline.states.here[0].apply = _interrupted
-        else:
-            session.wait = interrupted
+        setattr(place, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             push(trainer, p)
         for go_on in (trainer.step, trainer.set_data):
