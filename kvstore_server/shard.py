@@ -210,10 +210,13 @@ class Shard:
             with self.storage.lent_key(home) as weight:
                 put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
+        # What one rank gives as it is needs no wider dtype, through which NaNs would lose bits.
+        is_sum = len(contributions) != 1 or contributions[0].scale != 1.0
+        is_sum = is_sum or not all([isinstance(run.payload, Tensor) for run in contributions[0].runs])
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, part, present = chunk.block, chunk.place, chunk.present
             weight = self.storage.lend(chunk.first, chunk.end)
-            is_direct = present is None and weight.dtype == compute_dtype(block.dtype)
+            is_direct = present is None and (not is_sum or weight.dtype == compute_dtype(block.dtype))
             total = self._sums.total(chunk, contributions, weight if is_direct else None)
             if present is None and not is_direct:
                 weight.copy_(total)

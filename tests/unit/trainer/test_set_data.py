@@ -334,3 +334,11 @@ def test_weights_in_a_store_are_not_replaced_by_another_trainers_until_they_are_
     stored.set_data()
     stored.step(1)
     assert p.tolist() == [-2.5, -2.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_keep_all_their_bits(dtype: torch.dtype) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    p = Parameter(bits.clone().view(dtype))
+    Trainer([p], "sgd", {"learning_rate": 1.0}, "local", update_on_kvstore=True).set_data()
+    assert torch.equal(p.detach().view(torch.int16), bits)
