@@ -8,7 +8,7 @@ PLOTS := .venv-plots
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: demo flights cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
+.PHONY: demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
 .PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-ray
 
 demo: $(READY)
@@ -17,6 +17,9 @@ demo: $(READY)
 flights: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/flights.py --table dense
+
+embeddings: $(READY)
+	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/embeddings.py
 
 cnn: $(READY)
 	$(BIN)/python examples/cnn.py --config examples/cnn.json
@@ -37,7 +40,7 @@ uneven: $(READY)
 		$(BIN)/kvlaunch -n 4 -s 1 -- $(BIN)/python examples/uneven.py --kvstore $$kvstore || exit 1; \
 	done
 
-examples: demo flights cnn gan characters uneven
+examples: demo flights embeddings cnn gan characters uneven
 
 .PHONY: examples figures notebooks docs
 # Runs the examples anew, those of Lightning and Ray too, and draws what they find; minutes.
@@ -107,7 +110,7 @@ imports: $(READY)
 # Setuptools would pack all that it finds in build/lib, also modules of an earlier build that are gone since.
 wheel: $(READY)
 	rm -rf build/lib
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build --quiet --wheel
 
 # Reads pages and sources, and imports nothing of ours. To look at it: python3 -m http.server -d build/site
 docs: $(DOCS)/.ready

@@ -10,9 +10,13 @@ python=$1
 shift
 cd "$(dirname "$0")/.."
 root=$PWD
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# By a name like python3.10 pyenv runs that version only where it is asked for it.
+its_python() {
+    PYENV_VERSION=${python##*python} "$python" "$@"
+}
+version=$(its_python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 environment=$root/.venv-$version
-[ -x "$environment/bin/python" ] || "$python" -m venv "$environment"
+[ -x "$environment/bin/python" ] || its_python -m venv "$environment"
 wheel=$(ls -t dist/kvtrainer-*.whl | head -1)
 "$environment/bin/pip" install --quiet --disable-pip-version-check "$wheel[test,watch,examples]"
 "$environment/bin/pip" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheel"

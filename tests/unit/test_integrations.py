@@ -106,7 +106,7 @@ def test_a_framework_of_a_version_within_the_range_is_taken(
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_extra_of_a_framework_installs_the_versions_that_its_integration_takes(framework: str) -> None:
-    source = (ROOT / "kvtrainer/integrations" / f"{framework}.py").read_text()
+    source = (Path(integrations.__file__).parent / f"{framework}.py").read_text()
     line = next(one for one in source.splitlines() if one.startswith("with needing("))
     _, low, high = ast.literal_eval(line.removeprefix("with needing").removesuffix(":"))
     wanted = f"{framework}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
