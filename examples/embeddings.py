@@ -1,6 +1,7 @@
 """Word vectors with row-sparse gradients, on any number of workers and parameter servers.
 
     kvlaunch -n 2 -s 2 -- python examples/embeddings.py
+    python examples/embeddings.py                             # one process, no servers
 
 The model guesses a word from the three before it. The text is the language reference that comes with Python. Words
 are hashed to the rows of a table; a batch touches a small part of it, and only those rows travel to the servers. At
@@ -13,8 +14,10 @@ import re
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pydoc_data.topics import topics
 
+import common
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +26,7 @@ import kvtrainer
 ROWS, WIDTH, CONTEXT = 20_000, 16, 3
 GUESSED = 500
 """So many of the most frequent words are guessed; the others are context only."""
-BATCH, STEPS, LEARNING_RATE = 256, 200, 0.1
+BATCH, STEPS, EVERY, LEARNING_RATE = 256, 200, 20, 0.1
 EPSILON = 1e-3
 """So large that Adagrad does not blow the rounding error of a tiny first gradient up to a whole learning rate."""
 
@@ -52,62 +55,65 @@ def batches(count: int) -> list[Tensor]:
     return [torch.randint(count, (BATCH,), generator=gen) for _ in range(STEPS)]
 
 
-def plain(before: Tensor, words: Tensor) -> nn.Module:
-    """The whole job in one process, with torch.optim.Adagrad."""
+def loss_of(net: nn.Module, before: Tensor, words: Tensor) -> float:
+    """Mean loss over the whole text."""
+    with torch.no_grad():
+        return nn.functional.cross_entropy(net(before), words).item()
+
+
+def plain(before: Tensor, words: Tensor) -> tuple[nn.Module, list[float]]:
+    """The whole job in one process, with torch.optim.Adagrad; and the loss after every EVERY steps."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch.optim warns unless one decides
-    net = build()
+    net, losses = build(), []
     optimizer = torch.optim.Adagrad(net.parameters(), lr=LEARNING_RATE, eps=EPSILON)
-    for batch in batches(len(words)):
+    for step, batch in enumerate(batches(len(words)), 1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(before[batch]), words[batch]).backward()
         optimizer.step()
-    return net
+        if step % EVERY == 0:
+            losses.append(loss_of(net, before, words))
+    return net, losses
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
-    kv = kvtrainer.kvstore.create("dist_sync")
+    options = common.parser(__doc__).parse_args(argv)
     before, words = load()
-    net = build()
-    options = {"learning_rate": LEARNING_RATE, "epsilon": EPSILON}
-    trainer = kvtrainer.Trainer(net, "adagrad", options, kvstore=kv)
-    touched = losses = 0.0
+    net, losses, touched = build(), [], 0.0
+    adagrad = {"learning_rate": LEARNING_RATE, "epsilon": EPSILON}
+    trainer = kvtrainer.Trainer(net, "adagrad", adagrad, kvstore=options.kvstore)
     for step, batch in enumerate(batches(len(words)), 1):
-        mine = batch[kv.rank :: kv.num_workers]
-        loss = nn.functional.cross_entropy(net(before[mine]), words[mine], reduction="sum")
-        loss.backward()
+        mine = batch[trainer.rank :: trainer.num_workers]
+        nn.functional.cross_entropy(net(before[mine]), words[mine], reduction="sum").backward()
         trainer.step(len(batch))
         touched += before[mine].unique().numel() / STEPS
-        losses += loss.item() / len(mine)
-        if kv.rank == 0 and step % 50 == 0:
-            print(f"step {step:3}  loss {losses / 50:.3f}")
-            losses = 0.0
-    if kv.rank == 0:
+        if trainer.rank == 0 and step % EVERY == 0:
+            losses.append(loss_of(net, before, words))
+            print(f"step {step:3}  loss {losses[-1]:.3f}")
+    if trainer.rank == 0:
         print(f"a step of this worker touched {touched:.0f} of {ROWS} rows, on average")
-        check(net, before, words)
-    kv.barrier()
+        by_frequency, plain_losses = check(net, before, words)
+        found = {"loss": losses, "plain_pytorch": plain_losses, "by_frequency": by_frequency}
+        common.save(options.out, every=EVERY, touched=touched, **found)
     trainer.close()
-    kv.close()
 
 
-def check(net: nn.Module, before: Tensor, words: Tensor) -> None:
-    """Compare with plain PyTorch and with guessing by frequency; ends the job with an error if something is off."""
-    pairs = zip(net.parameters(), plain(before, words).parameters(), strict=True)
-    difference = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(net(before), words).item()
+def check(net: nn.Module, before: Tensor, words: Tensor) -> tuple[float, list[float]]:
+    """Compare with guessing by frequency and plain PyTorch; return their losses."""
+    reference, plain_losses = plain(before, words)
+    pairs = zip(net.parameters(), reference.parameters(), strict=True)
+    off = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     share = torch.bincount(words, minlength=GUESSED).double() / len(words)
-    by_frequency = -(share * share.log()).sum().item()
+    loss, by_frequency = loss_of(net, before, words), -(share * share.log()).sum().item()
     unused = torch.ones(ROWS, dtype=torch.bool)
     unused[before.unique()] = False
     first, last = build().get_parameter("0.weight")[unused], net.get_parameter("0.weight")[unused]
-    print(
-        f"loss {loss:.3f}, {by_frequency:.3f} by frequency; max |Δw| against plain PyTorch {difference:.1e}"
-    )
+    print(f"loss {loss:.3f}, {by_frequency:.3f} by frequency; max |Δw| against plain PyTorch {off:.1e}")
     print(f"{len(first)} rows of no word: {'unchanged' if torch.equal(first, last) else 'changed'}")
-    if loss > by_frequency - 0.5 or difference > 1e-5 or not torch.equal(first, last) or not len(first):
+    if loss > by_frequency - 0.5 or off > 1e-5 or not torch.equal(first, last) or not len(first):
         sys.exit("the result is not what it should be")
     print("all checks passed")
+    return by_frequency, plain_losses
 
 
 if __name__ == "__main__":

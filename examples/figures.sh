@@ -14,6 +14,7 @@ job 2 2 characters characters --steps 600
 for table in sparse dense stored; do
     job 2 2 flights "flights_$table" --table "$table"
 done
+job 2 2 embeddings embeddings
 for slow in one turns; do
     for kvstore in dist_sync dist_ssp dist_async; do
         job 4 1 uneven "uneven_${slow}_$kvstore" --kvstore "$kvstore" --slow "$slow" --batch-seconds 0.05 --seconds 20

@@ -62,6 +62,18 @@ def characters(folder: Path) -> None:
     pyplot.legend()
 
 
+def embeddings(folder: Path) -> None:
+    """Loss by step beside that of a plain PyTorch loop, and what guessing by frequency costs."""
+    found = read(folder, "embeddings")
+    steps = [found["every"] * (at + 1) for at in range(len(found["loss"]))]
+    pyplot.plot(steps, found["plain_pytorch"], "o", mfc="none", ms=8, label="plain PyTorch, one process")
+    pyplot.plot(steps, found["loss"], ".-", label="2 workers, 2 servers")
+    label = f"guessing by frequency: {found['by_frequency']:.2f}"
+    pyplot.axhline(found["by_frequency"], color="gray", ls="--", label=label)
+    pyplot.gca().set(xlabel="step", ylabel="loss of a guessed word")
+    pyplot.legend()
+
+
 def gan(folder: Path) -> None:
     """Digits that were drawn, and how good they were meanwhile."""
     found = read(folder, "gan")
@@ -91,7 +103,7 @@ def main() -> None:
     matplotlib.use("Agg")
     pyplot.rcParams.update(STYLE)
     figures.mkdir(parents=True, exist_ok=True)
-    for draw in (digits, ray, flights, cnn, gan, characters, uneven):
+    for draw in (digits, ray, flights, embeddings, cnn, gan, characters, uneven):
         pyplot.figure()
         draw(results)
         pyplot.savefig(figures / f"{draw.__name__}.svg", metadata={"Date": None})

@@ -39,6 +39,12 @@ def test_the_figures_and_targets_of_the_page_exist() -> None:
     assert [name for name in targets if f"\n{name}: " not in MAKEFILE] == []
 
 
+def test_each_make_target_of_an_example_is_on_the_page() -> None:
+    targets = re.search(r"^examples: (.*)$", MAKEFILE, re.MULTILINE)
+    assert targets is not None
+    assert [name for name in targets[1].split() if f"\nmake {name}\n" not in PAGE] == []
+
+
 def test_the_page_says_what_was_found() -> None:
     digits, characters, gan = found("digits"), found("characters"), found("gan")["seen"]
     assert digits["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
@@ -50,6 +56,14 @@ def test_the_page_says_what_was_found() -> None:
     assert f"costs {characters['by_counts']:.2f}." in PAGE.replace("\n", " ")
     assert f"{gan[-1][1]:.0%}".replace("%", " %") in PAGE
     assert f"falls from {gan[0][2]:.0f} to {gan[-1][2]:.0f}." in PAGE
+
+
+def test_the_page_says_what_word_vectors_cost() -> None:
+    words, said = found("embeddings"), PAGE.replace("\n", " ")
+    assert words["loss"] == pytest.approx(words["plain_pytorch"], abs=1e-4)
+    assert f"touches {words['touched']:.0f} of them" in said
+    assert f"the loss is {words['loss'][-1]:.2f};" in said
+    assert f"costs {words['by_frequency']:.2f}." in said
 
 
 def test_the_page_says_how_many_bytes_rows_save() -> None:
