@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Event, Thread
 
 import pytest
@@ -22,6 +23,10 @@ from tests.support.limits import LIMIT
 from tests.support.processes import ROOT
 from tests.unit.watch.test_job import job, seen, server, worker
 
+WITH_CHROMIUM = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="there is no chromium to open the page"
+)
+
 
 def view() -> View:
     before = server(job([worker(0), worker(1)]))
@@ -31,13 +36,13 @@ def view() -> View:
     return seen([before], [now])
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    """A page that has seen one view, and goes on until the tests are over."""
+@contextmanager
+def showing(one: View) -> Iterator[Page]:
+    """A page that has seen one view, and goes on until the block ends."""
     shown, over = Event(), Event()
 
     def views() -> Iterator[View]:
-        yield view()
+        yield one
         shown.set()
         over.wait(LIMIT)
 
@@ -49,6 +54,19 @@ def page() -> Iterator[Page]:
     over.set()
     thread.join(LIMIT)
     assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with showing(view()) as page:
+        yield page
+
+
+def in_browser(page: Page) -> str:
+    """The body of the page as HTML, once a browser has run its script."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
+    shown = subprocess.run(["chromium", *flags, page.url], capture_output=True, text=True, timeout=LIMIT)
+    return shown.stdout.partition("<body>")[2].partition("<script>")[0]
 
 
 def fetch(url: str, **headers: str) -> bytes:
@@ -129,15 +147,27 @@ def test_old_views_are_dropped() -> None:
     assert len(json.loads(page.answer("/view.json", "localhost")[2])) == HISTORY
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium to open the page")
+@WITH_CHROMIUM
 def test_a_browser_shows_who_is_late(page: Page) -> None:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-    shown = subprocess.run(["chromium", *flags, page.url], capture_output=True, text=True, timeout=LIMIT)
-    text = re.sub(r"<[^>]+>", " ", shown.stdout.partition("<body>")[2].partition("<script>")[0])
+    text = re.sub(r"<[^>]+>", " ", in_browser(page))
     assert "The others wait for rank 1 (host:1) 75 % of the time." in text
     assert "rounds a second: 3.0" in text
     assert "round 10 waits for rank 0, 1.0 s" in text
     assert "round 9 " not in text, "that is part of a round"
+
+
+@WITH_CHROMIUM
+def test_a_rank_is_red_where_the_others_wait_for_it_often(page: Page) -> None:
+    assert '<p id="slowest" class="bad">' in in_browser(page)
+
+
+@WITH_CHROMIUM
+def test_a_rank_is_not_red_where_the_others_wait_for_it_now_and_then() -> None:
+    before, now = (server(job([worker(0), worker(1, late)])) for late in (0.0, 0.2))
+    with showing(seen([before], [now])) as page:
+        body = in_browser(page)
+    assert "10 % of the time." in body
+    assert 'class="bad"' not in body
 
 
 def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
