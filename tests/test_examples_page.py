@@ -31,6 +31,12 @@ def test_every_example_is_on_the_page() -> None:
     assert [name for name in programs if f"examples/{name}" not in PAGE] == []
 
 
+def test_every_example_takes_the_store_that_it_is_given() -> None:
+    given = {script.name: script.read_text() for script in SCRIPTS if "common.parser(" in script.read_text()}
+    assert len(given) >= 6
+    assert [name for name, text in given.items() if "options.kvstore" not in text] == []
+
+
 def test_the_figures_and_targets_of_the_page_exist() -> None:
     figures = re.findall(r"\((figures/\w+\.svg)\)", PAGE)
     assert [name for name in figures if not (ROOT / "docs" / name).exists()] == []
