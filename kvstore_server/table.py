@@ -425,7 +425,8 @@ class Table:
         """Bring the weights of workers to the present version; what has changed by rows goes as rows from now on."""
         for key, pieces in self.unit.stacks.items():
             own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
-            if own and self._changed_rows(key, deltas.version):
+            rows = self._changed_rows(key, deltas.version) if own else None
+            if rows and any(ids is not None for ids in rows.values()):  # else whole keys have changed
                 deltas.leave(own, self.version)
         deltas.follow(self.version)
 
