@@ -21,6 +21,7 @@ _BUCKET = 25 << 20
 CODECS = {
     "bf16": {"type": "bf16", "pull": "bf16"},
     "1bit": {"type": "1bit", "pull": "ternary"},
+    "ternary": {"type": "ternary", "pull": "ternary"},
     "topk": {"type": "topk", "pull": "topk"},
 }
 """What a Trainer is told of compression, by the name of a store."""
