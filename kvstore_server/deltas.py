@@ -88,7 +88,9 @@ class Deltas:
             changes = {slot: self._change(slot, weights) for slot, weights in self.weights.items()}
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])
             self._steps.append(_Step(self.version, changes, nbytes))
-            most = sum([weights.nbytes for weights in self.weights.values()]) // 2
+            # Half precision is encoded as float32, so a byte for each number is as much as half of its weights there.
+            numbers = [(len(one), compute_dtype(_name(one)).itemsize) for one in self.weights.values()]
+            most = sum([numel * itemsize for numel, itemsize in numbers]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
         self.version = version

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvstore_server.codec import torch_dtype
+from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
@@ -125,10 +125,13 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
 def size_of_deltas(plan: Plan, server: int) -> int:
     """Return the bytes that a table needs more on one server if new weights go to workers as encoded changes.
 
-    They are the weights that workers have, half as much for changes that are kept, and what is worked with.
+    They are the weights that workers have, changes that are kept, half as long as those in the dtype of computation,
+    and what is worked with.
     """
-    sizes = [piece.length * SIZES[piece.dtype] for piece in plan.resident_slices_of(server)]
-    return sum(sizes) * 3 // 2 + 4 * max(sizes, default=0)
+    pieces = plan.resident_slices_of(server)
+    weights = sum([piece.length * SIZES[piece.dtype] for piece in pieces])
+    computed = [piece.length * compute_dtype(piece.dtype).itemsize for piece in pieces]
+    return weights + sum(computed) // 2 + 4 * max(computed, default=0)
 
 
 def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:

@@ -144,6 +144,17 @@ def test_changes_that_are_together_longer_than_half_of_the_weights_are_forgotten
     assert [table.deltas.parts(table.slot, held)[1] for held in range(4)] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["ternary", "int8", "topk", "2bit"])
+def test_who_lacks_the_last_change_is_sent_that_in_fewer_bytes_than_weights(kind: str, dtype: str) -> None:
+    table = Table(kind, dtype)
+    table.change(noise(0))
+    table.change(noise(1))
+    given, is_delta = table.deltas.parts(table.slot, 0)
+    assert is_delta
+    assert given.nbytes < 0.52 * table.weights.nbytes
+
+
 def test_no_more_than_some_changes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltas, "STEPS_KEPT", 2)
     table = Table("ternary")
