@@ -426,7 +426,7 @@ class Round:
         layout, outs, unread = leg.layout, self.contribution.outs, self.contribution.unread
         if outs is None:
             return
-        if layout.takes_deltas:
+        if layout.takes_deltas and leg.staged:
             book.held[leg.server, layout.index] = -1  # if this breaks off, all weights come again
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
         if unread:

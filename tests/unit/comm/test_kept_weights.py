@@ -289,6 +289,14 @@ def test_changes_of_a_slice_are_encoded_although_some_of_its_keys_have_no_gradie
         job.check()
 
 
+def test_after_a_round_that_was_skipped_changes_come_as_ever() -> None:
+    job = Job(2, "torch:SGD", "ternary")
+    job.play(dense(job))
+    job.play([job.item(0, job.empty(), rescale=1.0), job.item(1, job.empty(), rescale=1.0, veto=True)])
+    assert {kind for kind, _ in parts_of(job, dense(job)).values()} == {m.DELTA}
+    job.check()
+
+
 def test_weights_of_which_some_were_written_when_a_worker_was_interrupted_all_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
