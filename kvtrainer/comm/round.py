@@ -426,7 +426,8 @@ class Round:
         layout, outs, unread = leg.layout, self.contribution.outs, self.contribution.unread
         if outs is None:
             return
-        if layout.takes_deltas and leg.staged:
+        follows = layout.takes_deltas and not self.is_read  # what is only looked at may go elsewhere
+        if follows and leg.staged:
             book.held[leg.server, layout.index] = -1  # if this breaks off, all weights come again
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
         if unread:
@@ -442,7 +443,10 @@ class Round:
         for at, kind, raw, begin in leg.staged:
             if kept is None or kept[at]:
                 of, piece = layout.table[at], layout.pieces[at]
-                written = _write_staged(layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin)
+                version = leg.came[of] if follows else -1
+                written = _write_staged(
+                    layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin, version
+                )
                 for key, ids in written.items() if notes else ():
                     self.rows.setdefault((layout.at[of], key), []).append(ids)
         if self.contribution.mapped is not None:
@@ -455,7 +459,7 @@ class Round:
         book.newest[leg.server, layout.index[read]] = came[read]
         if not self.is_asked_along:
             book.version[leg.server, layout.index[read]] = came[read]
-        if self.contribution.is_kept or layout.takes_deltas:
+        if self.contribution.is_kept or follows:
             book.held[leg.server, layout.index[read]] = came[read]
 
     def write_early(self, leg: Leg, book: Tables) -> None:
@@ -468,7 +472,8 @@ class Round:
             _part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
         for at, kind, raw, begin in leg.staged:
             of = layout.table[at]
-            _write_staged(layout.tables[of], outs[layout.at[of]], layout.pieces[at], kind, raw, begin)
+            table, piece = layout.tables[of], layout.pieces[at]
+            _write_staged(table, outs[layout.at[of]], piece, kind, raw, begin, leg.came[of])
         self.early.update([layout.pieces[at].index for at in leg.gathered])
         self.early.update([layout.pieces[at].index for at, *_ in leg.staged])
         leg.gathered.clear()
@@ -522,15 +527,17 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
 
 
 def _write_staged(
-    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int
+    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
 ) -> Mapping[int, Tensor | None]:
     """Write new weights: a slice from some element on, or rows of it and of its neighbours. Raises as `Round.write`.
+
+    With a `version`, those that come as changes, or have, are followed.
 
     Returns which rows were written of each key, or of the first one; None where it was something else.
     """
     plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
-    if table.delta_codec is not None and kind in (m.WHOLE, m.DELTA):
-        out.copy_(_followed(table, table.delta_codec, piece, kind, raw)[: piece.used])
+    if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
+        out.copy_(_followed(table, table.delta_codec, piece, kind, raw, version)[: piece.used])
         return {key: None}
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
@@ -563,15 +570,22 @@ def _write_staged(
     return written
 
 
-def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor) -> Tensor:
-    """Follow the weights that all workers have of a slice, by changes or as they are. Raises as `Round.write`."""
+def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor, version: int) -> Tensor:
+    """Follow the weights that all workers have of a slice, by changes or as they are. Raises as `Round.write`.
+
+    They are changed all at once: when it was interrupted and is done again, no changes are added twice.
+    """
     if kind == m.WHOLE:
-        table.followed[piece.index] = raw.view(torch_dtype(piece.dtype)).clone()
+        weights = raw.view(torch_dtype(piece.dtype)).clone()
     elif piece.index not in table.followed:
         raise ProtocolError(f"changes of slice {piece.index} of {table.name!r} came before its weights")
     else:
-        add_changes(codec, raw, table.followed[piece.index])
-    return table.followed[piece.index]
+        known, weights = table.followed[piece.index]
+        if known != version:
+            weights = weights.clone()
+            add_changes(codec, raw, weights)
+    table.followed[piece.index] = version, weights
+    return weights
 
 
 def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:

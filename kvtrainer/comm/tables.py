@@ -28,8 +28,8 @@ class RemoteTable:
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.delta_codec: Codec | None = None
         """How changes of weights are encoded that come in place of weights; None: weights come."""
-        self.followed: dict[int, Tensor] = {}
-        """Slice (by index) → the weights that its next changes are added to, with padding."""
+        self.followed: dict[int, tuple[int, Tensor]] = {}
+        """Slice (by index) → the version and the weights that its next changes are added to, with padding."""
         self._tables = tables
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""

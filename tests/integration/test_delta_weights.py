@@ -241,6 +241,34 @@ def test_contributions_that_count_one_by_one_bring_their_workers_what_they_lack(
         torch.testing.assert_close(found, want, rtol=0, atol=2 * 254 * RATE)
 
 
+def test_weights_that_were_only_looked_at_count_as_not_received(jobs: Servers) -> None:
+    """What another worker changed of row-sparse keys before still comes with the next step."""
+
+    def body(kv: DistKVStore, rank: int) -> Tensor:
+        table = nn.Embedding(5000, 8, sparse=True)
+        nn.init.zeros_(table.weight)
+        trainer = Trainer({"table": table.weight}, "sgd", {"learning_rate": RATE}, kv, INT8)
+
+        def step(row: int) -> None:
+            table(torch.tensor([row])).sum().backward()
+            trainer.step(1)
+            table.zero_grad()
+
+        for row in (0, 1):  # rows come from now on
+            step(row)
+            kv.barrier()
+        for row in (2, 3) if rank else ():
+            step(row)
+        kv.barrier()
+        trainer.pull_weights()
+        step(4)
+        kv.barrier()
+        return table.weight[:4].sum(1).detach().clone()
+
+    mine, _ = jobs.results(2, 2, body, type="dist_async")
+    assert torch.equal(mine, -8 * RATE * torch.tensor([2.0, 2.0, 1.0, 1.0]))
+
+
 def test_delay_compensation_looks_at_the_weights_that_a_worker_has(jobs: Servers) -> None:
     """Of sixteen changes the largest comes back, and the second update makes up for the others."""
 

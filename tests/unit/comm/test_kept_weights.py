@@ -373,3 +373,39 @@ def test_weights_that_were_used_before_their_round_was_taken_back_all_come_again
         first.wait(begun)
     job.play(both)
     job.check()
+
+
+def test_changes_that_were_added_before_an_interrupt_are_not_added_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With overlap_pull a loop may be interrupted while it waits for some weights, and go on."""
+    job = Job(2, "torch:SGD", "int8")
+    job.play(dense(job))
+    mine, theirs = dense(job)
+    first, second = (client.rounds for client in job.clients)
+    plan = job.tables[0].plan
+    key = next(k for k in range(len(SPECS)) if {piece.server for piece in plan.slices_with(k)} == {0})
+    begun = first.start(mine)
+    session = second._session
+    transport, session.transport = session.transport, Deaf(session.transport, 1)
+    late = second.start(theirs)
+    session.transport = transport
+    calls = list[int]()
+
+    def interrupted(*given: Any) -> Any:
+        written = write(*given)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return written
+
+    write = round._write_staged
+    with monkeypatch.context() as patch:
+        patch.setattr(round, "_write_staged", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.wait_for(begun, key)
+    [lost] = [leg for leg in late.legs if leg.server == 1]
+    second._send_again(late, lost, lost.given)
+    second.wait(late)
+    first.wait(begun)
+    job.check()
