@@ -441,34 +441,35 @@ class Ternary(Codec):
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
         for part, scales, numbers in _rows(total, codes, self.unit, 2):
-            magnitudes = np.abs(part, spare[: part.size].reshape(part.shape))
-            is_fine &= bool(magnitudes.max() <= self.largest)
-            is_sent = magnitudes > 0.7 * magnitudes.mean(1, keepdims=True)
-            np.multiply(magnitudes, is_sent, magnitudes)
-            sizes = np.maximum(is_sent.sum(1, keepdims=True), 1)
-            scale = (magnitudes.sum(1, keepdims=True) / sizes).astype(np.float32)
-            scales[:] = scale.view(np.uint8)
-            above, below = flags = np.zeros((2, len(part), 4 * numbers.shape[1]), np.bool_)
-            flags[:, :, : part.shape[1]] = is_sent
-            above[:, : part.shape[1]] &= part > 0
-            below[:, : part.shape[1]] &= part < 0
+            values = np.abs(part, spare[: part.size].reshape(part.shape))
+            sums = values.sum(1, keepdims=True)
+            is_fine &= bool(sums.max() <= self.largest)
+            limit = sums * part.dtype.type(0.7 / part.shape[1])
+            above, below = flags = np.empty((2, len(part), 4 * numbers.shape[1]), np.bool_)
+            flags[:, :, part.shape[1] :] = False
+            np.greater(part, limit, above[:, : part.shape[1]])
+            np.less(part, -limit, below[:, : part.shape[1]])
             numbers[:] = _two_bits(above, below)
-            self._read(scales, numbers, magnitudes)
-            np.subtract(part, magnitudes, part)
+            self._signs(numbers, values)
+            sent, count = (np.einsum("ij,ij->i", values, other)[:, None] for other in (part, values))
+            scale = (sent / np.maximum(count, 1)).astype(np.float32)
+            scales[:] = scale.view(np.uint8)
+            _times(values, scale, values)
+            np.subtract(part, values, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
         for part, scales, numbers in _rows(values, codes, self.unit, 2):
-            self._read(scales, numbers, part)
+            self._signs(numbers, part)
+            _times(part, _scale(scales), part)
 
-    def _read(self, scales: Bytes, numbers: Bytes, values: Numbers) -> None:
-        """Overwrite `values`, a row for each unit, with what their codes say."""
+    def _signs(self, numbers: Bytes, values: Numbers) -> None:
+        """Overwrite `values`, a row for each unit, with −1, 0 and 1, as their codes say."""
         row = values.shape[1]
         if row % 4:
             _look_up(_SIGNS[values.dtype.char], numbers[0], values[0])
         else:
             _look_up(_SIGNS[values.dtype.char], numbers.reshape(-1), values.reshape(-1))
-        _times(values, _scale(scales), values)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
