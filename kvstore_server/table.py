@@ -396,6 +396,8 @@ class Table:
         if self.unit not in self.shard.undos or self._last_rank != whose:
             return False
         self.shard.undo(self.unit)
+        if self.deltas is not None:
+            self.deltas.begin_anew()  # workers may have been told of a part of it
         self.version += 1  # also the way back is a change
         self.undone += 1
         return True
