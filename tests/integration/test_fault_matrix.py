@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,6 +76,8 @@ class Job:
 
     def own_fate(self) -> str:
         """What became of rank 1, which has an error: its class."""
+        with suppress(BrokenPipeError):  # it has ended
+            self.other.go()
         code, stderr = self.other.end()
         assert code == 1, stderr
         return stderr.strip().splitlines()[-1].partition(":")[0].rpartition(".")[2]

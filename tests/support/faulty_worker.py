@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 import kvtrainer
+from kvtrainer.errors import ServerLostState, ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import LIMIT
 from tests.support.processes import Call, eventually
@@ -109,8 +110,13 @@ def main() -> None:
     )
     assert isinstance(kv, DistKVStore)
     training = Training(kv, how == "trainer")
-    while True:
-        training.step()
+    try:
+        while True:
+            training.step()
+    except (ServerLostState, ServerUnreachableError):
+        # Were this worker to leave first, the other one might hear of that before it sees for itself.
+        sys.stdin.readline()
+        raise
 
 
 if __name__ == "__main__":
