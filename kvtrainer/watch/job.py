@@ -64,6 +64,8 @@ class Worker(NamedTuple):
     """Of its own, where rounds are not all ranks'; -1 otherwise."""
     is_done: bool
     """It has no more data."""
+    behind: int | None = None
+    """How many rounds fewer it has made than the one that is furthest; None where rounds are all ranks'."""
 
     @property
     def is_here(self) -> bool:
@@ -98,6 +100,12 @@ class Job(NamedTuple):
         """The worker that the others waited for longest; None where nobody had to wait."""
         late = [one for one in self.workers if one.late > 0]
         return max(late, key=lambda one: one.late, default=None)
+
+    @property
+    def last(self) -> Worker | None:
+        """The worker that is furthest behind the first; None where rounds are all ranks', or nobody is behind."""
+        behind = [one for one in self.workers if one.is_here and one.behind]
+        return max(behind, key=lambda one: one.behind or 0, default=None)
 
     @property
     def longest_wait_seconds(self) -> float:
@@ -178,10 +186,16 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
         max([now["rounds"] - before["rounds"] for before, now in known]) / seconds,
         max([now["updates"] for _, now in known]),
         max([now["keys"] for _, now in known]),
-        [_worker(known, rank, seconds) for rank in ranks],
+        _with_distances([_worker(known, rank, seconds) for rank in ranks]),
         _waits([Wait(**one) for _, now in known for one in now["waits"]]),
         list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
     )
+
+
+def _with_distances(workers: list[Worker]) -> list[Worker]:
+    """Have workers that make rounds of their own say how far they are behind the first of them."""
+    first = max([one.round for one in workers], default=-1)
+    return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
 def _waits(told: Sequence[Wait]) -> list[Wait]:

@@ -201,5 +201,6 @@ _OF_WORKERS = {
     "steps": "Steps a second",
     "samples": "Examples a second, where the script tells",
     "loss": "The last loss that the script has told",
+    "behind": "Rounds that it has made fewer than the first worker, where rounds are each worker's own",
     "silence": "Seconds since its last sign; -1: it is not there",
 }

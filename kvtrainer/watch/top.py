@@ -118,6 +118,8 @@ def render(view: View) -> Any:
     parts: list[Any] = [_servers_table(view.servers)]
     for job in view.jobs:
         parts.append(_workers_table(job))
+        if job.last is not None:
+            parts.append(f"rank {job.last.rank} is {job.last.behind} rounds behind the first")
         parts += [
             _plain(f"waits {one.seconds:.1f} s: {one.what}, for {_ranks(one.missing)}", "yellow")
             for one in job.waits

@@ -143,3 +143,17 @@ def test_a_view_as_values_survives_json() -> None:
 def test_the_mode_names_its_staleness(mode: str, shown: str) -> None:
     facts = server(job([worker(0)], mode=mode, staleness=3 if mode == "ssp" else 0))
     assert seen([facts], [facts]).jobs[0].mode == shown
+
+
+def test_workers_with_rounds_of_their_own_are_so_many_behind_the_first() -> None:
+    facts = server(job([worker(rank, round=at) for rank, at in enumerate((7, 9, 4))], mode="async"))
+    [seen_now] = seen([facts], [facts]).jobs
+    assert [one.behind for one in seen_now.workers] == [2, 0, 5]
+    assert seen_now.last == seen_now.workers[2]
+
+
+def test_of_workers_that_have_ended_or_share_their_rounds_none_is_behind() -> None:
+    ended = [worker(0, round=9), worker(1, round=4, state="left")]
+    for workers in (ended, [worker(0), worker(1)]):
+        facts = server(job(workers))
+        assert seen([facts], [facts]).jobs[0].last is None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -19,13 +17,10 @@ import pytest
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.watch.job import View
 from kvtrainer.watch.page import HISTORY, Page, metrics
+from tests.support.browser import WITH_CHROMIUM, in_browser
 from tests.support.limits import LIMIT
 from tests.support.processes import ROOT
 from tests.unit.watch.test_job import job, seen, server, worker
-
-WITH_CHROMIUM = pytest.mark.skipif(
-    shutil.which("chromium") is None, reason="there is no chromium to open the page"
-)
 
 
 def view() -> View:
@@ -34,6 +29,12 @@ def view() -> View:
     slow = worker(1, 1.5, says={"seconds": 4.0, "steps": 8, "loss": 0.25})
     now = server(job([worker(0), slow], rounds=6, waits=waits))
     return seen([before], [now])
+
+
+def apart() -> View:
+    """A job whose workers have rounds of their own."""
+    facts = server(job([worker(0, round=9), worker(1, round=4)], mode="async"))
+    return seen([facts], [facts])
 
 
 @contextmanager
@@ -60,13 +61,6 @@ def showing(one: View) -> Iterator[Page]:
 def page() -> Iterator[Page]:
     with showing(view()) as page:
         yield page
-
-
-def in_browser(page: Page) -> str:
-    """The body of the page as HTML, once a browser has run its script."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
-    shown = subprocess.run(["chromium", *flags, page.url], capture_output=True, text=True, timeout=LIMIT)
-    return shown.stdout.partition("<body>")[2].partition("<script>")[0]
 
 
 def fetch(url: str, **headers: str) -> bytes:
@@ -149,7 +143,7 @@ def test_old_views_are_dropped() -> None:
 
 @WITH_CHROMIUM
 def test_a_browser_shows_who_is_late(page: Page) -> None:
-    text = re.sub(r"<[^>]+>", " ", in_browser(page))
+    text = re.sub(r"<[^>]+>", " ", in_browser(page.url))
     assert "The others wait for rank 1 (host:1) 75 % of the time." in text
     assert "rounds a second: 3.0" in text
     assert "round 10 waits for rank 0, 1.0 s" in text
@@ -158,16 +152,22 @@ def test_a_browser_shows_who_is_late(page: Page) -> None:
 
 @WITH_CHROMIUM
 def test_a_rank_is_red_where_the_others_wait_for_it_often(page: Page) -> None:
-    assert '<p id="slowest" class="bad">' in in_browser(page)
+    assert '<p id="slowest" class="bad">' in in_browser(page.url)
 
 
 @WITH_CHROMIUM
 def test_a_rank_is_not_red_where_the_others_wait_for_it_now_and_then() -> None:
     before, now = (server(job([worker(0), worker(1, late)])) for late in (0.0, 0.2))
     with showing(seen([before], [now])) as page:
-        body = in_browser(page)
+        body = in_browser(page.url)
     assert "10 % of the time." in body
     assert 'class="bad"' not in body
+
+
+@WITH_CHROMIUM
+def test_a_browser_shows_how_far_the_last_worker_is_behind() -> None:
+    with showing(apart()) as page:
+        assert "rounds of the last worker behind the first: 5<" in in_browser(page.url)
 
 
 def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
@@ -180,7 +180,8 @@ def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
 def test_the_labels_that_the_board_asks_for_are_those_of_the_metrics_and_none_is_prometheus_own() -> None:
     board = (ROOT / "docs" / "grafana.json").read_text()
     asked = re.findall(r"(kvstore_\w+)(?:\{|, )(\w+)(?:=|\))", board)
-    told = set(re.findall(r"(?m)^(kvstore_\w+)\{(\w+)=", metrics(view()).decode()))
+    text = "".join(metrics(one).decode() for one in (view(), apart()))
+    told = set(re.findall(r"(?m)^(kvstore_\w+)\{(\w+)=", text))
     assert len(asked) > 10
     assert set(asked) <= told
     assert {label for _, label in told} & {"job", "instance"} == set()

@@ -139,6 +139,11 @@ def test_a_wait_that_is_part_of_a_round_is_not_shown() -> None:
     assert "round 9" not in text
 
 
+def test_who_is_furthest_behind_is_shown_where_workers_have_rounds_of_their_own() -> None:
+    facts = server(job([worker(0, round=9), worker(1, round=4)], mode="async"))
+    assert "rank 1 is 5 rounds behind the first" in shown(seen([facts], [facts]))
+
+
 def test_servers_of_which_none_answers_are_not_taken_for_idle_ones() -> None:
     silent, idle = shown(seen([None], [None])), shown(seen([server(), None], [server(), None]))
     assert "no server answers" in silent
