@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
 .PHONY: demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
-.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-ray
+.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-image test-ray
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -96,6 +96,10 @@ test-ray: .venv-ray/.ready
 # The templates for clusters, with what checks manifests for Kubernetes in an environment of its own.
 test-deploy: .venv-deploy/.ready
 	.venv-deploy/bin/python -m pytest tests/test_deploy.py
+
+# An image of the Dockerfile, a job in it, and the pods of the manifests; needs root, podman, runc and mmdebstrap.
+test-image: wheel .venv-deploy/.ready
+	tests/image.sh .venv-deploy/bin/python
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
