@@ -87,7 +87,7 @@ test-mmengine: $(READY)
 
 # The frameworks that have integrations, in an environment of their own.
 test-frameworks: .venv-frameworks/.ready
-	.venv-frameworks/bin/python -m pytest tests/frameworks
+	.venv-frameworks/bin/python -m pytest tests/frameworks tests/unit/trainer/test_views.py
 
 # Ray, which takes much disk, in an environment of its own.
 test-ray: .venv-ray/.ready
@@ -152,7 +152,7 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 
 .venv-frameworks/.ready: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch,examples]'
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch,examples]' tensorboard
 	touch $@
 
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,17 @@ def test_what_takes_no_scalars_is_refused() -> None:
     trainer = kvtrainer.Trainer([Parameter(torch.zeros(2))], "sgd", kvstore=None)
     with pytest.raises(ArgumentTypeError):
         trainer.log_to("runs/1")
+
+
+def test_tensorboard_itself_has_the_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="make test-frameworks installs tensorboard",
+    )
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        trained(2, writer)
+    found = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(one.step, one.value) for one in found.Scalars("train/lr")] == [(1, 0.5), (2, 0.5)]
+    assert [(one.step, one.value) for one in found.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
