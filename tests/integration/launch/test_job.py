@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -270,20 +272,38 @@ def test_a_python_that_is_given_by_its_path_is_meant(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-def test_workers_of_torchrun_join_the_servers_of_a_list(
-    processes: Processes, members: Members, tmp_path: Path
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--no-python",
+)
+MPIEXEC = ("mpiexec", "-n", "2", "--oversubscribe")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIEXEC, id="mpiexec")]
+)
+def test_workers_of_another_launcher_join_the_servers_of_a_list(
+    processes: Processes, members: Members, tmp_path: Path, launcher: Sequence[str]
 ) -> None:
+    if shutil.which(launcher[0]) is None:
+        pytest.skip(f"there is no {launcher[0]}")
     servers = processes.servers(2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    listed = {"KVSTORE_SERVERS": ",".join(server.address for server in servers)}
-    job = processes.start([*torchrun, "--no-python", "sh", "-c", f"env > {tmp_path}/$RANK"], env=listed)
+    listed = {"KVSTORE_SERVERS": ",".join(server.address for server in servers), **AS_ROOT}
+    job = processes.start([*launcher, "sh", "-c", f"env > $(mktemp {tmp_path}/XXXXXX)"], env=listed)
     code, err = job.end()
     assert code == 0, err
     found = [
-        dict(line.partition("=")[::2] for line in (tmp_path / rank).read_text().splitlines()) for rank in "01"
+        dict(line.partition("=")[::2] for line in one.read_text().splitlines()) for one in tmp_path.iterdir()
     ]
-    places = [read_topology(environ) for environ in found]
-    stores = [members.join(place.servers, place.rank, place.num_workers, "torchrun") for place in places]
+    places = sorted([read_topology(environ) for environ in found], key=lambda place: place.rank)
+    assert [place.rank for place in places] == [0, 1]
+    stores = [members.join(place.servers, place.rank, place.num_workers, "launched") for place in places]
     together(*(lambda kv=kv: kv.init("w", torch.zeros(3)) for kv in stores))
     sums = together(*(lambda kv=kv: round_of(kv, "w", torch.full((3,), 10.0**kv.rank)) for kv in stores))
     assert [one.tolist() for one in sums] == [[11.0, 11.0, 11.0]] * 2
