@@ -143,6 +143,17 @@ def test_every_public_name_has_its_place_in_the_api_reference() -> None:
     assert [name for name in names if not re.search(rf"^{re.escape(name)}\b", shown, re.MULTILINE)] == []
 
 
+def test_what_pages_import_of_integrations_has_its_place_in_the_api_reference() -> None:
+    pages = [DOCS / "frameworks.md", DOCS / "deployment.md"]
+    lines = "\n".join(block.code for page in pages for block in blocks_of(page))
+    imports = re.findall(r"^from kvtrainer\.integrations\.\w+ import (.+)$", lines, re.MULTILINE)
+    names = {name for listed in imports for name in listed.split(", ")}
+    reference = (DOCS / "api" / "integrations.md").read_text()
+    shown = set(re.findall(r"^::: kvtrainer\.integrations\.\w+\.(\w+)$", reference, re.MULTILINE))
+    assert len(names) >= 6
+    assert names - shown == set()
+
+
 def test_every_method_of_a_trainer_is_in_an_example() -> None:
     listed = (ROOT / "tests" / "data" / "api.txt").read_text()
     names = set(re.findall(r"^kvtrainer\.Trainer\.([a-z]\w+)[( ]", listed, re.MULTILINE))
