@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
 .PHONY: demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
-.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-image test-ray
+.PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-image test-ray test-slurm
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
@@ -100,6 +100,10 @@ test-deploy: .venv-deploy/.ready
 # An image of the Dockerfile, a job in it, and the pods of the manifests; needs root, podman, runc and mmdebstrap.
 test-image: wheel .venv-deploy/.ready
 	tests/image.sh .venv-deploy/bin/python
+
+# The batch file with a real Slurm on two hosts, which are network namespaces; needs root and Debian's Slurm and munge.
+test-slurm: $(READY)
+	tests/slurm.sh $(BIN)
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
