@@ -81,7 +81,7 @@ def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measu
     common = {
         "PYTHONPATH": FOLDER,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(workers),
     }
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
@@ -108,7 +108,7 @@ def run_mxnet_job(
     """
     common = {
         "DMLC_PS_ROOT_URI": "127.0.0.1",
-        "DMLC_PS_ROOT_PORT": str(_free_port()),
+        "DMLC_PS_ROOT_PORT": str(free_port()),
         "DMLC_INTERFACE": "lo",
         "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_NUM_WORKER": str(workers),
@@ -238,7 +238,8 @@ class Processes:
         return self._output.read()[-_TAIL:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Ask the system for a port of loopback that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

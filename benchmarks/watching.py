@@ -2,11 +2,11 @@
 
     python benchmarks/watching.py --out benchmarks/results/watching
 
-A page (`kvlaunch --dashboard`) asks both servers of a running job once a second. It is stopped and goes on in turns, so
-that windows of one job are compared in pairs, a watched one with the unwatched one beside it: by seconds of a step, for
-which the machine must be idle, and by CPU seconds of servers and workers. At the end the workers are stopped, and what
-one look costs the servers is measured alone. With what the page uses itself, all on one core, that is the most that any
-step can lose; it holds on a busy machine, too.
+A page (`kvlaunch --dashboard`) asks both servers of a running job once a second, and `/metrics` is fetched as often. It
+is stopped and goes on in turns, so that windows of one job are compared in pairs, a watched one with the unwatched one
+beside it: by seconds of a step, for which the machine must be idle, and by CPU seconds of servers and workers. At the
+end the workers are stopped, and what one look costs the servers is measured alone. With what the page uses itself, all
+on one core, that is the most that any step can lose; it holds on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import signal
 import statistics
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ _SETTINGS = "OMP_NUM_THREADS=1 in every process"
 HERE = Path(__file__).resolve().parent
 _BEGIN = 300.0
 """Seconds for a job to begin with its steps."""
+_BETWEEN = 1.0
+"""Seconds from one scrape to the next."""
 _LOOKS, _PAUSE = 20, FRESH + 0.05
 """So many looks are measured alone, each of which has the servers put their facts together anew."""
 _HEAD = (
@@ -51,7 +54,8 @@ _HEAD = (
 )
 _LEGEND = """\
 Differences are medians of pairs of windows, in parentheses the limits between which they lie with 95 % confidence. A
-page looks once a second. What servers and page use for that together is the most that any step can lose.
+page looks once a second, and is scraped as often. What servers and page use for that together is the most that any step
+can lose.
 """
 
 
@@ -123,18 +127,9 @@ def _watch(work: Work, options: argparse.Namespace) -> Found:
     Raises:
         JobError: the job has ended, or makes no steps.
     """
-    launch = [
-        sys.executable,
-        "-m",
-        "kvtrainer.launch",
-        "-n",
-        "2",
-        "-s",
-        "2",
-        "--dashboard",
-        "127.0.0.1:0",
-        "--",
-    ]
+    where = f"127.0.0.1:{harness.free_port()}"
+    jobs = [sys.executable, "-m", "kvtrainer.launch", "-n", "2", "-s", "2"]
+    launch = [*jobs, "--dashboard", where, "--"]
     worker = [
         sys.executable,
         str(HERE / "watching_worker.py"),
@@ -159,7 +154,10 @@ def _watch(work: Work, options: argparse.Namespace) -> Found:
             is_watched = number % 4 in (1, 2)  # in turns who is first: what changes slowly does no harm then
             _send(page, signal.SIGCONT if is_watched else signal.SIGSTOP)
             began, before = time.monotonic(), (*progress.read(), _cpu([*servers, *workers]), _cpu(page))
-            time.sleep(options.seconds)
+            while (left := began + options.seconds - time.monotonic()) > 0:
+                if is_watched:
+                    _scrape(where)
+                time.sleep(max(min(left, _BETWEEN), 0.0))
             after = (*progress.read(), _cpu([*servers, *workers]), _cpu(page))
             passed = [b - a for a, b in zip(before, after, strict=True)]
             windows.append(Window(is_watched, time.monotonic() - began, *passed))
@@ -168,6 +166,13 @@ def _watch(work: Work, options: argparse.Namespace) -> Found:
         alone = _cost_of_a_look(servers, _addresses(page))
         _send([*page, *workers], signal.SIGCONT)
     return Found(work.name, windows, alone)
+
+
+def _scrape(where: str) -> None:
+    """Fetch the numbers of a page, as Prometheus does. Raises JobError where they are not there."""
+    with urllib.request.urlopen(f"http://{where}/metrics", timeout=10.0) as answer:
+        if b"kvstore_server_is_there" not in answer.read():
+            raise harness.JobError(f"no numbers of servers at {where}")
 
 
 def _cost_of_a_look(servers: Sequence[int], addresses: Sequence[str]) -> float:
