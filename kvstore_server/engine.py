@@ -139,8 +139,8 @@ class Engine:
             m.Contribute: self._contribute,
             m.Resolve: self._resolve,
             m.Abort: self._abort,
-            m.Pull: self._pull,
-            m.PullRows: self._pull_rows,
+            m.Pull: self._read,
+            m.PullRows: self._read,
             m.ShowRows: self._show_rows,
             m.Heartbeat: self._heartbeat,
             m.Gather: self._gather,
@@ -600,33 +600,28 @@ class Engine:
 
     # ---------------------------------------------------------------- reads
 
-    def _pull(self, sender: Sender, pull: m.Pull) -> list[m.Outgoing]:
-        """Answer with the weights of each table, as soon as the rank may read it."""
-        space, rank = sender.space, sender.rank
-        some = space.together(np.array(pull.tables, np.int64))
-        _check_ready(some.named)
-        behind, at_once = list[int](), list(pull.tables)
+    def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
+        """Answer with weights of each table, as soon as the rank may read it."""
+        space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
+        numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [wanted.table]
+        for table in space.together(np.array(numbers, np.int64)).named:
+            if table.conflict is not None:
+                raise _again(table.conflict)
+            if not table.is_initialised:
+                raise KeyNotFoundError(
+                    f"table {table.name!r} has not been initialised yet; call init on every worker first"
+                )
+        behind = list[int]()
         if space.rounds.begun or space.rounds.bound is not None:
-            slicewise.let_read(space, rank, pull.tables)
-            behind = [number for number in pull.tables if space.rounds.behind(rank, number)]
-            at_once = [number for number in pull.tables if number not in behind]
-
-        def answer(*numbers: int) -> list[m.Outgoing]:
-            return [out for body in space.pulled(numbers, rank) for out in _reply(sender.waiter, body)]
-
-        out = answer(*at_once)
+            slicewise.let_read(space, rank, numbers)
+            behind = [number for number in numbers if space.rounds.behind(rank, number)]
+        out = _present(space, rank, waiter, wanted, [number for number in numbers if number not in behind])
         for number in behind:
-            out += _read_later(sender, number, pull.timeout, partial(answer, number))
+            answer = partial(_present, space, rank, waiter, wanted, [number])
+            out += _park(
+                space, Wait(number, rank, waiter, sender.now + timeout, timeout, False, answer), sender.now
+            )
         return out
-
-    def _pull_rows(self, sender: Sender, pull: m.PullRows) -> list[m.Outgoing]:
-        table = sender.space.table(pull.table)
-        _check_ready([table])
-        slicewise.let_read(sender.space, sender.rank, [table.number])
-        answer = partial(_rows, sender.space, table, sender.rank, pull, sender.waiter)
-        if not sender.space.rounds.behind(sender.rank, table.number):
-            return answer()
-        return _read_later(sender, table.number, pull.timeout, answer)
 
     def _show_rows(self, sender: Sender, show: m.ShowRows) -> list[m.Outgoing]:
         return _reply(sender.waiter, sender.space.shown_rows(sender.space.table(show.table)))
@@ -945,26 +940,30 @@ def _outcomes(
     return out + [one for body in bodies for one in _reply(waiter, body)]
 
 
-def _rows(space: Namespace, table: Table, rank: int, pull: m.PullRows, waiter: Waiter) -> list[m.Outgoing]:
+def _present(
+    space: Namespace, rank: int, waiter: Waiter, wanted: m.Pull | m.PullRows, numbers: Sequence[int]
+) -> list[m.Outgoing]:
+    """Give a rank the present weights of tables, or rows of the only one; where changes go out, what workers have."""
     try:
-        found = table.pulled_part(pull)
+        if isinstance(wanted, m.PullRows):
+            found = [
+                space.rows(rank, table, [table.pulled_part(wanted)]) for table in map(space.table, numbers)
+            ]
+        else:
+            tables = [space.tables[number] for number in numbers]
+            plain = [table.number for table in tables if table.deltas is None]
+            found = [space.weights(space.together(np.array(plain, np.int64)), rank)] if plain else []
+            changed = [table for table in tables if table.deltas is not None]
+            found += [space.rows(rank, table, table.changed_parts(-1)) for table in changed]
     except ProtocolError as error:
         return [_failed(waiter, error)]
-    return _reply(waiter, space.rows(rank, table, [found]))
+    return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body)) for body in found]
 
 
 def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
     """What there is to decide about in a round."""
     told = tuple([(one.slice, one.value) for one in partials])
     return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
-
-
-def _read_later(
-    sender: Sender, table: int, timeout: float, answer: Callable[[], list[m.Outgoing]]
-) -> list[m.Outgoing]:
-    """Answer a request to read when the ranks that are behind have come far enough."""
-    wait = Wait(table, sender.rank, sender.waiter, sender.now + timeout, timeout, False, answer)
-    return _park(sender.space, wait, sender.now)
 
 
 def _park(space: Namespace, wait: Wait, now: float) -> list[m.Outgoing]:
@@ -998,17 +997,6 @@ def _who(space: Namespace, missing: Iterable[int], now: float) -> str:
 def _again(error: KVStoreError) -> KVStoreError:
     """The same error, anew: a raised one collects tracebacks."""
     return from_wire(*to_wire(error))
-
-
-def _check_ready(tables: Iterable[Table]) -> None:
-    """Raise KVStoreError unless tables can be read."""
-    for table in tables:
-        if table.conflict is not None:
-            raise _again(table.conflict)
-        if not table.is_initialised:
-            raise KeyNotFoundError(
-                f"table {table.name!r} has not been initialised yet; call init on every worker first"
-            )
 
 
 def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:

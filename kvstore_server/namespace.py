@@ -588,13 +588,6 @@ class Namespace:
                 table.shard.note_read(table.unit, ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
-    def pulled(self, tables: Sequence[int], rank: int) -> list[m.Weights]:
-        """The present weights of some tables for a rank, as replies; where changes go out, those that workers have."""
-        plain = [number for number in tables if self.tables[number].deltas is None]
-        others = [self.tables[number] for number in tables if self.tables[number].deltas is not None]
-        found = [self.weights(self.together(np.array(plain, np.int64)), rank)] if plain else []
-        return found + [self.rows(rank, table, table.changed_parts(-1)) for table in others]
-
     def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
         """The present weights of some tables for a worker that maps them: where they are, and those without a place.
 

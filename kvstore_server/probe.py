@@ -25,7 +25,7 @@ from kvstore_server.errors import KVStoreError, ProtocolError, VersionMismatchEr
 from kvstore_server.version import PROTOCOL_VERSION
 
 HEADER = struct.Struct("<2sBB4xQQQ")
-LOOK, INFO, FAILED = 25, 18, 16
+LOOK, INFO, FAILED = 24, 17, 15
 """Kinds of these messages."""
 MAX_FRAME = 1024 * 1024 + 64 * 1024
 """No frame of an answer is larger."""

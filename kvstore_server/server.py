@@ -35,10 +35,10 @@ from kvstore_server.protocol.frames import (
     SENT_ALONE,
     Frame,
     LongMessage,
-    decode_request,
+    decode,
     divided,
-    encode_reply,
-    encode_reply_parts,
+    encode,
+    encode_parts,
 )
 from kvstore_server.rows import PACKED_ROWS
 from kvstore_server.shard import Leases
@@ -278,7 +278,7 @@ class Server:
             is_shared: It came through shared memory.
         """
         try:
-            request = message.request() if isinstance(message, LongMessage) else decode_request(message)
+            request = m.Request(*(message.decode() if isinstance(message, LongMessage) else decode(message)))
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
             self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
@@ -332,11 +332,11 @@ class Server:
             if channel is not None:
                 if isinstance(body, m.Shown) and not channel.show(body.parts[:, 2]):
                     return _Sent.LATER
-                head, payloads = encode_reply_parts(reply)
+                head, payloads = encode_parts(reply)
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.may_stay):
                     return _Sent.LATER
             else:
-                frames = encode_reply(reply) if waiting is None else waiting.frames()
+                frames = encode(reply) if waiting is None else waiting.frames()
                 self._hand_over(peer, frames, _payloads_of(reply))
         except zmq.Again:
             return _Sent.LATER
@@ -432,7 +432,7 @@ class Backlog:
     def frames(self) -> Sequence[Any]:
         """Return the frames of the oldest reply."""
         if self._frames is None:
-            self._frames = encode_reply(self.replies[0])
+            self._frames = encode(self.replies[0])
         return self._frames
 
     def popleft(self) -> m.Reply:

@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Peers that speak different protocol versions refuse each other at hello."""

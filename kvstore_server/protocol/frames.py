@@ -5,6 +5,7 @@
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
                  | msgpack [form, hyper-parameters, absent keys] | the payloads
+    pull         timeout; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
     weights      the matrix of parts | the payloads
@@ -22,6 +23,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -56,56 +58,45 @@ _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
 
-def encode_request(request: m.Request) -> list[Frame]:
-    """Return the frames of a request; a payload that stands alone is passed through, not copied.
-
-    Raises:
-        ProtocolError: one of the frames would be too large.
-    """
-    frames, payloads = encode_parts(request.body, request.number, request.run, request.session)
+def encode(message: m.Request | m.Reply) -> list[Frame]:
+    """Return the frames of a message; a payload that stands alone is passed through, not copied. As `encode_parts`."""
+    frames, payloads = encode_parts(message)
     return frames if payloads is None else [*frames, _joined(payloads)]
 
 
-def encode_reply(reply: m.Reply) -> list[Frame]:
-    """Return the frames of a reply; one that no frame can hold becomes the failure to send it."""
-    frames, payloads = encode_reply_parts(reply)
-    return frames if payloads is None else [*frames, _joined(payloads)]
-
-
-def encode_reply_parts(reply: m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
-    """Return the frames of a reply as `encode_reply`, in the form of `encode_parts`."""
-    try:
-        return encode_parts(reply.body, reply.number)
-    except ProtocolError as error:
-        return encode_parts(m.Failed(*to_wire(error)), reply.number)
-
-
-def encode_parts(
-    body: Any, number: int, run: int = 0, session: int = 0
-) -> tuple[list[Frame], Sequence[Tensor] | None]:
+def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
     """Return the frames of a message, and apart from them what makes up the last one, if that is one of data.
 
+    A reply that no frame can hold becomes the failure to send it.
+
     Raises:
-        ProtocolError: one of the frames would be too large.
+        ProtocolError: one of the frames of a request would be too large.
     """
+    body: Any = message.body
     kind = _KINDS.get(type(body))
     if kind is None:
         code = _KIND_OF[type(body)]
         frames: list[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
     else:
         code, frames = kind.code, kind.encode(body)
+    run, session = (message.run, message.session) if isinstance(message, m.Request) else (0, 0)
     longest = max(map(len, frames))
     if longest > MAX_FRAME:
-        raise ProtocolError(
+        error = ProtocolError(
             f"a {type(body).__name__} message would have a frame of {longest} bytes, more than the {MAX_FRAME} that "
             "one may have; use fewer keys, or shorter names, in one namespace"
         )
-    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, number, run)
+        if isinstance(message, m.Request):
+            raise error
+        return encode_parts(m.Reply(message.number, m.Failed(*to_wire(error))))
+    head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
     return [head, *frames], body.payloads if isinstance(body, m.Contribute | m.Weights) else None
 
 
-def decode_request(frames: Sequence[Frame]) -> m.Request:
-    """Rebuild a request from its frames.
+def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
+    """Rebuild a message from its frames: run, session, number and body, as of a Request.
+
+    A reply has neither run nor session; both are 0.
 
     Raises:
         VersionMismatchError: the peer speaks another protocol version.
@@ -129,14 +120,7 @@ def decode_request(frames: Sequence[Frame]) -> m.Request:
     if count != expected:
         raise ProtocolError(f"the message has {count} frames after its header, expected {expected}")
     body = decode_control(code, memoryview(frames[1])) if kind is None else kind.decode(frames[1:])
-    return m.Request(run, session, number, body)
-
-
-def decode_reply(frames: Sequence[Frame]) -> m.Reply:
-    """Rebuild a reply from its frames; raises as `decode_request`."""
-    request = decode_request(frames)
-    body: Any = request.body
-    return m.Reply(request.number, body)
+    return run, session, number, body
 
 
 class LongMessage:
@@ -166,10 +150,10 @@ class LongMessage:
         if self._is_refused:
             self._frames.clear()
 
-    def request(self) -> m.Request:
-        """Decode all frames together. Raises as `decode_request`, and ProtocolError where there were too many."""
+    def decode(self) -> tuple[int, int, int, Any]:
+        """Decode all frames together, as `decode`; raises ProtocolError where there were too many, too."""
         if not self._is_refused:
-            return decode_request(self._frames)
+            return decode(self._frames)
         raise ProtocolError(
             f"a message of {self._count} frames is refused: one may have {MOST_FRAMES} frames, or be optimizer state "
             f"of up to {self._max_bytes} bytes (--max-message-bytes)"
@@ -238,7 +222,6 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Hello,
     m.Register,
     m.Abort,
-    m.Pull,
     m.SetOptimizer,
     m.Gather,
     m.GetState,
@@ -453,17 +436,29 @@ def _encode_matrix(body: m.Weights | m.Shown | m.Done) -> list[Frame]:
     return [body.rounds.tobytes() if isinstance(body, m.Done) else body.parts.tobytes()]
 
 
-def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
-    parts = _matrix(frames[0], 4)
-    return m.Weights(parts, (_payload(frames[1], parts[:, 3]),))
+def _decode_matrix(cls: type[Any], words: int, frames: Sequence[Frame]) -> Any:
+    """Rebuild a message of a matrix, of which the last column gives the lengths of payloads, if there are some."""
+    body = memoryview(frames[0])
+    if len(body) % (words * _WORD.itemsize):
+        raise ProtocolError(
+            f"a body of {len(body)} bytes is no whole number of {words * _WORD.itemsize}-byte records"
+        )
+    rows = np.frombuffer(body, _WORD).reshape(-1, words)
+    return cls(rows) if len(frames) == 1 else cls(rows, (_payload(frames[1], rows[:, -1]),))
 
 
-def _decode_shown(frames: Sequence[Frame]) -> m.Shown:
-    return m.Shown(_matrix(frames[0], 3))
+def _encode_pull(pull: m.Pull) -> list[Frame]:
+    return [struct.pack(f"<d{len(pull.tables)}q", pull.timeout, *pull.tables)]
 
 
-def _decode_done(frames: Sequence[Frame]) -> m.Done:
-    return m.Done(_matrix(frames[0], 3))
+def _decode_pull(frames: Sequence[Frame]) -> m.Pull:
+    body = memoryview(frames[0])
+    if not body or len(body) % _WORD.itemsize:
+        raise ProtocolError(f"a pull of {len(body)} bytes is no timeout and whole numbers of tables")
+    timeout, *tables = struct.unpack(f"<d{len(body) // _WORD.itemsize - 1}q", body)
+    if not math.isfinite(timeout):
+        raise ProtocolError(f"a pull has timeout {timeout}; it must be finite")
+    return m.Pull(tuple(tables), timeout)
 
 
 def _encode_state(state: m.State) -> list[Frame]:
@@ -481,13 +476,6 @@ def _decode_state(frames: Sequence[Frame]) -> m.State:
     if len(data) != head[3]:
         raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
     return m.State(head[0], head[1], head[2], data)
-
-
-def _matrix(frame: Frame, words: int) -> m.Matrix:
-    body = memoryview(frame)
-    if len(body) % (words * 8):
-        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {words * 8}-byte records")
-    return np.frombuffer(body, _WORD).reshape(-1, words)
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
@@ -525,11 +513,12 @@ class _Kind(NamedTuple):
 
 _KINDS: dict[type[Any], _Kind] = {
     m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, 2, _encode_matrix, _decode_weights),
-    m.Done: _Kind(0x83, 1, _encode_matrix, _decode_done),
+    m.Weights: _Kind(0x82, 2, _encode_matrix, partial(_decode_matrix, m.Weights, 4)),
+    m.Done: _Kind(0x83, 1, _encode_matrix, partial(_decode_matrix, m.Done, 3)),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
-    m.Shown: _Kind(0x87, 1, _encode_matrix, _decode_shown),
+    m.Shown: _Kind(0x87, 1, _encode_matrix, partial(_decode_matrix, m.Shown, 3)),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
+    m.Pull: _Kind(0x88, 1, _encode_pull, _decode_pull),
 }
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}

@@ -30,10 +30,10 @@ from kvstore_server.protocol.frames import (
     MAX_PAYLOAD,
     MOST_FRAMES,
     SENT_ALONE,
-    decode_reply,
+    decode,
     divided,
+    encode,
     encode_parts,
-    encode_request,
 )
 from kvstore_server.tcp import ipc_address, prepare, routing_id
 from kvtrainer.comm.parts import Window
@@ -126,7 +126,7 @@ class Connection(Transport):
     def _pass_on(self, server: int, request: m.Request, channel: Channel | None) -> bool:
         """Send a request through a channel, or over ZeroMQ; return whether there was room for it."""
         if channel is not None:
-            frames, payloads = encode_parts(request.body, request.number, request.run, request.session)
+            frames, payloads = encode_parts(request)
             try:
                 return channel.send(frames, payloads, may_stay=True)
             except OSError:  # what the server has said before it ended the channel has yet to be read
@@ -134,7 +134,7 @@ class Connection(Transport):
         window = self._windows[server]
         if window.holds(request.body, time.monotonic()) and not self._is_closed:
             return False
-        frames = encode_request(request)
+        frames = encode(request)
         # A payload that stands alone is sent from where it is.
         is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
         parts = [zmq.Frame(f, copy=not is_long or f is not frames[-1]) for f in frames]
@@ -198,14 +198,14 @@ class Connection(Transport):
         if frames is None:
             return None
         self._answered.add(server)
-        reply = decode_reply(frames)
-        if not reply.number:
+        _, _, number, body = decode(frames)
+        if not number:
             self._leaving.add(server)
         if not isinstance(ready, int):
-            self._windows[server].answered(reply.body)
+            self._windows[server].answered(body)
             if self._queues[server]:
                 self._flush(server)
-        return reply
+        return m.Reply(number, body)
 
     def _watch_queues(self) -> None:
         """Have the poll end when something that queues can go out; ask for room where that is what is missing."""
@@ -332,7 +332,7 @@ class Connection(Transport):
 
 def _room_for(request: m.Request) -> int:
     """Bytes that a request takes in shared memory."""
-    frames, payloads = encode_parts(request.body, request.number)
+    frames, payloads = encode_parts(request)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
@@ -376,7 +376,7 @@ class _Heartbeats:
                         self.heard[server] = time.monotonic()
                     with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
                         socket.send_multipart(
-                            encode_request(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK
+                            encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK
                         )
         finally:
             for socket in sockets:

@@ -12,17 +12,17 @@ import zmq
 from kvstore_server import probe
 from kvstore_server.errors import VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, encode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, encode
 from kvstore_server.version import PROTOCOL_VERSION
 from tests.support.limits import LIMIT, SOON
 from tests.support.stores import Servers
 
 
 def test_its_question_and_the_answers_that_it_understands_are_the_protocols() -> None:
-    assert probe.question() == [bytes(one) for one in encode_request(m.Request(0, 0, 1, m.Look()))]
+    assert probe.question() == [bytes(one) for one in encode(m.Request(0, 0, 1, m.Look()))]
     told = {"jobs": [{"name": "a", "rounds": 3, "late": 0.5}]}
-    assert probe.facts_in([bytes(one) for one in encode_reply(m.Reply(1, m.Info(told)))]) == told
-    refused = encode_reply(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
+    assert probe.facts_in([bytes(one) for one in encode(m.Reply(1, m.Info(told)))]) == told
+    refused = encode(m.Reply(1, m.Failed(*to_wire(VersionMismatchError("another version")))))
     with pytest.raises(VersionMismatchError, match="another version"):
         probe.facts_in([bytes(one) for one in refused])
     assert probe.MAX_FRAME == MAX_FRAME
@@ -45,9 +45,9 @@ def test_servers_that_run_answer(jobs: Servers) -> None:
             [probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0), b"\x91\x01"],
             "does not answer with",
         ),
-        (encode_reply(m.Reply(1, m.Heartbeat())), "does not answer with"),
+        (encode(m.Reply(1, m.Heartbeat())), "does not answer with"),
         (
-            encode_reply(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),
+            encode(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),
             "no Look is known here",
         ),
     ],

@@ -20,7 +20,7 @@ import zmq
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode_reply, encode_request, pack_control
+from kvstore_server.protocol.frames import decode, encode, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
 from kvstore_server.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
@@ -387,12 +387,12 @@ class _Reader:
         self.initialise(slices, "async")
         optimizer = m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec()))
         assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Info)
-        self._socket.send_multipart(encode_request(m.Request(*self._place, 5, m.Pull((self._table,)))))
+        self._socket.send_multipart(encode(m.Request(*self._place, 5, m.Pull((self._table,)))))
         self._send_round(slices, 1, 6, 1.0, want_weights=False)
         parts: list[tuple[int, bytes]] = []
         while True:
             assert self._socket.poll(LIMIT * 1000), "the answer did not come"
-            reply = decode_reply(self._socket.recv_multipart(copy=False))
+            reply = m.Reply(*decode(self._socket.recv_multipart(copy=False))[2:])
             if reply.number == 6:
                 assert isinstance(reply.body, m.Done)
                 return parts
@@ -408,7 +408,7 @@ class _Reader:
         assert self._socket.poll(LIMIT * 1000), "no weights came"
 
     def leave(self) -> None:
-        self._socket.send_multipart(encode_request(m.Request(*self._place, 9, m.Leave("done", True))))
+        self._socket.send_multipart(encode(m.Request(*self._place, 9, m.Leave("done", True))))
 
     def _send_round(
         self, slices: int, round_: int, number: int, value: float, want_weights: bool
@@ -417,10 +417,10 @@ class _Reader:
         payload = struct.pack("<f", value) * (1 << 18)
         for i in range(slices):
             push = contribution([(i, payload)], round_)
-            self._socket.send_multipart(encode_request(m.Request(*self._place, number, push)))
+            self._socket.send_multipart(encode(m.Request(*self._place, number, push)))
         flags = m.WANTS_WEIGHTS * want_weights
         commit = contribution([], round_, self._table, slices, flags=flags, timeout=LIMIT)
-        frames = encode_request(m.Request(*self._place, number, commit))
+        frames = encode(m.Request(*self._place, number, commit))
         self._socket.send_multipart(frames)
         return frames
 
@@ -429,9 +429,9 @@ class _Reader:
         self._socket.send_multipart(self._frames)
 
     def _ask(self, request: m.Request) -> m.ReplyBody:
-        self._socket.send_multipart(encode_request(request))
+        self._socket.send_multipart(encode(request))
         assert self._socket.poll(LIMIT * 1000), "the server did not answer"
-        return decode_reply(self._socket.recv_multipart(copy=False)).body
+        return decode(self._socket.recv_multipart(copy=False))[3]
 
     def __enter__(self) -> _Reader:
         return self

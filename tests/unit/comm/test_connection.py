@@ -14,7 +14,7 @@ import zmq
 from kvstore_server.channel import Listener
 from kvstore_server.errors import ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode_request, encode_reply
+from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.storage import Leases
 from kvtrainer.comm import connection as connections
 from kvtrainer.comm.connection import Connection
@@ -38,7 +38,7 @@ def numbers_read(socket: Any, connection: Connection, count: int) -> list[int]:
     while len(numbers) < count:
         connection.receive(0.0)  # lets what queues go out
         if socket.poll(1000):
-            numbers.append(decode_request(socket.recv_multipart(copy=False)[1:]).number)
+            numbers.append(decode(socket.recv_multipart(copy=False)[1:])[2])
     return numbers
 
 
@@ -77,11 +77,11 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
     assert beginning.outcome() is None
     [channel] = memory.channels.values()
-    assert channel.send(encode_reply(m.Reply(1, m.Info({}))))
+    assert channel.send(encode(m.Reply(1, m.Info({}))))
     assert connection.receive(1.0) is not None
     if says_farewell:
         farewell = m.Failed(*to_wire(ServerStoppingError("stopped")))
-        assert channel.send(encode_reply(m.Reply(0, farewell)))
+        assert channel.send(encode(m.Reply(0, farewell)))
     memory.close()
     caplog.set_level(logging.INFO)
     connection.send(0, m.Request(RUN, TOKEN, 2, m.Leave("", True)))

@@ -15,7 +15,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode_request, encode_reply
+from kvstore_server.protocol.frames import decode, encode
 from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.contribution import Contribution
@@ -336,10 +336,10 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
             while len(came) < len(bodies):
                 if server.poll(0 if came else 60_000):
                     peer, *frames = server.recv_multipart(copy=False)
-                    came.append(decode_request(frames).number)
+                    came.append(decode(frames)[2])
                     if is_answered and len(came) > 1:
                         reply = m.Reply(1, weights(4096 * (len(came) - 1)))
-                        server.send_multipart([peer.bytes, *encode_reply(reply)])
+                        server.send_multipart([peer.bytes, *encode(reply)])
                 else:
                     connection.receive(0.01)
         finally:

@@ -12,7 +12,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode_request
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
@@ -285,7 +285,7 @@ def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worke
         def counting(server: int, request: m.Request, priority: int = 0, send: Any = send) -> None:
             if isinstance(request.body, m.Register):
                 sent.append(len(request.body.specs))
-                encode_request(request)
+                encode(request)
             send(server, request, priority)
 
         transport.send = counting  # type: ignore[method-assign]
@@ -301,7 +301,7 @@ def test_a_table_with_very_long_names_is_declared_in_messages_that_servers_take(
     sizes: list[int] = []
 
     def encoding(server: int, request: m.Request, priority: int = 0) -> None:
-        sizes.append(sum(map(len, encode_request(request))))
+        sizes.append(sum(map(len, encode(request))))
         send(server, request, priority)
 
     transport.send = encoding  # type: ignore[method-assign]

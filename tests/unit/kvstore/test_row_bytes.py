@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import decode_reply, decode_request, encode_reply, encode_request
+from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.server import packed
 from kvtrainer import RowSparseParameter, Trainer
 from kvtrainer.comm.client import Client
@@ -30,9 +30,9 @@ class Counting(Loopback):
         self.nbytes = 0
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        frames = [bytes(frame) for frame in encode_request(request)]
+        frames = [bytes(frame) for frame in encode(request)]
         self.nbytes += sum(map(len, frames))
-        super().send(server, decode_request([bytearray(frame) for frame in frames]), priority)
+        super().send(server, m.Request(*decode([bytearray(frame) for frame in frames])), priority)
         told = [m.Outgoing(b"", reply) for _, reply in self._replies]
         self._replies.clear()
         self._replies.extend((server, out.reply) for out in packed(told))  # as the server's loop does
@@ -41,9 +41,9 @@ class Counting(Loopback):
         got = super().receive(timeout)
         if got is None:
             return None
-        frames = [bytes(frame) for frame in encode_reply(got[1])]
+        frames = [bytes(frame) for frame in encode(got[1])]
         self.nbytes += sum(map(len, frames))
-        return got[0], decode_reply([bytearray(frame) for frame in frames])
+        return got[0], m.Reply(*decode([bytearray(frame) for frame in frames])[2:])
 
 
 class CountingStore(LocalKVStore):

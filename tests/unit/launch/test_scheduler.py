@@ -19,7 +19,7 @@ from kvstore_server.errors import (
     from_wire,
 )
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import encode_reply
+from kvstore_server.protocol.frames import encode
 from kvtrainer.scheduler import REPLACED_AFTER, Scheduler, ranks_of
 
 TIMEOUT, DEAD_AFTER = 30.0, 20.0
@@ -282,7 +282,7 @@ def test_a_long_list_of_the_missing_still_travels() -> None:
         job.join(f"s{i}", host="h" * 255)
     answer = job.join("w1")
     waits_for(answer)
-    assert encode_reply(m.Reply(1, answer))
+    assert encode(m.Reply(1, answer))
 
 
 # The end.

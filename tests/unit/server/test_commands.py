@@ -14,7 +14,7 @@ from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, encode_reply, encode_request
+from kvstore_server.protocol.frames import MAX_FRAME, encode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
@@ -164,6 +164,6 @@ def test_a_body_that_cannot_travel_is_refused_before_anything_is_sent(
 
 def test_the_longest_body_and_answer_fit_into_a_frame() -> None:
     text = bytes(commands.LONGEST)
-    request = encode_request(m.Request(1, 2, 3, m.Command((1 << 31) - 1, text)))
-    reply = encode_reply(m.Reply(3, m.Info({"answer": text})))
+    request = encode(m.Request(1, 2, 3, m.Command((1 << 31) - 1, text)))
+    reply = encode(m.Reply(3, m.Info({"answer": text})))
     assert max(len(frame) for frame in (*request, *reply)) <= MAX_FRAME

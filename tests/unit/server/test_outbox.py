@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode_reply
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode
 from kvstore_server.server import Backlog, packed
 
 
@@ -22,7 +22,7 @@ def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_
     messages = [out.reply for out in packed([m.Outgoing(b"peer", reply)])]
     assert len(messages) == 3
     for message in messages:
-        encode_reply(message)
+        encode(message)
     told = [
         entry
         for message in messages

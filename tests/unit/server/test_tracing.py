@@ -13,7 +13,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import MAX_FRAME, encode_request, pack_control
+from kvstore_server.protocol.frames import MAX_FRAME, encode, pack_control
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
@@ -144,8 +144,7 @@ def test_many_events_travel_in_pieces_that_fit_a_frame_and_arrive_as_they_were()
     assert events[: len(sent)] == sent
     recording = engine.namespaces["job"].recording
     pieces = [
-        encode_request(m.Request(0, 0, 0, m.Info(recording.piece(at))))[1:]
-        for at in (0, 3000, 5999, 6000, 10**9)
+        encode(m.Request(0, 0, 0, m.Info(recording.piece(at))))[1:] for at in (0, 3000, 5999, 6000, 10**9)
     ]
     assert max(len(piece) for piece in pieces) <= MAX_FRAME
 
