@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.tables import Compressor
 
 KEYS = 8
 COPY = "copy"

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvstore_server import check
+from kvstore_server import __version__, check
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import keep_free_memory, memory_limit
@@ -34,7 +34,6 @@ from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvstore_server.version import __version__
 
 _log = logging.getLogger("kvstore_server")
 

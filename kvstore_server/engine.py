@@ -31,8 +31,7 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
-from kvstore_server.facts import FRESH, MOST_JOBS, read_report
-from kvstore_server.membership import Sessions, random_token
+from kvstore_server.membership import FRESH, MOST_JOBS, Sessions, random_token, read_report
 from kvstore_server.memory import Budget
 from kvstore_server.namespace import EngineConfig, Namespace, Together
 from kvstore_server.norms import Decision

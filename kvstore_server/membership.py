@@ -1,21 +1,28 @@
-"""Who may speak, and who takes part: sessions of one server; the ranks of one namespace and their barriers.
+"""Who may speak, who takes part, and what people are told of that: sessions of one server; ranks and their barriers.
 
 A session is one process in the place of one rank, known by a secret token and by its sockets; a newer process of the
 same rank fences the older one. A token is random, and good only from the sockets that the process named when it said
 hello. Both are told to nobody else, so whoever knows neither cannot speak for a rank. Nothing of that is ever logged or
 sent to others.
 
+Whoever reaches a server may ask for facts, in no session; nothing in them lets anybody speak for a worker. They are
+plain values, bounded in size, and made at most a few times a second, so that looking costs the job next to nothing.
+
 All times are given by the caller, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError
+from kvstore_server.protocol.frames import unpack_control
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
 
@@ -263,3 +270,79 @@ class Membership:
         if rank in self.departed:
             return f"rank {rank} has left ({self.departed[rank]})"
         return f"rank {rank} never connected"
+
+
+# ---------------------------------------------------------------- facts for people
+
+FRESH = 0.2
+"""Seconds for which facts are told again as they were."""
+MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
+"""Of how many namespaces, workers of each and waits of each facts tell."""
+ERRORS_KEPT, ERROR_LENGTH = 8, 500
+"""Of how many failed rounds the error is kept, and how many characters of that."""
+_REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
+
+
+def read_report(packed: bytes) -> Mapping[str, float]:
+    """Return the numbers that a worker tells about itself, by name.
+
+    Raises:
+        ProtocolError: they are not a few finite numbers with short names.
+    """
+    found = unpack_control(packed) if len(packed) <= _REPORT_BYTES else None
+    if (
+        not isinstance(found, dict)
+        or len(found) > _REPORT_NUMBERS
+        or not all(isinstance(name, str) and type(number) in (int, float) for name, number in found.items())
+        or not all(math.isfinite(number) and abs(number) < 2**63 for number in found.values())
+    ):
+        raise ProtocolError(
+            f"a worker tells about itself by at most {_REPORT_NUMBERS} finite numbers in {_REPORT_BYTES} bytes"
+        )
+    return found
+
+
+def workers_of(
+    members: Membership,
+    late: Mapping[int, float],
+    rounds: Mapping[int, int],
+    joined: Iterable[int],
+    now: float,
+) -> list[dict[str, Any]]:
+    """Describe the first ranks of a namespace.
+
+    Args:
+        late: rank → seconds that the others waited for it.
+        rounds: rank → its round, where ranks have rounds of their own.
+        joined: the ranks that have no more data.
+    """
+    resting = set(joined)
+    told = []
+    for rank in range(min(members.num_workers, MOST_WORKERS)):
+        member: Session | None = members.members.get(rank)
+        state = "here" if member is not None else "absent"
+        if rank in members.departed:
+            state = "failed" if rank in members.failed else "left"
+        told.append(
+            {
+                "rank": rank,
+                "state": state,
+                "why": members.departed.get(rank, "")[:ERROR_LENGTH],
+                "address": "" if member is None else member.hello.address,
+                "silence": -1.0 if member is None else now - member.last_heard,
+                "late": late.get(rank, 0.0),
+                "joined": rank in resting,
+                "round": rounds.get(rank, -1),
+                "says": {} if member is None else dict(member.report),
+            }
+        )
+    return told
+
+
+def waits_of(pending: Iterable[Any], now: float) -> list[dict[str, Any]]:
+    """Describe the oldest of what ranks wait for, each an engine's Pending; only the first thousand are looked at."""
+    oldest = sorted(islice(pending, 1000), key=lambda one: one.since)[:MOST_WAITS]
+    return [
+        {"what": one.what, "seconds": now - one.since, "missing": list(one.missing[:MOST_WORKERS])}
+        for one in oldest
+    ]

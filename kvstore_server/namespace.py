@@ -25,11 +25,9 @@ from kvstore_server.errors import (
     ShapeMismatchError,
     describe,
 )
-from kvstore_server.facts import ERROR_LENGTH, ERRORS_KEPT, waits_of, workers_of
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
-from kvstore_server.membership import Membership
-from kvstore_server.memo import Memo
+from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership, waits_of, workers_of
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint, size_of_deltas
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
@@ -39,6 +37,7 @@ from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
 from kvstore_server.rounds import Announced, Book, Ints, Mode, Piece, Rounds, SlicePart, Terms, Wait, Waits
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
+from kvstore_server.storage import Memo
 from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 

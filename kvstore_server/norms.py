@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server import check
-from kvstore_server.optimizer.pieces import bound_of
+from kvstore_server.optimizer.gathering import bound_of
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.rows import RowSet, split_rows
 

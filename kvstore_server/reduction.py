@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype
-from kvstore_server.memo import Memo
 from kvstore_server.optimizer import coalesce_rows
-from kvstore_server.optimizer.pieces import CACHED
+from kvstore_server.optimizer.gathering import CACHED
 from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows, payload_nbytes
-from kvstore_server.storage import Block, Home, Storage
+from kvstore_server.storage import Block, Home, Memo, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 

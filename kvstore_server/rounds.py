@@ -49,10 +49,10 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
-from kvstore_server.memo import Memo
 from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import Encoded, same_payload
+from kvstore_server.storage import Memo
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

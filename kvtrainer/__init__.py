@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvstore_server.version import __version__
+from kvstore_server import __version__
 
 if TYPE_CHECKING:
     from kvtrainer import (

@@ -21,7 +21,7 @@ from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
 from kvtrainer.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel import DataParallel
-from kvtrainer.parallel.policy import COPIES, check_replicas
+from kvtrainer.parallel.replicas import COPIES, check_replicas
 from kvtrainer.types import Group
 
 NOTES = frozenset(

@@ -14,12 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.version import __version__
 from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
-from kvtrainer.launcher.hosts import Remote, bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.launcher.job import TO_REPORT, Launcher, Limits
+from kvtrainer.launcher.job import (
+    TO_REPORT,
+    Launcher,
+    Limits,
+    Remote,
+    bind_addresses,
+    parse_hosts,
+    place_servers,
+    place_workers,
+)
 from kvtrainer.launcher.processes import server_command
 
 _DESCRIPTION = """\

@@ -21,7 +21,7 @@ import torch
 from kvstore_server.check import is_number
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.norms import Decision, measure
-from kvstore_server.optimizer.pieces import bound_of
+from kvstore_server.optimizer.gathering import bound_of
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import (
     REPLACED,

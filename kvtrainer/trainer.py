@@ -28,7 +28,7 @@ from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sp
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.optimizer_states import OptimizerStates, StateView
-from kvtrainer.parallel.policy import COPIES, devices_of, policy_of, spread
+from kvtrainer.parallel.replicas import COPIES, devices_of, policy_of, spread
 from kvtrainer.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.profiler import Profiler
 from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
@@ -40,7 +40,7 @@ from kvtrainer.states.convert import State
 from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
-from kvtrainer.sync.overlap_pull import wait_before
+from kvtrainer.sync.overlap import wait_before
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 

@@ -161,7 +161,7 @@ def ray() -> None:
 def watch() -> None:
     import kvtrainer
     from kvtrainer.watch.job import Job, View, Worker
-    from kvtrainer.watch.page import metrics
+    from kvtrainer.watch.top import metrics
 
     with kvtrainer.local_cluster(workers=1, servers=1) as cluster:
         assert cluster.servers[0] in run(

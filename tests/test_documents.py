@@ -21,7 +21,7 @@ from kvtrainer import errors, launch
 from kvtrainer.optimizer import create
 from kvtrainer.watch import top
 from kvtrainer.watch.job import Job, Server, View, Worker
-from kvtrainer.watch.page import metrics
+from kvtrainer.watch.top import metrics
 from tests.support.limits import LIMIT
 from tests.support.pages import Block, blocks_of, run_page
 from tests.support.variables import named_in_sources, page

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_server.version import __version__
+from kvstore_server import __version__
 from kvtrainer import launch
 from tests.support.limits import LIMIT
 

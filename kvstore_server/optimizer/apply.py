@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
-from kvstore_server.optimizer.gathering import lengthened, put, taken
-from kvstore_server.optimizer.pieces import CACHED, Pieces, bound_of
+from kvstore_server.optimizer.gathering import CACHED, Pieces, bound_of, lengthened, put, taken
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT

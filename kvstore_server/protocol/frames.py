@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server import PROTOCOL_VERSION
 from kvstore_server.errors import ProtocolError, VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.version import PROTOCOL_VERSION
 
 Frame = bytes | bytearray | memoryview | Any
 """Has a buffer of bytes; a frame of ZeroMQ as well."""

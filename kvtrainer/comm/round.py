@@ -22,8 +22,7 @@ from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
-from kvtrainer.comm.contribution import Arenas, Contribution, Encoded
-from kvtrainer.comm.layout import Layout, Memory
+from kvtrainer.comm.contribution import Arenas, Contribution, Encoded, Layout, Memory
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session

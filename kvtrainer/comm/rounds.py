@@ -18,8 +18,7 @@ from kvstore_server.norms import Decision, Measured, combine
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.ahead import Ahead
-from kvtrainer.comm.contribution import Arenas, Contribution, encode, kept
-from kvtrainer.comm.layout import Layout
+from kvtrainer.comm.contribution import Arenas, Contribution, Layout, encode, kept
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.round import NO_COMMITS, Leg, Round
 from kvtrainer.comm.session import Session

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtrainer.cluster import Group, start_servers
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
-from kvtrainer.launcher.group import Group, start_servers
 from kvtrainer.launcher.job import Limits
 from kvtrainer.launcher.processes import server_command
 

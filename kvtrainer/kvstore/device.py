@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.comm.loopback import LocalEngine
+from kvtrainer.comm.client import LocalEngine
 from kvtrainer.comm.rank_group import Buckets, current_group
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, Key, register
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.one_thread import by_one_thread
-from kvtrainer.parallel.reducers import check_reducer, is_left_fold
+from kvtrainer.parallel.replicas import check_reducer, is_left_fold
 
 
 @register(*LOCAL_NAMES)

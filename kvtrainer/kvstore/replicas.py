@@ -11,9 +11,9 @@ from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.rows import RowSet
-from kvtrainer.comm.compressor import Residuals
+from kvtrainer.comm.tables import Residuals
 from kvtrainer.kvstore.values import dtype_name, is_sparse
-from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
+from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
 
 
 def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:

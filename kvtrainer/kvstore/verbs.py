@@ -21,12 +21,10 @@ from kvstore_server.errors import ConfigurationError, KeyNotFoundError, Optimize
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import INTEGERS, Slice, TensorSpec
 from kvstore_server.rows import RowSet
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.client import Client, LocalEngine
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.loopback import LocalEngine
 from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.replicas import (
@@ -57,7 +55,7 @@ from kvtrainer.kvstore.values import (
 )
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.parallel.reducers import AUTO
+from kvtrainer.parallel.replicas import AUTO
 from kvtrainer.profiler import Profiler
 from kvtrainer.states.convert import export_states, import_states, saved_problems
 from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file

@@ -25,8 +25,7 @@ from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import Arena, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
-from kvtrainer.parallel.policy import LISTS, device_names, policy_of
-from kvtrainer.parallel.reducers import AUTO, FLAT, flat_sum, make_reducer
+from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
 from kvtrainer.types import Group
 
 

@@ -20,7 +20,7 @@ from kvstore_server.optimizer.gathering import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.kvstore.values import flat_ids, read_ids
-from kvtrainer.parallel.policy import COPIES
+from kvtrainer.parallel.replicas import COPIES
 from kvtrainer.types import Group
 
 Source: TypeAlias = Callable[[int, int], Tensor]

@@ -17,8 +17,15 @@ from torch.nn.parameter import is_lazy
 from kvstore_server import check
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.parallel.batch import PerReplica, ReplicaLosses, scatter, to_device, total_of
-from kvtrainer.parallel.policy import MEMBERSHIP, Membership, ReplicaPolicy
-from kvtrainer.parallel.reducers import AUTO, are_distinct_cuda, check_reducer, make_reducer
+from kvtrainer.parallel.replicas import (
+    AUTO,
+    MEMBERSHIP,
+    Membership,
+    ReplicaPolicy,
+    are_distinct_cuda,
+    check_reducer,
+    make_reducer,
+)
 
 Device = torch.device | str | int
 

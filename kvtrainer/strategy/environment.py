@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kvstore_server import check
-from kvstore_server.version import __version__
+from kvstore_server import __version__, check
 from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
 from kvtrainer.errors import ConfigurationError
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kvstore_server import check
-from kvstore_server.version import __version__
+from kvstore_server import __version__, check
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.parallel import DataParallel

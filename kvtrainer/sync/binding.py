@@ -41,8 +41,7 @@ from kvtrainer.sync.exchange import (
     Shadowed,
     StoreExchange,
 )
-from kvtrainer.sync.overlap import Overlap
-from kvtrainer.sync.overlap_pull import Awaited
+from kvtrainer.sync.overlap import Awaited, Overlap
 from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
 

@@ -22,12 +22,12 @@ from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.row_pulls import TableRows
+from kvtrainer.comm.tables import Compressor
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables

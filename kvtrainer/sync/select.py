@@ -31,8 +31,7 @@ from kvtrainer.kvstore.device import DeviceKVStore, LocalKVStore, is_nccl
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.values import check_on_cuda
 from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.parallel.policy import LISTS, ReplicaPolicy
-from kvtrainer.parallel.reducers import AUTO, is_left_fold, make_reducer
+from kvtrainer.parallel.replicas import AUTO, LISTS, ReplicaPolicy, is_left_fold, make_reducer
 
 _log = logging.getLogger(__name__)
 

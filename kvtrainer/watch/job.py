@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-"""What one server says; see `kvstore_server.facts`."""
+"""What one server says; see `kvstore_server.membership`."""
 SILENT = 3.0
 """Seconds without a sign after which a worker, which should give one each second, is taken to do nothing."""
 _WORST_FIRST = ("failed", "absent", "left", "here")

@@ -15,7 +15,7 @@ from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, build_data_parallel_model, kvstore
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.reducers import make_reducer
+from kvtrainer.parallel.replicas import make_reducer
 
 pytestmark = [
     pytest.mark.gpu,

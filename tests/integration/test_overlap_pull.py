@@ -36,7 +36,7 @@ from kvtrainer.errors import (
 )
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.sync.overlap_pull import Awaited, Coming
+from kvtrainer.sync.overlap import Awaited, Coming
 from tests.integration import test_overlap
 from tests.integration.test_overlap import Case, plain
 from tests.support.limits import DEAD_AFTER, LIMIT

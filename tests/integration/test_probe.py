@@ -9,11 +9,10 @@ import threading
 import pytest
 import zmq
 
-from kvstore_server import probe
+from kvstore_server import PROTOCOL_VERSION, probe
 from kvstore_server.errors import VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode
-from kvstore_server.version import PROTOCOL_VERSION
 from tests.support.limits import LIMIT, SOON
 from tests.support.stores import Servers
 

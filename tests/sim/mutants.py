@@ -25,7 +25,7 @@ from kvstore_server.reduction import Sums
 from kvstore_server.rounds import _HERE, Book, Given, Rounds, Verdict, Waits
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
-from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.tables import Compressor
 
 Wrong = Callable[..., Any]
 Mutants = dict[str, list[tuple[Any, str, Wrong]]]

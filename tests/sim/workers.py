@@ -26,7 +26,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
-from kvtrainer.comm.compressor import Compressor
+from kvtrainer.comm.tables import Compressor
 
 Array = npt.NDArray[np.float32]
 Place = tuple[int, int]

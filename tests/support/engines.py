@@ -16,8 +16,7 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Mode
 from kvstore_server.storage import Leases
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.sync.exchange import Exchange, Gradients, Outcome
 from tests.sim.schedule import Adding

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.client import Client
+from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.loopback import Loopback
 from kvtrainer.comm.session import SessionOptions
 from tests.support.limits import LIMIT
 

@@ -22,9 +22,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet, same_bits
 from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.client import Client
-from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
 from tests.support.scripted import is_announcement

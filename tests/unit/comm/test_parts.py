@@ -16,10 +16,10 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
-from kvtrainer.comm.compressor import Compressor
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.parts import LONGEST, STALL, Window, size_of_parts
+from kvtrainer.comm.tables import Compressor
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
 from tests.support.switchboard import Line, connected, play

@@ -13,8 +13,7 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,

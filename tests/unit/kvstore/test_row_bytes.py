@@ -14,8 +14,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.server import packed
 from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore import LocalKVStore
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_server import cli
-from kvstore_server.version import __version__
+from kvstore_server import __version__, cli
 from kvtrainer import launch
 from kvtrainer.env import PROGRESS
 from kvtrainer.launcher.job import Limits

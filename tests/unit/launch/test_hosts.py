@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.launcher.hosts import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
+from kvtrainer.launcher.job import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
 from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
 
 A, B = Host("", "a", 2), Host("", "b", 1)

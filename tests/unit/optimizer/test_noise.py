@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.optimizer import Optimizer, create
-from kvstore_server.optimizer.noise import normal
+from kvstore_server.optimizer.gluon import normal
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
 from tests.support.optimizer_slices import empty, update_slice
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer.pieces import CACHED, Pieces, beside
+from kvstore_server.optimizer.gathering import CACHED, Pieces, beside
 
 SIZES = {
     "one": [48],

@@ -10,7 +10,7 @@ from torch.nn import Linear, Parameter
 
 from kvtrainer import DataParallel, Trainer, kvstore
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.parallel.reducers import REDUCERS, flat_sum, make_reducer, tree_sum
+from kvtrainer.parallel.replicas import REDUCERS, flat_sum, make_reducer, tree_sum
 from tests.support.pairwise import pairwise
 from tests.support.replica_training import STORES, backward, embedding, replicas, values
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
-from kvstore_server.memo import Memo
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import (
     ASYNC,
@@ -25,6 +24,7 @@ from kvstore_server.rounds import (
     Waiter,
     Waits,
 )
+from kvstore_server.storage import Memo
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1

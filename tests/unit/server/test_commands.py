@@ -15,8 +15,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.loopback import Loopback
+from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.errors import CommandError, ConfigurationError
 from kvtrainer.kvstore import LocalKVStore

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.comm.rank_group import Buckets
-from kvtrainer.sync.buckets import Layout, lay_out
+from kvtrainer.sync.rank_exchange import Layout, lay_out
 
 KB = 1 / 1024
 

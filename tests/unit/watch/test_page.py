@@ -16,7 +16,7 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.watch.job import View
-from kvtrainer.watch.page import HISTORY, Page, metrics
+from kvtrainer.watch.top import HISTORY, Page, metrics
 from tests.support.browser import WITH_CHROMIUM, in_browser
 from tests.support.limits import LIMIT
 from tests.support.processes import ROOT

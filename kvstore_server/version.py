@@ -1,6 +1,0 @@
-"""The version of the package and of the wire protocol."""
-
-__version__ = "0.1.0"
-
-PROTOCOL_VERSION = 14
-"""Peers that speak different protocol versions refuse each other at hello."""
