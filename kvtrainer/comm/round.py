@@ -72,25 +72,8 @@ class Leg:
         if round_.is_read:
             self.open = {at for at, coming in enumerate(self.coming) if coming}
         self.rounds = book.round[layout.index]
-        self.commits = layout.commits.copy()
+        self.commits = self._make_commits(round_, book)
         """A row for each table, as of Contribute."""
-        self.commits[:, 1] = self.rounds
-        if self.given is not layout.resident:
-            self.commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
-        is_kept = contribution.is_kept or layout.takes_deltas
-        self.commits[:, 4] = (book.held if is_kept else book.version)[self.server][layout.index]
-        flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
-        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
-        flags |= m.WANTS_HALF * layout.takes_half
-        if (
-            wants
-            and contribution.mapped is not None
-            and contribution.mapped.is_on
-            and round_.session.transport.channel(self.server) is not None
-        ):
-            flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
-        if flags or not wants:
-            self.commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         self.came = [-1] * len(layout.tables)
         """The version of the weights that came."""
         self.gathered: list[int] = []
@@ -111,6 +94,29 @@ class Leg:
         """Table → what the server measured of a sum that it holds."""
         self.complete: set[int] = set()
         """Tables of which all has come, except for what was measured."""
+
+    def _make_commits(self, round_: Round, book: Tables) -> m.Matrix:
+        """Say for each table how many slices are given, which version they were computed with, and what is wanted."""
+        contribution, layout = round_.contribution, self.layout
+        commits = layout.commits.copy()
+        commits[:, 1] = self.rounds
+        if self.given is not layout.resident:
+            commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
+        is_kept, wants = contribution.is_kept or layout.takes_deltas, contribution.outs is not None
+        commits[:, 4] = (book.held if is_kept else book.version)[self.server][layout.index]
+        flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
+        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
+        flags |= m.WANTS_HALF * layout.takes_half
+        if (
+            wants
+            and contribution.mapped is not None
+            and contribution.mapped.is_on
+            and round_.session.transport.channel(self.server) is not None
+        ):
+            flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
+        if flags or not wants:
+            commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
+        return commits
 
     def follow(self, kept: Collection[int], are_all: bool) -> None:
         """Come after slices of the only table that were sent ahead; with none (by index) of them, begin anew.
