@@ -633,7 +633,7 @@ def connect(run: int, token: int, own: bytes) -> Channel:
     try:
         end.settimeout(_CONNECT_TIMEOUT)
         end.connect(_name(run))
-        _check_user(end)
+        process_at(end)
         end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, token), own])
         _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
@@ -751,7 +751,7 @@ class Listener:
         with suppress(OSError):  # it is gone by now
             end.setblocking(False)
             try:
-                _check_user(end)
+                process_at(end)
             except PermissionError:
                 end.close()
                 return
@@ -815,8 +815,11 @@ def _name(run: int) -> bytes:
     return b"\0kvstore-%016x" % run
 
 
-def _check_user(end: socket.socket) -> None:
-    """Raise PermissionError if the process at the other end belongs to another user."""
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def process_at(end: socket.socket) -> int:
+    """Return the number of the process at the other end. Raises PermissionError if it belongs to another user."""
+    pid, user, _ = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     if user != os.geteuid():
-        raise PermissionError(f"the process at the other end belongs to user {user}")
+        raise PermissionError(f"process {pid} at the other end belongs to user {user}")
+    return int(pid)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Arena, make_memory
+from kvstore_server.channel import Arena, make_memory, process_at
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvtrainer import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
@@ -43,7 +43,6 @@ _CONNECT_TIMEOUT = 5.0
 _MEETING = struct.Struct("<QQ")
 """Number of the meeting; what is exchanged there."""
 _GREETING = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("iII")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GATHER, _BROADCAST, _SUM, _SUMMED = range(4)
 
@@ -332,12 +331,7 @@ def _connect(
     listener.close()
     peers = []
     for other, end in sorted(ends.items()):
-        pid, user, _ = _CREDENTIALS.unpack(
-            end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        if user != os.geteuid():
-            raise PermissionError(f"rank {other} belongs to user {user}")
-        process = os.pidfd_open(pid)
+        process = os.pidfd_open(process_at(end))
         opened.callback(os.close, process)
         poll = select.poll()
         poll.register(end, select.POLLIN)
