@@ -49,13 +49,13 @@ class Trace:
 
     Args:
         clock: Seconds.
-        categories: What is recorded.
         limit: How many events are kept.
     """
 
-    def __init__(self, clock: Clock, categories: Iterable[str] = CATEGORIES, limit: int = LIMIT) -> None:
+    def __init__(self, clock: Clock, limit: int = LIMIT) -> None:
         self.clock = clock
-        self.categories = frozenset(categories)
+        self.categories = frozenset(CATEGORIES)
+        """What is recorded."""
         self.events: list[Event] = []
         self.dropped = 0
         """Events that came when the limit was reached."""
