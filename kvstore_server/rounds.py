@@ -912,14 +912,14 @@ class Growing:
     @property
     def is_whole(self) -> bool:
         """Whether all of it is here."""
-        return self.level == len(self._bytes)
+        return self.level == self._bytes.numel()
 
     def take(self, part: SlicePart) -> bool:
         """Take a part; return whether what was here of it already are the same bytes, in the same form."""
         data, begin = part.data, part.begin
         if part.codec != self._codec or begin > self.level:
             return part.codec == self._codec
-        known, end = self.level - begin, begin + len(data)
+        known, end = self.level - begin, begin + data.numel()
         is_same = known <= 0 or torch.equal(self._bytes[begin : self.level][: len(data)], data[:known])
         if end > self.level:
             self._bytes[self.level : end] = data[known:]

@@ -171,7 +171,7 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
 
 def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
     """Count the elements of slots, with their padding."""
-    return [len(space.shard.storage.padded[slot]) for slot in slots]
+    return [space.shard.storage.padded[slot].numel() for slot in slots]
 
 
 def _levels(space: Namespace, table: Table, slots: Ints, sizes: Sequence[int]) -> list[int]:
@@ -180,7 +180,7 @@ def _levels(space: Namespace, table: Table, slots: Ints, sizes: Sequence[int]) -
     levels = list(sizes)
     for rank, said in table.begun.said.items():
         own, marks = space.rounds.shared.given[rank], said.marks[slots - table.unit.first]
-        for at in np.flatnonzero(own.marks[slots] != marks).tolist():
+        for at in (own.marks[slots] != marks).nonzero()[0].tolist():
             growing = own.growing.get(int(slots[at]))
             level = growing.end if growing is not None and growing.mark == marks[at] else 0
             levels[at] = min(levels[at], level // _STEP * _STEP)
