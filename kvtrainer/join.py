@@ -47,6 +47,7 @@ def _keep_company(pipeline: StepPipeline) -> None:
     pipeline.prepare()
     _check(pipeline)
     link, memory, exchange = pipeline.link, pipeline.memory, pipeline.link.exchange
+    link.check_whole()
     if exchange is None:
         return
     # Gradients that no step took are left behind: the loss scale that they carry may be another one afterwards.
@@ -62,9 +63,11 @@ def _keep_company(pipeline: StepPipeline) -> None:
     pipeline.is_bad, pipeline.bad_loss = False, ""
     is_over = False
     while not is_over:
+        link.is_torn = True
         try:
             shadowed = link.shadow(memory.arena)
-        except BaseException:
+        except BaseException as error:
+            link.is_torn = not isinstance(error, Exception)
             pipeline.count_lost()
             raise
         is_over = shadowed.is_over
@@ -77,6 +80,7 @@ def _keep_company(pipeline: StepPipeline) -> None:
                 group.update({**values, "lr": group["lr"]} if has_scheduler else values)
         if not is_over:
             _follow_round(pipeline, shadowed.hyper, shadowed.outcome)
+        link.is_torn = False
     memory.share_weights()
     memory.accept_writes(link.has_weights)
 

@@ -47,6 +47,8 @@ class JointUpdate:
         self._groups = groups
         self._multi_precision = multi_precision
         self._counts = [0] * len(device.parameters)
+        self.was_undone = False
+        """Whether the last `apply` has broken off, and all is as it was before."""
         self._masters: dict[int, Tensor] = {}
         self._wide: dict[int, Parameter] = {}
         """During a step, by key: what stands in for parameters of half precision."""
@@ -77,6 +79,7 @@ class JointUpdate:
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
         taken, masters = _Snapshot(self.instance), _cloned(self._masters)
+        self.was_undone = False
         try:
             with self._lent(scale, present, decision), self._grouped(hypers):
                 if again is None:
@@ -90,6 +93,7 @@ class JointUpdate:
                 flat.copy_(former[dtype])
             self._masters = masters
             taken.restore()
+            self.was_undone = True
             if isinstance(error, KVStoreError) or not isinstance(error, Exception):
                 raise
             raise OptimizerError(

@@ -152,6 +152,7 @@ class StepPipeline:
             with torch.enable_grad():
                 loss = closure()
         self.link.check_open()
+        self.link.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             return self.last if closure is None else loss
         undone = carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
@@ -198,6 +199,7 @@ class StepPipeline:
         """Replace every gradient by its sum; see `Trainer.allreduce_grads`."""
         self.refuse_in_join("allreduce_grads()")
         self._refuse_in_store("allreduce_grads()")
+        self.link.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             return
         fresh = self.new_gradients(None, True)
@@ -215,11 +217,13 @@ class StepPipeline:
                 self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
             # Rows of a single gradient are their own sum.
             self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
+        self.link.is_torn = False
 
     def update(self, batch_size: float | None, ignore_stale_grad: bool) -> StepResult:
         """Update the weights from the present gradients; see `Trainer.update`."""
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
+        self.link.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             assert self.last is not None
             return self.last
@@ -558,12 +562,16 @@ class StepPipeline:
             again: evaluates the loss again.
             options: the numbers of the update; None for those of the groups.
         """
+        was_torn = self.link.is_torn
         try:
             return self._update_here(present, scale, again, options)
         except Exception:
-            raise  # as on all workers: nothing has changed
-        except BaseException as error:
-            self.link.miss(error)
+            self.link.is_torn = False  # as on all workers: nothing has changed
+            raise
+        except BaseException:
+            one = self.states.here[0]
+            if isinstance(one, JointUpdate) and one.was_undone:
+                self.link.is_torn = was_torn
             raise
 
     def _update_here(
@@ -586,6 +594,7 @@ class StepPipeline:
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
+        self.link.is_torn = True
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
                 device.tracker.forget()  # it may evaluate the loss again
@@ -628,6 +637,7 @@ class StepPipeline:
         has_updated = updated is not None and any(updated)
         self.last = self._result(norm, verdict.decision.coef, is_skipped, has_updated)
         self.count(updated)
+        self.link.is_torn = False
         if self.groups.instance is not None:
             # Schedulers bound to the instance warn unless they see it step.
             self.groups.instance._opt_called = True  # type: ignore[attr-defined]

@@ -432,8 +432,6 @@ class Round:
         if outs is None:
             return
         follows = layout.takes_deltas and not self.is_read  # what is only looked at may go elsewhere
-        if follows and leg.staged:
-            book.held[leg.server, layout.index] = -1  # if this breaks off, all weights come again
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
         if unread:
             pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)

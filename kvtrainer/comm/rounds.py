@@ -320,14 +320,25 @@ class Rounds:
         """
         round_ = self.open.get(table.index)
         if round_ is not None:
-            self.wait(round_)
+            self._settle(round_)
         if table.index in self.tables.broken:
             raise self.tables.broken[table.index]
 
     def settle_all(self) -> None:
         """Wait for every round under way; raises what the first failed one raises."""
         while self.open:
-            self.wait(next(iter(self.open.values())))
+            self._settle(next(iter(self.open.values())))
+
+    def _settle(self, round_: Round) -> None:
+        """Wait for a round that is open. Raises as `settle`."""
+        if round_.is_over and not round_.is_read:
+            names = ", ".join([repr(table.name) for table in round_.contribution.tables[:3]])
+            raise KVStoreError(
+                f"the end of a round of {names} was interrupted, so it may count in part. Restart the job from its "
+                "last saved states"
+            )
+        self.wait(round_)
+        self._close(round_)
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
         """Write the present weights of whole tables into arenas, after this worker's own rounds of them.
@@ -515,12 +526,10 @@ class Rounds:
                 leg.layout.spare = leg.memory
             if leg.open or leg.failed:
                 lost.update(leg.layout.index[[*leg.open, *leg.failed]].tolist())
-        for table in tables:
-            if self.open.get(table.index) is round_:
-                del self.open[table.index]
         if round_.is_read:
             for leg in round_.legs if error is None else ():
                 round_.write(leg, frozenset(), book)
+            self._close(round_)
             return
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
@@ -559,6 +568,13 @@ class Rounds:
         round_.contribution = round_.contribution._replace(values=None)
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
+        self._close(round_)
+
+    def _close(self, round_: Round) -> None:
+        """Let the next rounds of the tables begin: last, for one that is over and open was interrupted as it ended."""
+        for table in round_.contribution.tables:
+            if self.open.get(table.index) is round_:
+                del self.open[table.index]
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""

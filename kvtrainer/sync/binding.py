@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstore_server.errors import describe
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
@@ -132,8 +131,11 @@ class Binding:
         """New weights of the last round that are still to come."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
-        self._missed: KVStoreError | None = None
-        """Why the weights here are no longer those of the other workers; None while they are."""
+        self.is_torn = False
+        """Whether a step has begun to change weights, state or counts, or others may have made it, and has not ended.
+
+        It is set before the first change and taken back after the last: whatever interrupts them in between leaves it.
+        """
         self.is_lost = False
         """Whether the last call of `round` raised when servers and other workers may have had something of it."""
 
@@ -276,7 +278,6 @@ class Binding:
         """
         assert self.exchange is not None
         self.is_lost = False
-        self._check_level()
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
@@ -294,6 +295,8 @@ class Binding:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
         gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard, layout.devices[0].lent)
+        self.exchange.was_missed = False
+        self.is_torn = True
         try:
             if self.selection.overlaps_pull and guard is None and not (absent or rows or veto):
                 return self._begin(layout, gradients)
@@ -303,9 +306,14 @@ class Binding:
         except BaseException as error:
             # Interrupted, it may have left some of the new weights here.
             self.is_lost = True
-            if self.holder is not None and self.holder.was_missed:
-                self.miss(error)
             layout.accept_writes(self.has_weights)
+            # The others may make an update of which this worker lacks the sum. What a store updates comes with the next
+            # round: after an error, which tells the loop. An interrupt tells it nothing.
+            lacks_sum = not self.updates_weights and self.num_workers > 1
+            if isinstance(error, Exception):
+                self.is_torn = lacks_sum and self.holder is not None and self.exchange.was_missed
+            else:
+                self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
             raise
         finally:
             layout.devices[0].lent = {}
@@ -321,18 +329,13 @@ class Binding:
                 arena.zeros = frozenset(rows)
         return outcome
 
-    def miss(self, error: BaseException) -> None:
-        """Note that this worker lacks an update that others have made, if workers make updates."""
-        if self.num_workers > 1 and not self.updates_weights and self._missed is None:
-            self._missed = KVStoreError(
-                f"an update that the other workers have made was interrupted here ({describe(error)}), so the weights "
-                "here are no longer theirs. Restart the job from its last saved states"
+    def check_whole(self) -> None:
+        """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes."""
+        if self.is_torn:
+            raise KVStoreError(
+                "a step was interrupted when its update had begun, here or on other workers, so weights, optimizer "
+                "state and counts may have only a part of it. Restart from the last saved states"
             )
-
-    def _check_level(self) -> None:
-        """Raise KVStoreError if this worker lacks an update."""
-        if self._missed is not None:
-            raise self._missed
 
     def _foresee(self) -> bytes:
         """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
@@ -404,7 +407,6 @@ class Binding:
     def shadow(self, arena: Arena) -> Shadowed:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
-        self._check_level()
         self._is_told = False  # what is in force now is another worker's
         shadowed = self.exchange.shadow(arena.weights, arena.grads)
         if self.exchange.updates_weights:
@@ -417,7 +419,7 @@ class Binding:
 
     def assign(self, layout: Memory) -> None:
         """Give every worker, and the store, rank 0's weights; collective, and nothing without a store."""
-        self._check_level()
+        self.check_whole()
         if self.exchange is not None:
             self.exchange.assign(layout.arena.weights, layout.tables.changed())
             layout.tables.are_placed()

@@ -103,6 +103,9 @@ class Exchange(ABC):
     """Keys (by index) whose gradients may stay where they are."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
+    was_missed = False
+    """Whether the last call of `run` or `begin` has begun what others may count, and has not raised since in a way that
+    says that they do not."""
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -152,8 +155,6 @@ class StoreExchange(Exchange):
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
-        self.was_missed = False
-        """Whether the last round that was `run` raised here, although it counts for the other workers."""
         self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
@@ -287,7 +288,7 @@ class StoreExchange(Exchange):
             rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
             born=born, unread=unread, mapped=self.mapped,
         )  # fmt: skip
-        number, self.was_missed = self._table.round, False
+        number, self.was_missed = self._table.round, True
         try:
             given = contribution if self._host is None else self._host.before(contribution)
             ticket = self._client.rounds.start(given)
@@ -297,8 +298,7 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._tell_torn(error)
-            is_open = self._table.index in self._client.rounds.open  # it was interrupted at its very end
-            self.was_missed = is_open or self._table.stands(number)
+            self.was_missed = self._may_count(number)
             raise
         if self.mapped is not None:
             self._check_mapped(weights)
@@ -317,6 +317,10 @@ class StoreExchange(Exchange):
         written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
         return Outcome(left_out, False, None, measured, decision, written)
 
+    def _may_count(self, number: int) -> bool:
+        """Tell whether a round that has raised here may count for others: it stands, or was interrupted as it ended."""
+        return self._table.index in self._client.rounds.open or self._table.stands(number)
+
     def begin(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Round:
         """Begin a round of dense gradients whose new weights go to `weights`; returns when all is on its way.
 
@@ -327,11 +331,13 @@ class StoreExchange(Exchange):
         contribution = Contribution(
             [self._table], [grads.arenas], [weights], grads.scale, grads.hyper, mapped=self.mapped
         )
+        number, self.was_missed = self._table.round, True
         try:
             round_ = rounds.start(contribution)
             rounds.send_off(round_)
         except BaseException as error:
             self._tell_torn(error)
+            self.was_missed = self._may_count(number)
             raise
         return round_
 
@@ -530,6 +536,7 @@ class PluginExchange(Exchange):
             self._store.broadcast(key, piece, piece)
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+        self.was_missed = True
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:
                 piece.mul_(grads.scale)

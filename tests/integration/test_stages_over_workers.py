@@ -497,7 +497,7 @@ def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on
         with pytest.raises(KeyboardInterrupt):
             push(trainer, p)
         for go_on in (trainer.step, trainer.set_data):
-            with pytest.raises(KVStoreError, match="an update that the other workers have made"):
+            with pytest.raises(KVStoreError):
                 go_on()
 
     jobs.results(2, 1, scenario)

@@ -1,0 +1,127 @@
+"""A step that Ctrl-C breaks off anywhere: the loop that calls it again goes on exactly, or is told that it cannot."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import kvstore_server.plan
+import kvtrainer
+from kvtrainer.errors import KVStoreError, StaleGradientError
+
+OURS = tuple(os.path.dirname(one.__file__) for one in (kvtrainer, kvstore_server.plan))
+LR, MOMENTUM = 0.1, 0.9
+EVERY = 5
+"""Of the lines so many are passed over: a thousand steps take half a minute."""
+
+
+class Plain(torch.optim.SGD):
+    """A class of which nothing is known, so it updates all parameters together."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """What a signal handler raises."""
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    """Those of one step, other ones in each."""
+    return [torch.full((3, 2), 0.5 + step), torch.arange(4.0) + step]
+
+
+def give(parameters: list[Parameter], step: int) -> None:
+    for parameter, grad in zip(parameters, gradients(step), strict=True):
+        parameter.grad = grad
+
+
+def fresh() -> list[Parameter]:
+    return [Parameter(torch.arange(6.0).view(3, 2)), Parameter(torch.ones(4))]
+
+
+def weights_of_torch() -> list[torch.Tensor]:
+    """After three steps."""
+    parameters = fresh()
+    optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
+    for step in range(3):
+        give(parameters, step)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def lines_of(call: Callable[[], Any], at: int = -1) -> list[tuple[str, int]]:
+    """Run a call, and list the lines of ours that it reaches; raise Interrupt before line `at` of them."""
+    reached: list[tuple[str, int]] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            reached.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(reached) == at + 1:
+                sys.settrace(None)
+                raise Interrupt
+        return look
+
+    former = sys.gettrace()
+    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename.startswith(OURS) else None)
+    try:
+        call()
+    finally:
+        sys.settrace(former)
+    return reached
+
+
+def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] | None, list[tuple[str, int]]]:
+    """Make three steps, of which the second is interrupted before line `at` and called once more.
+
+    Returns the weights, or None where the loop was told that it cannot go on; and the lines of that step.
+    """
+    parameters, lines = fresh(), list[tuple[str, int]]()
+    params = {"lr": LR, "momentum": MOMENTUM}
+    trainer = kvtrainer.Trainer(parameters, optimizer, params, **options)
+    give(parameters, 0)
+    trainer.step(1)
+    give(parameters, 1)
+    try:
+        try:
+            lines = lines_of(lambda: trainer.step(1), at)
+        except Interrupt:
+            with suppress(StaleGradientError):  # it had been made
+                trainer.step(1)
+        give(parameters, 2)
+        trainer.step(1)
+    except KVStoreError:
+        return None, lines
+    finally:
+        trainer.close()
+    return [parameter.detach() for parameter in parameters], lines
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("torch:SGD", {"kvstore": None}),
+        (Plain, {"kvstore": None}),
+        ("torch:SGD", {"kvstore": "local", "update_on_kvstore": True}),
+        ("torch:SGD", {"kvstore": "local", "update_on_kvstore": False}),
+    ],
+    ids=["no store", "all together", "in the store", "beside the store"],
+)
+def test_a_step_that_is_interrupted_at_any_of_many_lines_is_made_once_or_the_loop_is_told(
+    optimizer: Any, options: dict[str, Any]
+) -> None:
+    wanted = weights_of_torch()
+    found, lines = train(optimizer, -1, **options)
+    assert found is not None
+    assert all(map(torch.allclose, found, wanted))
+    firsts = sorted({line: at for at, line in reversed(list(enumerate(lines)))}.values())
+    firsts = firsts[::EVERY]
+    outcomes = [train(optimizer, at, **options)[0] for at in firsts]
+    went_on = [(lines[at], one) for at, one in zip(firsts, outcomes, strict=True) if one is not None]
+    assert len(went_on) > len(firsts) // 8
+    assert [line for line, one in went_on if not all(map(torch.allclose, one, wanted))] == []
