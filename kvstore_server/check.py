@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
@@ -56,19 +57,22 @@ def number(
     Raises:
         ConfigurationError: it is no number, or out of bounds.
     """
+    found = math.nan
+    if is_number(value):
+        with suppress(OverflowError):  # an integer that no float can hold
+            found = float(value)
     is_fit = (
-        is_number(value)
-        and not math.isnan(value)
-        and (not finite or math.isfinite(value))
-        and (least is None or value >= least)
-        and (most is None or value <= most)
-        and (above is None or value > above)
-        and (below is None or value < below)
+        not math.isnan(found)
+        and (not finite or math.isfinite(found))
+        and (least is None or found >= least)
+        and (most is None or found <= most)
+        and (above is None or found > above)
+        and (below is None or found < below)
     )
     if not is_fit:
         wanted = _range("a finite number" if finite else "a number", least, most, above, below)
         raise ConfigurationError(f"{name} must be {wanted}, got {value!r:.80}")
-    return float(value)  # type: ignore[arg-type]
+    return found
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -54,6 +54,7 @@ class AgreedOptimizer:
             if not isinstance(values, dict) or "name" not in values:
                 raise ConfigurationError(f"an optimizer travels as a map with a name, got {values!r:.80}")
             built = create_from_spec(_tuples(values))
+            built.try_out(built.hyper)
             accept(built)
             self._spec, self.named = spec, built
         self._sent[rank] = spec
@@ -119,6 +120,8 @@ class AgreedOptions:
             if rate is not None:
                 values["groups"] = [{**group, "lr": rate} for group in values["groups"] or [optimizer.hyper]]
             rows = effective_hypers(self._plan, optimizer, values)
+            for row in {id(row): row for row in rows}.values():
+                optimizer.try_out(row)
             for spec, row in zip(self._plan.specs, rows, strict=True):
                 optimizer.check_key(spec.key, spec.shape, row)
             cached = self._cached = (packed, rate, optimizer, rows)

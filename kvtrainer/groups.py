@@ -116,7 +116,9 @@ class ParameterGroups:
             names = self._option_names
             if names is None:
                 names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain(group[n]))]
-            found = {n: group[n] if type(group[n]) in _AS_IT_IS else plain(group[n]) for n in names}
+            found = {
+                n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
+            }
             options["groups"].append(found)
         has_attributes = any(memory.devices[0].tracker.attributes)
         for name in ("lr_mult", "wd_mult"):
@@ -386,6 +388,7 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
     """
     groups = collect(params, first)
     _check_finite(optimizer, optimizer.plain_hyper())
+    optimizer.try_out(optimizer.hyper)
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups)
     return [_with_checked_options(group, optimizer) for group in groups]
@@ -461,6 +464,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
         built = create_from_spec(spec)
     except UnknownNameError:  # an instance of a class that was never registered
         return options
+    optimizer.try_out(built.hyper)
     return {name: built.hyper[name] for name in options}
 
 
@@ -494,6 +498,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
+
+
+def _plain_option(name: str, value: Any) -> Any:
+    """Do as `plain`. Raises ConfigurationError for what has a shape, of which no comparison could be made."""
+    found = plain(value)
+    if getattr(found, "shape", ()):
+        raise ConfigurationError(f"{name} must be one value, got {value!r:.80}")
+    return found
 
 
 def _checked_multipliers(attribute: str, given: dict[int, Any], names: Sequence[str]) -> dict[int, float]:

@@ -585,7 +585,10 @@ class StepPipeline:
         if options is None:
             options = self._numbers(present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:
-            self._effective = (options, effective_hypers(self.memory.plan, self.groups.optimizer, options))
+            rows = effective_hypers(self.memory.plan, self.groups.optimizer, options)
+            for row in {id(row): row for row in rows}.values():
+                self.groups.optimizer.try_out(row)
+            self._effective = (options, rows)
         numbers, by_device = self._effective[1], [present]
         if self.link.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # each replica goes its own way

@@ -80,6 +80,11 @@ Hyper = Mapping[str, Any]
 
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
 MAX_COUNT = 2**63 - 1
+_ORDINARY = 1e9
+"""Up to there float32 holds all that formulas make of a few numbers."""
+_TRIED_KEPT = 64
+_LINE = 16
+"""Elements of float32 in a line, for which kernels have vectors."""
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
 """The options that are no group keys."""
 
@@ -145,6 +150,8 @@ class Optimizer:
     num_update: int = 0
     """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
     _said_low_precision: bool = False
+    _tried: frozenset[Any] | set[Any] = frozenset()
+    """What `try_out` need not try again."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -174,7 +181,7 @@ class Optimizer:
         self.begin_num_update = self.num_update = check.integer(
             f"{who}: begin_num_update", begin_num_update, 0, MAX_COUNT
         )
-        if aggregate_num != math.inf:
+        if not (check.is_number(aggregate_num) and aggregate_num == math.inf):
             aggregate_num = check.integer(f"{who}: aggregate_num", aggregate_num, 1, MAX_COUNT)
         self.aggregate_num = aggregate_num
         if lr_scheduler is not None:
@@ -276,6 +283,39 @@ class Optimizer:
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
 
+    def try_out(self, hyper: Hyper) -> None:
+        """Raise ConfigurationError if an update of ours or torch's breaks off with these numbers, by making some.
+
+        Nobody could take an update back that breaks off in the middle, and what kernels refuse depends on how numbers
+        come together: a learning rate may be too great for float32 only when it is corrected for a bias. An optimizer
+        that may raise in any case is not tried out.
+
+        Args:
+            hyper: As for `update`, without what that adds.
+        """
+        if self.may_raise:
+            return
+        odd = tuple([(name, _oddity(value)) for name, value in hyper.items()])
+        if odd in self._tried:
+            return
+        probe = copy.copy(self)
+        probe.mute()
+        shape = (_LINE,) if self.elementwise else (1, _LINE)
+        weight, state = torch.ones(shape), Values()
+        try:
+            with torch.no_grad():
+                for step in (1, 2):
+                    numbers = {**hyper, "step": step, "key": "", "first": 0}
+                    state = state or probe.create_state(weight)
+                    probe.update(weight, torch.ones(shape), state, numbers)
+        except Exception as error:
+            given = ", ".join(f"{name}={value!r:.80}" for name, value in hyper.items())
+            raise ConfigurationError(
+                f"{self.registered_name} cannot update with {given}: {type(error).__name__}: {error}"
+            ) from error
+        # Groups differ in what is odd, which hardly ever changes; a number that is odd may change in each step.
+        self._tried = {*self._tried, odd} if len(self._tried) < _TRIED_KEPT else {odd}
+
     def mute(self) -> None:
         """Say nothing in the log; for an optimizer that only tries something out."""
         self._said_low_precision = True
@@ -355,6 +395,13 @@ class Optimizer:
             )
         self.lr_scheduler = scheduler
         self.hyper["lr"] = self.learning_rate
+
+
+def _oddity(value: Any) -> Any:
+    """Reduce an option to what decides whether it can break an update off: of ordinary numbers, type and whether 0."""
+    if type(value) in (float, int) and abs(value) <= _ORDINARY:
+        return type(value), value != 0
+    return tuple(map(_oddity, value)) if isinstance(value, tuple | list) else (type(value), repr(value))
 
 
 def plain_value(value: Any) -> Any:

@@ -91,9 +91,11 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
             return optimizer
         return TorchOptimizer.from_instance(optimizer, type(optimizer) in _declared)
     if isinstance(optimizer, str):
-        return _from_class(_lookup(optimizer), options)
+        optimizer = _lookup(optimizer)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
-        return _from_class(optimizer, options)
+        made = _from_class(optimizer, options)
+        made.try_out(made.hyper)
+        return made
     raise ConfigurationError(
         "an optimizer is a name, a class (Optimizer or torch.optim.Optimizer) or an instance of one, got "
         f"{optimizer!r}"

@@ -65,7 +65,7 @@ class TorchOptimizer(Optimizer):
         if (accepted := _signature_defaults(cls)) is not None:
             # What a constructor passes on to another one is known to that alone.
             options = canonical_options(options, accepted, self.registered_name)
-        self._arguments = options
+        self._arguments = options = {name: _number(value) for name, value in options.items()}
         if self._options.get("differentiable"):
             raise ConfigurationError(
                 f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
@@ -321,7 +321,15 @@ class TorchOptimizer(Optimizer):
         """The optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
             return _constructed(self.cls, params, self._options)
-        except (TypeError, ValueError, RuntimeError, AssertionError, KeyError, AttributeError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in self._options.items())
             takes = ", ".join(_signature_defaults(self.cls) or self._options)
             raise ConfigurationError(
@@ -364,6 +372,8 @@ def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_number(item) for item in value)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ConfigurationError(f"an option of a torch optimizer must be one number, got {value!r:.80}")
     return value.item() if isinstance(value, Tensor) else value
 
 

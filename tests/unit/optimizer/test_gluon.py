@@ -306,8 +306,8 @@ def test_momentum_reads_a_gradient_where_it_lies(
         given.extend(grads)
         kernel(weights, grads, *others, **numbers)
 
-    monkeypatch.setattr(torch, "_fused_sgd_", seen)
     optimizer = create("sgd", momentum=0.9, **options)
+    monkeypatch.setattr(torch, "_fused_sgd_", seen)
     optimizer.update(torch.ones(32), grad, {}, optimizer.hyper)
     assert [one.data_ptr() for one in given] == [grad.data_ptr()]
 

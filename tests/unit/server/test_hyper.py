@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -141,12 +143,30 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers(
     assert rates == [0.5, 0.25, 0.125]
 
 
-def test_a_table_whose_update_broke_off_is_not_used_again() -> None:
+def test_numbers_that_an_update_would_break_off_with_are_refused_and_the_table_lives() -> None:
+    table, parts = table_with_values()
+    table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
+    with pytest.raises(ConfigurationError):
+        table.apply(ALL, 1, parts, create("sgd"), None, ())
+    assert table.conflict is None
+
+
+def test_a_table_whose_update_broke_off_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, parts = table_with_values()
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(table.shard, "update", broken)
+    with pytest.raises(KVStoreError):
+        table.apply(ALL, 1, parts, create("sgd"), None, ())
+    assert table.conflict is not None
+
+
+def table_with_values() -> tuple[Table, dict[int, Part]]:
+    """A table whose first round was applied, and what was given to it."""
     table = Table(0, "t", PLAN, 0, 1, Shard())
     [piece] = PLAN.slices
     parts = {0: Part(given_to(table.shard, {0: torch.zeros(piece.used)}))}
     table.apply(ALL, 0, parts, None, None, ())
-    table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
-    with pytest.raises(KVStoreError):
-        table.apply(ALL, 1, parts, create("sgd"), None, ())
-    assert table.conflict is not None
+    return table, parts

@@ -1,0 +1,100 @@
+"""Numbers that make no sense are refused when they are given: none breaks off an update, and so ends a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.optimizer import Optimizer, gluon, layerwise, registry, torch_family
+from kvtrainer import Trainer
+
+ODD: list[Any] = [
+    math.nan, math.inf, -math.inf, 1e39, -1e39, 3e38, 1e308, 10**400, 1e-50, -1, 0, "x", None, True,
+    torch.tensor(1e39, dtype=torch.float64), torch.ones(2), np.float64(1e39), np.int64(3), np.bool_(True),
+    (0.9, math.nan), (0.9, 1.0), (1e39, 0.9),
+]  # fmt: skip
+
+
+NAMES = [cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)]
+NAMES += [torch_family.torch_name(cls) for cls in (*torch_family.ELEMENTWISE, *torch_family.WHOLE)]
+NAMES.remove("torch:SparseAdam")  # it may raise in any case, so servers take its updates back
+
+
+def options_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Each option of an optimizer with each odd value."""
+    for name in optimizer.hyper:
+        for value in ODD:
+            yield name, value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_accepted_number_breaks_off_no_update(name: str) -> None:
+    optimizer = registry.create(name)
+    accepted = 0
+    for option, value in options_of(optimizer):
+        try:
+            made = registry.create(name, **{option: value})
+        except ConfigurationError:
+            continue
+        accepted += 1
+        weight, state = torch.ones(2, 16), dict[str, Any]()
+        if made.elementwise:
+            weight = weight.view(-1)
+        for step in (1, 2, 3):
+            numbers = {**made.hyper, "step": step, "key": "w", "first": 0}
+            state = state or made.create_state(weight)
+            made.update(weight, torch.ones_like(weight), state, numbers)
+    assert accepted > len(optimizer.hyper)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("dcasgd", "lamda", 1e39),
+        ("adamax", "lr", 3e38),
+        ("torch:SGD", "dampening", "x"),
+        ("torch:Muon", "eps", 1e39),
+        ("torch:Muon", "ns_steps", 1e-50),
+        ("sgd", "lr", torch.ones(2)),
+    ],
+)
+def test_a_number_that_is_set_while_training_is_refused_before_anything_is_sent(
+    name: str, option: str, value: Any
+) -> None:
+    parameter = Parameter(torch.ones(2, 2))
+    options = {"momentum": 0.5} if name == "torch:SGD" else {}
+    trainer = Trainer([parameter], name, options, kvstore="local", update_on_kvstore=True)
+    [group] = trainer.param_groups
+
+    def step() -> None:
+        parameter.grad = torch.ones(2, 2)
+        trainer.step(1)
+
+    step()
+    before, group[option] = group[option], value
+    kept = parameter.detach().clone()
+    with pytest.raises(ConfigurationError):
+        step()
+    assert parameter.equal(kept)
+    group[option] = before
+    step()
+    assert not parameter.equal(kept)
+
+
+def test_a_multiplier_with_which_a_number_is_too_great_fails_the_round_and_leaves_the_table() -> None:
+    parameter = Parameter(torch.ones(2, 2))
+    parameter.lr_mult = 1e39  # type: ignore[attr-defined]
+    trainer = Trainer([parameter], "adamax", {"lr": 1.0}, kvstore="local", update_on_kvstore=True)
+    parameter.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigurationError):
+        trainer.step(1)
+    parameter.lr_mult = 1.0  # type: ignore[attr-defined]
+    trainer.step(1)
+    assert not parameter.equal(torch.ones(2, 2))
