@@ -96,8 +96,13 @@ class Deltas:
         self.version = version
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
-        """Encode the difference of a slot, and change the weights of workers by it; None where they are copied."""
+        """Encode the difference of a slot, and change the weights of workers by it; None where they are copied.
+
+        It is nothing where there is no difference: a zero that has another sign is none.
+        """
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
+        if torch.equal(given, weights):  # at the first difference it is over
+            return torch.empty(0, dtype=torch.uint8)
         numel = len(weights)
         if len(self._zeros) < numel or self._zeros.dtype != dtype:
             self._zeros, self._left = torch.zeros(numel, dtype=dtype), torch.empty(numel, dtype=dtype)

@@ -130,6 +130,7 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
         VersionMismatchError,
         DeadlineError,
         ConnectTimeoutError,
+        ServerUnreachableError,
         WorkerLostError,
         RoundAbortedError,
         FencedError,

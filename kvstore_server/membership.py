@@ -21,13 +21,24 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError, WorkerLostError
+from kvstore_server.errors import (
+    ConfigurationError,
+    FencedError,
+    KVStoreError,
+    ProtocolError,
+    ServerLostState,
+    ServerStoppingError,
+    ServerUnreachableError,
+    WorkerLostError,
+    from_wire,
+)
 from kvstore_server.protocol.frames import unpack_control
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
 
 _ENDED_KEPT = 1024
 """How many sessions that have ended are remembered with the reason; older ones get a general answer."""
+_LOST_SERVERS = {kind.__name__ for kind in (ServerLostState, ServerStoppingError, ServerUnreachableError)}
 _NAMED = 8
 """Of how many ranks a message tells more than their number."""
 
@@ -197,10 +208,19 @@ class Membership:
 
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
-    ) -> WorkerLostError | None:
-        """The error of a wait that can never end because a rank it needs is gone, or None."""
+    ) -> KVStoreError | None:
+        """The error of a wait that can never end because a rank it needs is gone, or None.
+
+        One that has left because it lost a server is not what the others should look for: their error is its own.
+        """
         for rank in waiting_for:
             if rank in self.departed:
+                kind, _, cause = self.departed[rank].partition(": ")
+                if kind in _LOST_SERVERS:
+                    return from_wire(
+                        kind,
+                        f"{what} cannot complete: rank {rank} has left, because it lost a server: {cause}",
+                    )
                 uneven = (
                     "if it had fewer batches than the others, let every worker train in a block "
                     "`with trainer.join():`, and otherwise "

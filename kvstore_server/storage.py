@@ -133,6 +133,10 @@ def marks_in(memory: Tensor) -> Counts:
     return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
 
 
+_LOOKED_AT = 2
+"""More buffers than one are looked at for each that is sent, so what nobody sends again is forgotten."""
+
+
 class Tracker(Protocol):
     """The state of one buffer that the socket reads from."""
 
@@ -168,14 +172,22 @@ class Leases:
 
     def track(self, buffer: Tensor, tracker: Tracker) -> None:
         """Note that the socket has taken a message with this buffer, and reads it until the tracker is done."""
-        known = self.sent.get(buffer.data_ptr(), [])
-        self.sent[buffer.data_ptr()] = [one for one in known if not one.done] + [tracker]
+        self.sent.setdefault(buffer.data_ptr(), []).append(tracker)
+        # Of all buffers, since of one that is never sent again nobody would ask: the oldest are done first.
+        for address in list(itertools.islice(self.sent, _LOOKED_AT)):
+            self._forget_done(address)
+
+    def _forget_done(self, address: int) -> None:
+        """Keep those trackers of a buffer alone that are not done; with none, nothing is known of it."""
+        left = [one for one in self.sent.pop(address) if not one.done]
+        if left:
+            self.sent[address] = left  # behind the others
 
     def is_busy(self, buffer: Tensor) -> bool:
         """Say whether somebody still reads from the buffer, so that it must not be written."""
         address = buffer.data_ptr()
-        if all(tracker.done for tracker in self.sent.get(address, ())):
-            self.sent.pop(address, None)
+        if address in self.sent:
+            self._forget_done(address)
         return address in self.held or address in self.sent
 
 

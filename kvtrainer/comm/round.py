@@ -257,6 +257,8 @@ class Leg:
             table = layout.table[at]
             if -1 < came[table] < version and table in self.open:
                 self.drop_former(table)
+            elif version < came[table]:
+                continue  # another reply has newer ones already: they must not be mixed
             self.may_go &= kind != word
             end, news = at + 1, is_coming[at]
             if kind == m.ROWS:
@@ -301,6 +303,8 @@ class Leg:
         table, piece = layout.table[at], layout.pieces[at]
         if -1 < self.came[table] < version and table in self.open:
             self.drop_former(table)
+        elif version < self.came[table]:
+            return []
         self.may_go &= kind != word
         itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
         begin = self.levels.get(at, 0)

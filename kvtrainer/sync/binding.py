@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -493,20 +494,24 @@ class Binding:
         return [] if self.exchange is None else self.exchange.stats()
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the store; other workers are told of the error. Idempotent."""
+        """Leave the store; other workers are told of the error. Idempotent.
+
+        All is closed, although some of it may raise.
+        """
         self.is_closed = True
-        if self.awaited is not None:
-            self.awaited.end(error or KVStoreError("this Trainer was closed"))
-        if self.holder is not None and self.holder.mapped is not None:
-            self.holder.mapped.release()
-        if self.exchange is not None:
-            self.exchange.close()
-        if self._host is not None:
-            self._host.close()
-        if self._client is not None:
-            self._client.close(error)
-        if self.store is not None and self.store is not self.selection.kvstore:
-            self.store.close()
+        with ExitStack() as stack:  # the last one first
+            if self.store is not None and self.store is not self.selection.kvstore:
+                stack.callback(self.store.close)
+            if self._client is not None:
+                stack.callback(self._client.close, error)
+            if self._host is not None:
+                stack.callback(self._host.close)
+            if self.exchange is not None:
+                stack.callback(self.exchange.close)
+            if self.holder is not None and self.holder.mapped is not None:
+                stack.callback(self.holder.mapped.release)
+            if self.awaited is not None:
+                stack.callback(self.awaited.end, error or KVStoreError("this Trainer was closed"))
 
     def worker(self) -> tuple[int, int]:
         """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""

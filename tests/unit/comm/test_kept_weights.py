@@ -289,6 +289,18 @@ def test_changes_of_a_slice_are_encoded_although_some_of_its_keys_have_no_gradie
         job.check()
 
 
+def test_nothing_is_sent_of_weights_that_workers_have_as_they_are() -> None:
+    job = Job(1, "torch:SGD", "ternary")
+    pieces = job.tables[0].plan.slices
+    [slot] = [at for at, piece in enumerate(pieces) if len(piece.segments) == 3]
+    absent = frozenset([segment.key for segment in pieces[slot].segments])
+    job.play(dense(job, absent=absent))
+    sizes = {at: nbytes for at, (_, nbytes) in parts_of(job, dense(job, absent=absent)).items()}
+    assert [at for at, nbytes in sizes.items() if not nbytes] == [slot]
+    job.play(dense(job))
+    job.check()
+
+
 def test_after_a_round_that_was_skipped_changes_come_as_ever() -> None:
     job = Job(2, "torch:SGD", "ternary")
     job.play(dense(job))

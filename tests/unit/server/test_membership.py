@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore_server.errors import ConfigurationError, ProtocolError, WorkerLostError
+from kvstore_server.errors import (
+    ConfigurationError,
+    KVStoreError,
+    ProtocolError,
+    ServerLostState,
+    ServerStoppingError,
+    ServerUnreachableError,
+    WorkerLostError,
+    describe,
+)
 from kvstore_server.membership import Membership, Session
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
@@ -56,6 +65,17 @@ def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
         "round 4 of 'w' cannot complete: rank 1 has left (ValueError: nan); "
         "restart the job from its last saved states"
     )
+
+
+@pytest.mark.parametrize("kind", [ServerUnreachableError, ServerLostState, ServerStoppingError])
+def test_the_error_of_a_rank_that_has_left_because_it_lost_a_server_is_that_of_the_server(
+    kind: type[KVStoreError],
+) -> None:
+    members = joined(0, 1)
+    members.leave(1, describe(kind("server 2 has not answered")), is_clean=False)
+    error = members.lost_error([1], "round 4 of 'w'", 1.0, DEAD_AFTER)
+    assert type(error) is kind
+    assert "server 2 has not answered" in str(error)
 
 
 def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joining() -> None:

@@ -265,3 +265,21 @@ def test_a_schedule_that_raises_when_it_is_asked_before_the_step_is_left_to_that
     binding = Binding(select_store("dist_sync"))
     binding._said, binding.numbers = (former, Limits()), weakref.WeakMethod(schedule.numbers)
     assert binding._foresee() == pack_hypers(**former, update_on_kvstore=True, limits=Limits().summary)
+
+
+def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    trainer = Trainer([parameter], "sgd", kvstore="local", update_on_kvstore=True)
+    parameter.grad = torch.ones(2)
+    trainer.step(1)
+    link = trainer._pipeline.link
+    assert link.exchange is not None
+    assert link._client is not None
+
+    def broken() -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(link.exchange, "close", broken)
+    with pytest.raises(OSError, match="no"):
+        trainer.close()
+    assert link._client._session.is_closed
