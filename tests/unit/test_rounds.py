@@ -408,3 +408,19 @@ def test_one_gradient_that_is_not_finite_stops_all_tables_of_the_round() -> None
         rounds.start(contribution)
     assert sent(servers) == []
     assert all(table.compressor.residuals() == {} for table in tables if table.compressor is not None)
+
+
+def test_weights_of_an_older_reply_are_not_mixed_with_newer_ones() -> None:
+    """Replies may overtake each other where a channel of shared memory has ended and the rest comes over TCP."""
+
+    def answers(server: int, commit: m.RequestBody) -> list[m.ReplyBody]:
+        newer, older = bench.weights(server, 9.0, 5), bench.weights(server, 4.0, 4)
+        first = m.Weights(newer.parts[:1], newer.payloads[:1])
+        rest = m.Weights(newer.parts[1:], newer.payloads[1:])
+        return [first, older, rest]
+
+    bench = Bench(1, answers)
+    assert len(bench.plan.slices) > 1
+    bench.run()
+    assert bench.out.eq(9.0).all()
+    assert bench.table.versions == {0: 5}
