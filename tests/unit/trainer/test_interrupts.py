@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -79,9 +80,12 @@ def lines_of(call: Callable[[], Any], at: int = -1) -> list[tuple[str, int]]:
 def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] | None, list[tuple[str, int]]]:
     """Make three steps, of which the second is interrupted before line `at` and called once more.
 
-    Returns the weights, or None where the loop was told that it cannot go on; and the lines of that step.
+    Returns the weights, or None where the loop was told that they may have a part of it; and the lines of that step.
     """
-    parameters, lines = fresh(), list[tuple[str, int]]()
+    parameters, lines, said = fresh(), list[tuple[str, int]](), list[logging.LogRecord]()
+    log, listener = logging.getLogger("kvtrainer.sync.binding"), logging.Handler(logging.WARNING)
+    listener.emit = said.append  # type: ignore[method-assign]
+    log.addHandler(listener)
     params = {"lr": LR, "momentum": MOMENTUM}
     trainer = kvtrainer.Trainer(parameters, optimizer, params, **options)
     give(parameters, 0)
@@ -99,7 +103,8 @@ def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] |
         return None, lines
     finally:
         trainer.close()
-    return [parameter.detach() for parameter in parameters], lines
+        log.removeHandler(listener)
+    return None if said else [parameter.detach() for parameter in parameters], lines
 
 
 @pytest.mark.parametrize(
@@ -125,3 +130,25 @@ def test_a_step_that_is_interrupted_at_any_of_many_lines_is_made_once_or_the_loo
     went_on = [(lines[at], one) for at, one in zip(firsts, outcomes, strict=True) if one is not None]
     assert len(went_on) > len(firsts) // 8
     assert [line for line, one in went_on if not all(map(torch.allclose, one, wanted))] == []
+
+
+def test_a_trainer_that_updates_by_itself_goes_on_after_an_interrupt_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parameters = fresh()
+    trainer = kvtrainer.Trainer(parameters, "sgd", {"lr": LR}, kvstore=None)
+    give(parameters, 0)
+    trainer.step(1)
+    give(parameters, 1)
+    lines = lines_of(lambda: trainer.step(1))
+    updated = max(at for at, (file, _) in enumerate(lines) if file.endswith("apply.py"))
+    give(parameters, 2)
+    with pytest.raises(Interrupt):
+        lines_of(lambda: trainer.step(1), updated)
+    for step in range(3, 5):
+        before = [parameter.detach().clone() for parameter in parameters]
+        give(parameters, step)
+        trainer.step(1)
+        for parameter, former, grad in zip(parameters, before, gradients(step), strict=True):
+            torch.testing.assert_close(parameter.detach(), former - LR * grad)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
