@@ -289,8 +289,19 @@ class Server:
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
         replies = self.service.handle(peer, request, self._clock())
+        if isinstance(body, m.Look):
+            replies = [self._with_queue(one) for one in replies]
         if replies:
             self._send_all(replies)
+
+    def _with_queue(self, out: m.Outgoing) -> m.Outgoing:
+        """Add to facts about the service how many bytes wait here for peers that are slow to read."""
+        if not isinstance(out.reply.body, m.Info):
+            return out
+        queued = sum([one.nbytes for one in self._backlog.values()])
+        return out._replace(
+            reply=m.Reply(out.reply.number, m.Info({**out.reply.body.values, "queued": queued}))
+        )
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""

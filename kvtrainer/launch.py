@@ -95,8 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers = (
             f"{options.servers} server{'s' * (options.servers != 1)}" if options.servers else "no servers"
         )
+        times = f"{options.workers} time{'s' * (options.workers != 1)}"
         print(
-            f"kvlaunch: starts {numbers}, then {options.workers} times: {shlex.join(command)}",
+            f"kvlaunch: starts {numbers}, then {times}: {shlex.join(command)}",
             file=sys.stderr,
         )
         environ.setdefault(PROGRESS, "1")

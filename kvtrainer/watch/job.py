@@ -36,6 +36,8 @@ class Server(NamedTuple):
     """Of weights and gradients, a second."""
     bytes_out: float = 0.0
     is_stopping: bool = False
+    queued: int = 0
+    """Bytes of answers that wait for workers which are slow to read."""
 
 
 class Worker(NamedTuple):
@@ -171,7 +173,16 @@ def _server(before: Facts | None, now: Facts | None, seconds: float, address: st
     pairs = [(_named(before, job["name"]) or job, job) for job in now["jobs"]]
     bytes_in = sum([new["bytes_in"] - old["bytes_in"] for old, new in pairs]) / seconds
     bytes_out = sum([new["bytes_out"] - old["bytes_out"] for old, new in pairs]) / seconds
-    return Server(address, True, now["memory"], now["max_memory"], bytes_in, bytes_out, now["is_stopping"])
+    return Server(
+        address,
+        True,
+        now["memory"],
+        now["max_memory"],
+        bytes_in,
+        bytes_out,
+        now["is_stopping"],
+        now["queued"],
+    )
 
 
 def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> Job:

@@ -157,16 +157,17 @@ def _plain(text: str, style: str = "") -> Any:
 def _servers_table(servers: Sequence[Server]) -> Any:
     from rich.table import Table
 
-    heads = ("server", "address", "memory", "of", "in /s", "out /s", "")
+    heads = ("server", "address", "memory", "of", "in /s", "out /s", "queued", "")
     table = Table(*heads, title="servers", title_justify="left", box=None, padding=(0, 1))
     for index, one in enumerate(servers):
         if not one.is_there:
-            table.add_row(str(index), one.address, "", "", "", "", "[red]no answer[/]")
+            table.add_row(str(index), one.address, "", "", "", "", "", "[red]no answer[/]")
             continue
         limit = _bytes(one.max_memory) if one.max_memory else "any"
         flows = _bytes(one.bytes_in), _bytes(one.bytes_out)
         state = "stopping" if one.is_stopping else ""
-        table.add_row(str(index), one.address, _bytes(one.memory), limit, *flows, state)
+        queued = _bytes(one.queued) if one.queued else ""
+        table.add_row(str(index), one.address, _bytes(one.memory), limit, *flows, queued, state)
     return table
 
 
@@ -441,6 +442,7 @@ _OF_SERVERS = {
     "max_memory": "The limit of that; 0: none",
     "bytes_in": "Bytes of gradients a second",
     "bytes_out": "Bytes of weights a second, without those that workers map",
+    "queued": "Bytes of answers that wait for workers which are slow to read",
 }
 _OF_JOBS = {
     "rounds": "Rounds a second",

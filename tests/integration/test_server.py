@@ -19,6 +19,7 @@ import zmq
 
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import create, known
+from kvstore_server.probe import look
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
@@ -238,6 +239,19 @@ def test_weights_that_wait_for_a_slow_worker_do_not_wait_twice_when_it_asks_agai
         assert eventually(lambda: served.handled == before + 10)
         # What the socket had taken already may come once more, for nobody knows whether it was lost.
         assert served.waiting() <= once + (200 << 20)
+
+
+def test_a_server_tells_how_many_bytes_wait_for_workers_that_are_slow_to_read() -> None:
+    with _served(drain_timeout=0.1) as served, _Reader(served.server.endpoint) as reader:
+
+        def queued() -> int:
+            [facts] = look([served.server.endpoint], LIMIT)
+            assert facts is not None
+            return int(facts["queued"])
+
+        assert queued() == 0
+        reader.pull_without_reading(200 << 20)
+        assert eventually(lambda: queued() > 0)
 
 
 def test_a_reply_larger_than_the_backlog_limit_still_reaches_a_worker_that_reads() -> None:

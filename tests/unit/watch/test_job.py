@@ -30,6 +30,7 @@ def job(workers: list[dict[str, Any]], name: str = "train", **other: Any) -> dic
 def server(*jobs: dict[str, Any]) -> dict[str, Any]:
     return {
         "server": 0, "num_servers": 1, "memory": 5, "max_memory": 9, "is_stopping": False, "num_jobs": 1,
+        "queued": 7,
         "jobs": list(jobs),
     }  # fmt: skip
 
