@@ -19,7 +19,7 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.progress import tracked
+from kvtrainer.progress import announced, tracked
 from kvtrainer.states.file import SavedStates
 
 State = dict[str, Any]
@@ -42,11 +42,13 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
     kept = {piece.index: holder.get_state(piece) for piece in tracked(pieces, "collecting optimizer states")}
     found = {}
-    for key in range(len(plan.specs)) if keys is None else keys:
-        parts = _parts(plan, kept, key)
-        if parts and parts[0][0].steps[parts[0][1]]:
-            state: State = joined(parts, plan.specs[key].shape)
-            found[key] = {**_by_row(plan, key, state), "step": torch.tensor(float(state["step"]))}
+    nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
+    with announced("putting optimizer states together", nbytes):
+        for key in range(len(plan.specs)) if keys is None else keys:
+            parts = _parts(plan, kept, key)
+            if parts and parts[0][0].steps[parts[0][1]]:
+                state: State = joined(parts, plan.specs[key].shape)
+                found[key] = {**_by_row(plan, key, state), "step": torch.tensor(float(state["step"]))}
     return found
 
 
@@ -121,13 +123,17 @@ def import_states(
         # What has one number per element looks like the optimizer's scalars where there is one element.
         trial = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
-    for key, given in states.items():
-        state = _by_row(plan, key, given, is_dealt=False)
-        entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
-        per_element = of_scalars
-        if optimizer.elementwise and plan.specs[key].shape:
-            per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
-        spread(_parts(plan, kept, key), entries, per_element)
+    nbytes = sum(
+        [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
+    )
+    with announced("dividing optimizer states", nbytes):
+        for key, given in states.items():
+            state = _by_row(plan, key, given, is_dealt=False)
+            entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
+            per_element = of_scalars
+            if optimizer.elementwise and plan.specs[key].shape:
+                per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
+            spread(_parts(plan, kept, key), entries, per_element)
     for index, state_of_slice in tracked(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
 
