@@ -316,29 +316,24 @@ class Rounds:
         """Wait for the round of a table that is under way, if there is one.
 
         Raises:
-            KVStoreError: that round failed, or an earlier failure left the servers apart.
+            KVStoreError: that round failed, its end was interrupted, or an earlier failure left the servers apart.
         """
         round_ = self.open.get(table.index)
         if round_ is not None:
-            self._settle(round_)
+            if round_.is_over and not round_.is_read:
+                raise KVStoreError(
+                    f"the end of a round of {table.name!r} was interrupted, so it may count in part. Restart the job "
+                    "from its last saved states"
+                )
+            self.wait(round_)
+            self._close(round_)
         if table.index in self.tables.broken:
             raise self.tables.broken[table.index]
 
     def settle_all(self) -> None:
         """Wait for every round under way; raises what the first failed one raises."""
         while self.open:
-            self._settle(next(iter(self.open.values())))
-
-    def _settle(self, round_: Round) -> None:
-        """Wait for a round that is open. Raises as `settle`."""
-        if round_.is_over and not round_.is_read:
-            names = ", ".join([repr(table.name) for table in round_.contribution.tables[:3]])
-            raise KVStoreError(
-                f"the end of a round of {names} was interrupted, so it may count in part. Restart the job from its "
-                "last saved states"
-            )
-        self.wait(round_)
-        self._close(round_)
+            self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
         """Write the present weights of whole tables into arenas, after this worker's own rounds of them.
