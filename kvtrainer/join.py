@@ -101,6 +101,6 @@ def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: Outcome) -> Non
             scale = 1.0 / pipeline.kept_scale(1.0)
             if pipeline.update_here(updated, scale, options=said).decision.skip:
                 updated = None
-        pipeline.count(updated)
+        pipeline.conclude(updated)
     finally:
         pipeline.voting = None

@@ -639,8 +639,7 @@ class StepPipeline:
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         has_updated = updated is not None and any(updated)
         self.last = self._result(norm, verdict.decision.coef, is_skipped, has_updated)
-        self.count(updated)
-        self.link.is_torn = False
+        self.conclude(updated)
         if self.groups.instance is not None:
             # Schedulers bound to the instance warn unless they see it step.
             self.groups.instance._opt_called = True  # type: ignore[attr-defined]
@@ -663,6 +662,18 @@ class StepPipeline:
         if self.loss_scaler is not None:
             scale = self.loss_scaler.loss_scale
         return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
+
+    def conclude(self, updated: Sequence[bool] | None) -> None:
+        """Count what a step has updated, as `count`, which is the last of its changes.
+
+        Schedules may be anybody's: the loop hears what one raises, and all else of the step is done.
+        """
+        try:
+            self.count(updated)
+        except Exception:
+            self.link.is_torn = False
+            raise
+        self.link.is_torn = False
 
     def count_lost(self) -> None:
         """A round failed while this worker waited for it: it counts where the steps of others may have returned before.

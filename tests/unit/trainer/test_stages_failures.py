@@ -400,3 +400,23 @@ def test_zeroing_within_a_window_is_said_once(caplog: pytest.LogCaptureFixture) 
             trainer.zero_grad()
             trainer.update_params(p * 1.0)
     assert caplog.text.count("zero_grad() drops the gradients of 1 backward passes of a window of 2") == 1
+
+
+@pytest.mark.parametrize("in_store", [None, False, True])
+def test_a_loop_that_catches_what_a_schedule_raises_goes_on(
+    in_store: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rate(step: int) -> float:
+        if step == 2:
+            raise LookupError
+        return 1.0
+
+    p = parameter()
+    trainer = trainer_of(p, in_store, schedules=[lambda one: torch.optim.lr_scheduler.LambdaLR(one, rate)])
+    trainer.update_params(p.sum(), 1)
+    with pytest.raises(LookupError):
+        trainer.update_params(p.sum(), 1)
+    assert p.tolist() == [-2.0, -2.0]
+    trainer.update_params(p.sum(), 1)
+    assert p.tolist() == [-3.0, -3.0]
+    assert caplog.records == []
