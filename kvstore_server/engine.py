@@ -612,7 +612,7 @@ class Engine:
     def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
         """Answer with weights of each table, as soon as the rank may read it."""
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
-        numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [wanted.table]
+        numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
         for table in space.together(np.array(numbers, np.int64)).named:
             if table.conflict is not None:
                 raise _again(table.conflict)
