@@ -408,6 +408,11 @@ def plain_value(value: Any) -> Any:
     """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item()
+def count_dtype() -> torch.dtype:
+    """The dtype in which kernels are told the number of an update: the default one, unless that is too narrow."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
     if isinstance(value, tuple | list):
         return [plain_value(item) for item in value]
     return value

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values
+from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values, count_dtype
 from kvstore_server.optimizer.gathering import Gradient, beside, bound_of
 
 _TINY = 1e-10
@@ -101,7 +101,7 @@ def fused_adam(
 ) -> None:
     """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = torch.scalar_tensor(step, device=weight.device)
+    count = torch.scalar_tensor(step, device=weight.device, dtype=count_dtype())
     for grads, (weights, means, squares) in beside(grad, weight, mean, square):
         kernel(
             weights,

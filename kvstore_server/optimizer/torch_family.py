@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, optim
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values, canonical_options, plain_value
+from kvstore_server.optimizer.base import (
+    Hyper,
+    Optimizer,
+    StateValue,
+    Values,
+    canonical_options,
+    count_dtype,
+    plain_value,
+)
 from kvstore_server.optimizer.gathering import lengthened, put, put_rows, taken
 from kvstore_server.plan import ALIGNMENT
 
@@ -272,7 +280,8 @@ class TorchOptimizer(Optimizer):
                 step = number - 1
             elif step is None:
                 on_device = group.get("fused") or group.get("capturable")
-                step = torch.scalar_tensor(number - 1, device=weight.device if on_device else "cpu")
+                device = weight.device if on_device else "cpu"
+                step = torch.scalar_tensor(number - 1, device=device, dtype=count_dtype())
             given["step"] = step
         if given and not self.is_foreign and self.cls is not optim.SGD:
             # An option that is switched on while training would have torch raise in the middle of an update.

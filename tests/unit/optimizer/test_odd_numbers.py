@@ -98,3 +98,20 @@ def test_a_multiplier_with_which_a_number_is_too_great_fails_the_round_and_leave
     parameter.lr_mult = 1.0  # type: ignore[attr-defined]
     trainer.step(1)
     assert not parameter.equal(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", ["adam", "torch:Adam"])
+def test_the_number_of_an_update_is_exact_whatever_dtype_is_the_default(name: str) -> None:
+    def updated() -> torch.Tensor:
+        made, weight = registry.create(name), torch.ones(16, dtype=torch.float32)
+        state: dict[str, Any] = {"exp_avg": weight.clone(), "exp_avg_sq": weight.clone()}
+        made.update(weight, weight.clone(), state, {**made.hyper, "step": 299, "key": "w", "first": 0})
+        return weight
+
+    former, wanted = torch.get_default_dtype(), updated()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = updated()
+    finally:
+        torch.set_default_dtype(former)
+    assert found.equal(wanted)
