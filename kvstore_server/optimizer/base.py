@@ -85,6 +85,7 @@ _ORDINARY = 1e9
 _TRIED_KEPT = 64
 _LINE = 16
 """Elements of float32 in a line, for which kernels have vectors."""
+_OURS = f"{__package__}."
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
 """The options that are no group keys."""
 
@@ -288,12 +289,13 @@ class Optimizer:
 
         Nobody could take an update back that breaks off in the middle, and what kernels refuse depends on how numbers
         come together: a learning rate may be too great for float32 only when it is corrected for a bias. An optimizer
-        that may raise in any case is not tried out.
+        that may raise in any case is not tried out, nor is one that users wrote, though it be derived from one of ours:
+        it may count its updates, draw random numbers, or know nothing of a key like this one.
 
         Args:
             hyper: As for `update`, without what that adds.
         """
-        if self.may_raise:
+        if self.may_raise or not type(self).__module__.startswith(_OURS):
             return
         odd = tuple([(name, _oddity(value)) for name, value in hyper.items()])
         if odd in self._tried:
@@ -301,13 +303,15 @@ class Optimizer:
         probe = copy.copy(self)
         probe.mute()
         shape = (_LINE,) if self.elementwise else (1, _LINE)
-        weight, state = torch.ones(shape), Values()
+        state = Values()
         try:
-            with torch.no_grad():
+            # Whatever a script has made the default: it may be a device without numbers, or a narrow dtype.
+            with torch.no_grad(), torch.device("cpu"):
+                weight = torch.ones(shape, dtype=torch.float32)
                 for step in (1, 2):
                     numbers = {**hyper, "step": step, "key": "", "first": 0}
                     state = state or probe.create_state(weight)
-                    probe.update(weight, torch.ones(shape), state, numbers)
+                    probe.update(weight, torch.ones(shape, dtype=torch.float32), state, numbers)
         except Exception as error:
             given = ", ".join(f"{name}={value!r:.80}" for name, value in hyper.items())
             raise ConfigurationError(
@@ -404,15 +408,15 @@ def _oddity(value: Any) -> Any:
     return tuple(map(_oddity, value)) if isinstance(value, tuple | list) else (type(value), repr(value))
 
 
-def plain_value(value: Any) -> Any:
-    """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
-    if isinstance(value, Tensor):
-        return value.item()
 def count_dtype() -> torch.dtype:
     """The dtype in which kernels are told the number of an update: the default one, unless that is too narrow."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
+def plain_value(value: Any) -> Any:
+    """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
+    if isinstance(value, Tensor):
+        return value.item()
     if isinstance(value, tuple | list):
         return [plain_value(item) for item in value]
     return value

@@ -100,6 +100,40 @@ def test_a_multiplier_with_which_a_number_is_too_great_fails_the_round_and_leave
     assert not parameter.equal(torch.ones(2, 2))
 
 
+class Counting(gluon.Adam):
+    """What a user has derived from one of ours: each update draws a random number, and counts."""
+
+    calls = 0
+
+    def update(self, weight: torch.Tensor, grad: Any, state: Any, hyper: Any) -> None:
+        type(self).calls += 1
+        super().update(weight, grad, state, hyper)
+        weight.add_(torch.rand(()), alpha=1e-3)
+
+
+def test_an_optimizer_that_a_user_wrote_updates_nothing_but_what_it_is_given() -> None:
+    former, generator = Counting.calls, torch.get_rng_state()
+    Trainer([Parameter(torch.ones(2))], registry.create(Counting, lr=1e10), kvstore=None)
+    assert Counting.calls == former
+    assert torch.get_rng_state().equal(generator)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_tried_out_alike_whatever_device_is_the_default(name: str) -> None:
+    with torch.device("meta"):
+        registry.create(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_tried_out_alike_whatever_dtype_is_the_default(name: str) -> None:
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        registry.create(name, lr=1e6)
+    finally:
+        torch.set_default_dtype(former)
+
+
 @pytest.mark.parametrize("name", ["adam", "torch:Adam"])
 def test_the_number_of_an_update_is_exact_whatever_dtype_is_the_default(name: str) -> None:
     def updated() -> torch.Tensor:
