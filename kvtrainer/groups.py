@@ -494,9 +494,11 @@ def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number for a 0-d tensor or a NumPy number: what can travel."""
+    """A number for a tensor of one element or a NumPy number: what can travel."""
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
+    if isinstance(value, Tensor):  # torch takes a learning rate of shape (1,), too
+        return value.item() if value.numel() == 1 else value
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
 
 

@@ -424,6 +424,7 @@ class AdaBelief(_Elementwise):
         )
         grad.add_(weight, alpha=hyper["weight_decay"])
         if bound is not None:
+            bound = bound_of(bound, grad)
             grad.clamp_(-bound, bound)
         mean.lerp_(grad, 1.0 - beta1)
         surprise = grad.sub_(mean)

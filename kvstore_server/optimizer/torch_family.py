@@ -73,7 +73,9 @@ class TorchOptimizer(Optimizer):
         if (accepted := _signature_defaults(cls)) is not None:
             # What a constructor passes on to another one is known to that alone.
             options = canonical_options(options, accepted, self.registered_name)
-        self._arguments = options = {name: _number(value) for name, value in options.items()}
+        if not self.is_foreign:  # a foreign class may take tensors for what they are
+            options = {name: _number(value) for name, value in options.items()}
+        self._arguments = options
         if self._options.get("differentiable"):
             raise ConfigurationError(
                 f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
@@ -383,7 +385,8 @@ def _number(value: Any) -> Any:
         return tuple(_number(item) for item in value)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ConfigurationError(f"an option of a torch optimizer must be one number, got {value!r:.80}")
-    return value.item() if isinstance(value, Tensor) else value
+    is_numpys = hasattr(value, "item") and not getattr(value, "shape", ())
+    return value.item() if is_numpys or isinstance(value, Tensor) else value
 
 
 def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any]) -> optim.Optimizer:

@@ -149,3 +149,24 @@ def test_the_number_of_an_update_is_exact_whatever_dtype_is_the_default(name: st
     finally:
         torch.set_default_dtype(former)
     assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("rate", [torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5)])
+@pytest.mark.parametrize("name", ["sgd", "torch:SGD"])
+@pytest.mark.parametrize("store", [None, "local"])
+def test_a_learning_rate_may_be_whatever_is_one_number(name: str, rate: Any, store: str | None) -> None:
+    parameter = Parameter(torch.ones(2))
+    trainer = Trainer([parameter], name, {"lr": rate if name == "torch:SGD" else 0.5}, kvstore=store)
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        trainer.step(1)
+        trainer.param_groups[0]["lr"] = rate
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_a_bound_that_no_gradient_reaches_is_taken_for_any_dtype() -> None:
+    parameter = Parameter(torch.ones(2, dtype=torch.float64))
+    trainer = Trainer([parameter], "adabelief", {"clip_gradient": 1e300}, kvstore=None)
+    parameter.grad = torch.ones(2, dtype=torch.float64)
+    trainer.step(1)
+    assert not parameter.equal(torch.ones(2, dtype=torch.float64))

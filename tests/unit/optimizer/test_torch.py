@@ -416,3 +416,28 @@ def test_an_option_counts_by_its_truth_as_in_torchs_loop(name: str) -> None:
     for key, value in zip(keys, (1, True), strict=True):
         key.update(torch.ones(3), **{name: value})
     assert torch.equal(keys[0].weight, keys[1].weight)
+
+
+class Masked(optim.SGD):
+    """A foreign class with an option that is a tensor, and none of its groups."""
+
+    def __init__(self, params: Any, lr: float = 1.0, mask: Tensor | None = None) -> None:
+        super().__init__(params, lr=lr)
+        assert mask is not None
+        self.mask = mask
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.mask)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1.0, 0.0]), torch.tensor(0.5)])
+def test_a_foreign_class_gets_a_tensor_as_its_option(mask: Tensor) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    trainer = Trainer([parameter], Masked, {"mask": mask}, kvstore=None)
+    parameter.grad = torch.ones(2)
+    trainer.step(1)
+    assert parameter.equal(torch.ones(2) - mask)
