@@ -12,6 +12,7 @@ import logging
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -293,10 +294,12 @@ class Optimizer:
         it may count its updates, draw random numbers, or know nothing of a key like this one.
 
         Args:
-            hyper: As for `update`, without what that adds.
+            hyper: As for `update`, without what that adds. What is no option, as the parameters of a group, is ignored.
         """
         if self.may_raise or not type(self).__module__.startswith(_OURS):
             return
+        # A live group has its parameters, too, and what schedules note there: to read weights takes long.
+        hyper = {name: value for name, value in hyper.items() if name in self._option_names}
         odd = tuple([(name, _oddity(value)) for name, value in hyper.items()])
         if odd in self._tried:
             return
@@ -319,6 +322,10 @@ class Optimizer:
             ) from error
         # Groups differ in what is odd, which hardly ever changes; a number that is odd may change in each step.
         self._tried = {*self._tried, odd} if len(self._tried) < _TRIED_KEPT else {odd}
+
+    @cached_property
+    def _option_names(self) -> frozenset[str]:
+        return frozenset(self._valid_options())
 
     def mute(self) -> None:
         """Say nothing in the log; for an optimizer that only tries something out."""

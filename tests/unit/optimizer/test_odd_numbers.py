@@ -170,3 +170,24 @@ def test_a_bound_that_no_gradient_reaches_is_taken_for_any_dtype() -> None:
     parameter.grad = torch.ones(2, dtype=torch.float64)
     trainer.step(1)
     assert not parameter.equal(torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("store", [None, "local"])
+@pytest.mark.parametrize("name", ["sgd", "torch:Adam"])
+def test_a_rate_that_changes_in_each_step_is_not_tried_out_in_each_step(
+    name: str, store: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = Parameter(torch.ones(2))
+    trainer = Trainer([parameter], name, {"lr": 0.5}, kvstore=store)
+
+    def step(rate: float) -> None:
+        trainer.param_groups[0]["lr"] = rate
+        parameter.grad = torch.ones(2)
+        trainer.step(1)
+
+    step(0.5)
+    tries = []
+    monkeypatch.setattr(Optimizer, "mute", tries.append)
+    for number in range(1, 4):
+        step(0.5 / number)
+    assert tries == []
