@@ -282,39 +282,18 @@ class Binding:
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
-        arena, rows = layout.arena, layout.devices[0].rows
-        if rows and self.exchange.refuses_rows:
-            names = ", ".join(repr(layout.names[key]) for key in rows)
-            raise ConfigurationError(f"the gradient of {names} is row-sparse, {self.exchange.refuses_rows}")
-        in_store = self.exchange.updates_weights
-        guard = limits.guard if in_store and self.exchange.is_sync else None
-        if (said := (options, limits)) != self._said:
-            self._said = said
-            self._hyper = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary)
-            self._is_told = False
-        changed = b"" if self._is_told else self._hyper
-        # After a failed round nobody knows which servers took the change: it is sent again.
-        self._is_told = False
-        gradients = Gradients(arena.grads, rows, scale, absent, changed, veto, guard, layout.devices[0].lent)
+        arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
+        is_plain = gradients.guard is None and not (absent or gradients.rows or veto)
         self.exchange.was_missed = False
         self.is_torn = True
         try:
-            if self.selection.overlaps_pull and guard is None and not (absent or rows or veto):
+            if self.selection.overlaps_pull and is_plain:
                 return self._begin(layout, gradients)
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
         except BaseException as error:
-            # Interrupted, it may have left some of the new weights here.
-            self.is_lost = True
-            layout.accept_writes(self.has_weights)
-            # The others may make an update of which this worker lacks the sum. What a store updates comes with the next
-            # round: after an error, which tells the loop. An interrupt tells it nothing.
-            lacks_sum = not self.updates_weights and self.num_workers > 1
-            if isinstance(error, Exception):
-                self.is_torn = lacks_sum and self.holder is not None and self.exchange.was_missed
-            else:
-                self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
+            self._note_lost(layout, error)
             raise
         finally:
             layout.devices[0].lent = {}
@@ -327,8 +306,51 @@ class Binding:
             if self.holder is not None and self.holder.mapped is not None:
                 self._watch(arena, self.holder.mapped)
             if not layout.has_replicas:
-                arena.zeros = frozenset(rows)
+                arena.zeros = frozenset(gradients.rows)
         return outcome
+
+    def _gradients(
+        self,
+        layout: Memory,
+        options: dict[str, Any],
+        scale: float,
+        absent: frozenset[int],
+        veto: bool,
+        limits: Limits,
+    ) -> Gradients:
+        """Put together what this worker gives to a round; numbers go along where servers may not have them yet.
+
+        Raises ConfigurationError for rows that the store does not take.
+        """
+        exchange, device = self.exchange, layout.devices[0]
+        assert exchange is not None
+        if device.rows and exchange.refuses_rows:
+            names = ", ".join(repr(layout.names[key]) for key in device.rows)
+            raise ConfigurationError(f"the gradient of {names} is row-sparse, {exchange.refuses_rows}")
+        guard = limits.guard if exchange.updates_weights and exchange.is_sync else None
+        if (said := (options, limits)) != self._said:
+            self._said = said
+            updates = exchange.updates_weights
+            self._hyper = pack_hypers(**options, update_on_kvstore=updates, limits=limits.summary)
+            self._is_told = False
+        changed = b"" if self._is_told else self._hyper
+        # After a failed round nobody knows which servers took the change: it is sent again.
+        self._is_told = False
+        return Gradients(layout.arena.grads, device.rows, scale, absent, changed, veto, guard, device.lent)
+
+    def _note_lost(self, layout: Memory, error: BaseException) -> None:
+        """Note what a round that broke off may have left behind, here or on other workers."""
+        assert self.exchange is not None
+        # Interrupted, it may have left some of the new weights here.
+        self.is_lost = True
+        layout.accept_writes(self.has_weights)
+        # The others may make an update of which this worker lacks the sum. What a store updates comes with the next
+        # round: after an error, which tells the loop. An interrupt tells it nothing.
+        lacks_sum = not self.updates_weights and self.num_workers > 1
+        if isinstance(error, Exception):
+            self.is_torn = lacks_sum and self.holder is not None and self.exchange.was_missed
+        else:
+            self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
 
     def check_whole(self) -> None:
         """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes.
