@@ -263,6 +263,8 @@ class Channel:
         self._has_asked = False
         self.is_tight = False
         """There is no more memory."""
+        self.portion = _PORTION
+        """Bytes of data that a message may bring."""
         self._shelf = shelf
         self._weights: dict[int, Arena] = {}
         """Memory of weights that the worker knows, by its number; on the server the worker's tray."""
@@ -301,11 +303,6 @@ class Channel:
         with suppress(OSError):  # the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
         self._end.close()
-
-    @property
-    def portion(self) -> int:
-        """Bytes of data that a message may bring."""
-        return max(self._sends.nbytes // 4, MAX_PAYLOAD) if self.is_tight else _PORTION
 
     def send(
         self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None, may_stay: bool = False
@@ -463,11 +460,15 @@ class Channel:
                 self._has_asked = self._put(_ROOM, (), (), wanted)
                 return False
             arena, is_told = self._made(wanted, _REPLIES, self._sends.number + 1)
-            self.is_tight = arena is None
+            self._set_tight(arena is None)
             if arena is not None and is_told:
                 self._sends, self._places = arena, Places(arena.nbytes)
                 return True
         return False
+
+    def _set_tight(self, is_tight: bool) -> None:
+        self.is_tight = is_tight
+        self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 
     def ask_for_tray(self, nbytes: int) -> None:
         """Have the server make a tray of so many bytes, in place of a former one; None comes where it has no memory."""
@@ -526,7 +527,7 @@ class Channel:
             self._grant(value)
         elif kind == _REQUESTS and self._make is None:
             self._has_asked = False
-            self.is_tight = not fds
+            self._set_tight(not fds)
             self.is_usable &= bool(fds)
             if fds:
                 self._sends = Arena(fds.pop(), value)

@@ -433,15 +433,21 @@ class Storage:
         """Whether a slot goes on with the key of the one before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
-    def lend(self, first: int, end: int) -> Tensor:
-        """Lend the weights of neighbouring slots, to be written until `settle`; a copy where some have moved."""
-        if self._moved or (self._leases and (self._leases.sent or self._leases.held)):
+    def lend(self, first: int, end: int, to_write: bool = True) -> Tensor:
+        """Lend the weights of neighbouring slots as one tensor; a copy where some have moved.
+
+        Args:
+            to_write: They are written until `settle`, and else only read.
+        """
+        marks = self.slots[first].block.marks if to_write else None
+        if to_write and (self._moved or (self._leases and (self._leases.sent or self._leases.held))):
             for slot in range(first, end):
                 self.make_writable(slot)
-        marks = self.slots[first].block.marks
         if marks is not None:
             marks[0, self.lines[first].start : self.lines[end - 1].stop] += 1
-        return self._joined(first, end)
+        if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
+            return torch.cat(self.padded[first:end])
+        return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
         """Note that what was lent is written; put a copy back."""
@@ -460,12 +466,6 @@ class Storage:
         yield joined
         self.settle(first, end, joined)
 
-    def _joined(self, first: int, end: int) -> Tensor:
-        """The weights of neighbouring slots as one tensor; a copy where some have moved."""
-        if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
-            return torch.cat(self.padded[first:end])
-        return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
-
     @contextmanager
     def lent_key(self, home: Home) -> Iterator[Tensor]:
         """Lend the weights of a key, flat, as `lent`."""
@@ -477,8 +477,8 @@ class Storage:
         """Read the rows here of a key, and of those up to the last one side by side, as one; may be a copy."""
         home, end = self.homes[key], self.homes[last]
         start = self.slots[home.slot].start
-        weights = self._joined(home.slot, end.end_slot)[home.part.start - start : end.part.stop - start]
-        return weights.view(-1, home.width)
+        weights = self.lend(home.slot, end.end_slot, to_write=False)
+        return weights[home.part.start - start : end.part.stop - start].view(-1, home.width)
 
     def make_writable(self, slot: int) -> None:
         """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""

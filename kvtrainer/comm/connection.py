@@ -118,19 +118,21 @@ class Connection(Transport):
                 heapq.heappop(queue)
                 for at, body in enumerate(portions):
                     heapq.heappush(queue, (rank, (*number, at), request._replace(body=body)))
-            elif self._pass_on(server, request, channel):
-                heapq.heappop(queue)
+                continue
+            if channel is None:
+                is_sent = self._send_far(server, request)
             else:
+                frames, payloads = encode_parts(request)
+                try:
+                    is_sent = channel.send(frames, payloads, may_stay=True)
+                except OSError:  # what the server has said before it ended the channel has yet to be read
+                    break
+            if not is_sent:
                 break
+            heapq.heappop(queue)
 
-    def _pass_on(self, server: int, request: m.Request, channel: Channel | None) -> bool:
-        """Send a request through a channel, or over ZeroMQ; return whether there was room for it."""
-        if channel is not None:
-            frames, payloads = encode_parts(request)
-            try:
-                return channel.send(frames, payloads, may_stay=True)
-            except OSError:  # what the server has said before it ended the channel has yet to be read
-                return False
+    def _send_far(self, server: int, request: m.Request) -> bool:
+        """Send a request over ZeroMQ; return whether there was room for it."""
         window = self._windows[server]
         if window.holds(request.body, time.monotonic()) and not self._is_closed:
             return False
