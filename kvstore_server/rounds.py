@@ -614,13 +614,20 @@ class Book:
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
-        self._begin_next(tables, slots)
+        for given in self.given.values():
+            given.clear(tables, slots)
+        self.numbers[tables] += 1
+        self.num_committed[tables] = 0
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """End an open round as failed; return whom to tell now. The others are told when they come."""
         found = [waiter for given in self.given.values() if (waiter := given.waiters[table]) is not None]
         self._note_failure(table, self.number(table), error)
-        self._begin_next(np.array([table]), self._slots.of(np.array([table])))
+        tables = np.array([table])
+        for given in self.given.values():
+            given.clear(tables, self._slots.of(tables))
+        self.numbers[table] += 1
+        self.num_committed[table] = 0
         return found
 
     def undo(self, table: int, error: KVStoreError) -> None:
@@ -645,12 +652,6 @@ class Book:
         failures[round_] = error
         if len(failures) > _FAILURES_KEPT:
             del failures[min(failures)]
-
-    def _begin_next(self, tables: Ints, slots: Ints) -> None:
-        for given in self.given.values():
-            given.clear(tables, slots)
-        self.numbers[tables] += 1
-        self.num_committed[tables] = 0
 
 
 class Rounds:

@@ -320,13 +320,12 @@ class Rounds:
         """
         round_ = self.open.get(table.index)
         if round_ is not None:
-            if round_.is_over and not round_.is_read:
+            if round_.is_over:
                 raise KVStoreError(
                     f"the end of a round of {table.name!r} was interrupted, so it may count in part. Restart the job "
                     "from its last saved states"
                 )
             self.wait(round_)
-            self._close(round_)
         if table.index in self.tables.broken:
             raise self.tables.broken[table.index]
 
@@ -512,6 +511,8 @@ class Rounds:
     def _end(self, round_: Round, error: BaseException | None) -> None:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
         tables, book = round_.contribution.tables, self.tables
+        for table in tables if round_.is_read else ():  # nothing hangs on its end
+            self.open.pop(table.index, None)
         round_.is_over = True
         lost: set[int] = set()
         for leg in round_.legs:
@@ -524,7 +525,6 @@ class Rounds:
         if round_.is_read:
             for leg in round_.legs if error is None else ():
                 round_.write(leg, frozenset(), book)
-            self._close(round_)
             return
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
@@ -563,13 +563,8 @@ class Rounds:
         round_.contribution = round_.contribution._replace(values=None)
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
-        self._close(round_)
-
-    def _close(self, round_: Round) -> None:
-        """Let the next rounds of the tables begin: last, for one that is over and open was interrupted as it ended."""
-        for table in round_.contribution.tables:
-            if self.open.get(table.index) is round_:
-                del self.open[table.index]
+        for table in tables:  # last: one that is over and open was interrupted as it ended
+            self.open.pop(table.index, None)
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
