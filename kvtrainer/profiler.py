@@ -21,7 +21,7 @@ from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Record
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
-from kvtrainer.states.file import replacing
+from kvtrainer.states import replacing
 
 WORKER, SERVER = "worker", "server"
 _SWITCHES = {

@@ -21,8 +21,7 @@ from kvstore_server.optimizer.torch_family import OWN_COUNT
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import kept_entries, option_problems, plain
 from kvtrainer.scaling import scaler_from_state
-from kvtrainer.states.convert import saved_problems
-from kvtrainer.states.file import SavedParameter, SavedStates
+from kvtrainer.states import SavedParameter, SavedStates, saved_problems
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import Residuals
 

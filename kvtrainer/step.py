@@ -4,7 +4,8 @@
     → norm, finite? → skip, or clip and update, here or in the store → new weights → loss scale → schedules
 
 Every feature is an option of one of these stages. `StepPipeline.step` is the whole of it, in this order;
-`allreduce_grads` and `update` are its two halves. What a worker without data does of it is in `join`.
+`allreduce_grads` and `update` are its two halves. In `join` workers take different numbers of steps: one without data
+takes part in the others' rounds with nothing, and does here what those have done elsewhere, until nobody has any.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kvstore_server.check import is_number
-from kvstore_server.hyper import effective_hypers
+from kvstore_server.hyper import effective_hypers, unpack_hypers
 from kvstore_server.norms import Decision, measure
 from kvstore_server.optimizer.gathering import bound_of
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
@@ -30,14 +32,14 @@ from kvtrainer.errors import (
     NonFiniteGradientError,
 )
 from kvtrainer.groups import ParameterGroups
-from kvtrainer.joint_update import JointUpdate
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.optimizer_states import OptimizerStates
+from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.scaling import LossScaler, PlainScaling
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import Accumulation, Limits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
+from kvtrainer.sync.exchange import Outcome
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)
@@ -693,3 +695,92 @@ class StepPipeline:
             for schedule in self.schedules:
                 if schedule.by == "step":
                     schedule.step()
+
+
+@contextmanager
+def join(pipeline: StepPipeline) -> Iterator[None]:
+    """Let workers take different numbers of steps in the block; errors as of `Trainer.join`."""
+    if pipeline.is_in_join:
+        raise ConfigurationError("this Trainer is in a join() block already; leave it first")
+    _check_joinable(pipeline)
+    pipeline.is_in_join = True
+    try:
+        yield
+        _follow_others(pipeline)
+    finally:
+        pipeline.is_in_join = False
+
+
+def _check_joinable(pipeline: StepPipeline) -> None:
+    """Raise ConfigurationError if the store does not know workers without data."""
+    exchange = pipeline.link.exchange
+    if exchange is not None and not exchange.is_ours:
+        raise ConfigurationError(
+            f"kvstore {pipeline.link.describe()!r} does not know workers without data, so join() is not possible; "
+            "give every worker the same number of batches"
+        )
+
+
+def _follow_others(pipeline: StepPipeline) -> None:
+    """Take part in the others' rounds with nothing, until all workers have no more data."""
+    pipeline.ready()
+    pipeline.prepare()
+    _check_joinable(pipeline)
+    link, memory, exchange = pipeline.link, pipeline.memory, pipeline.link.exchange
+    link.check_whole()
+    if exchange is None:
+        return
+    # Gradients that no step took are left behind: the loss scale that they carry may be another one afterwards.
+    passes = pipeline.accumulation.end_early()
+    if passes and pipeline.accumulation.counts > 1:
+        _log.warning(
+            "a join() block ends within a window of accumulation: the gradients of %d backward passes are dropped",
+            passes,
+        )
+    fresh = memory.fresh()
+    for device in memory.devices:
+        device.tracker.consume(fresh)
+    pipeline.is_bad, pipeline.bad_loss = False, ""
+    is_over = False
+    while not is_over:
+        link.is_torn = True
+        try:
+            shadowed = link.shadow(memory.arena)
+        except BaseException as error:
+            link.is_torn = not isinstance(error, Exception)
+            pipeline.count_lost()
+            raise
+        is_over = shadowed.is_over
+        # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
+        if shadowed.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
+            # Go on with the options that were in force last.
+            has_scheduler = pipeline.groups.optimizer.lr_scheduler is not None
+            groups = unpack_hypers(shadowed.hyper)["groups"]
+            for group, values in zip(pipeline.groups.live, groups, strict=True):
+                group.update({**values, "lr": group["lr"]} if has_scheduler else values)
+        if not is_over:
+            _follow_round(pipeline, shadowed.hyper, shadowed.outcome)
+        link.is_torn = False
+    memory.share_weights()
+    memory.accept_writes(link.has_weights)
+
+
+def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: Outcome) -> None:
+    """Do here what a round has done elsewhere, with the options that are in force."""
+    exchange, memory = pipeline.link.exchange, pipeline.memory
+    assert exchange is not None
+    updated = None
+    if not outcome.skipped:
+        updated = [i not in outcome.left_out for i in range(len(memory.names))]
+    memory.devices[0].rows = dict(outcome.rows or {})
+    said = unpack_hypers(hyper) if hyper else {}
+    # A scaler that a loop drives is known to workers only while they have data.
+    pipeline.voting = 1.0 if (said.get("limits") or {}).get("checks_finite", False) else None
+    try:
+        if updated is not None and not exchange.updates_weights:
+            scale = 1.0 / pipeline.kept_scale(1.0)
+            if pipeline.update_here(updated, scale, options=said).decision.skip:
+                updated = None
+        pipeline.conclude(updated)
+    finally:
+        pipeline.voting = None

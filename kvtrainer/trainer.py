@@ -21,7 +21,6 @@ from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
 from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
-from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
@@ -33,12 +32,11 @@ from kvtrainer.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.profiler import Profiler
 from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
 from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of
-from kvtrainer.schedules.binding import bind_schedules
+from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import STAGES, Accumulation, StageOptions
-from kvtrainer.states.convert import State
-from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
-from kvtrainer.step import StepPipeline
+from kvtrainer.states import SavedStates, State, read_state_file, write_state_file
+from kvtrainer.step import StepPipeline, join
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.overlap import wait_before
 from kvtrainer.sync.select import select_store

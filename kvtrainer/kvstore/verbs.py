@@ -57,8 +57,15 @@ from kvtrainer.one_thread import by_one_thread
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
 from kvtrainer.profiler import Profiler
-from kvtrainer.states.convert import export_states, import_states, saved_problems
-from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
+from kvtrainer.states import (
+    SavedParameter,
+    SavedStates,
+    export_states,
+    import_states,
+    read_state_file,
+    saved_problems,
+    write_state_file,
+)
 
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""

@@ -19,7 +19,7 @@ from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.registry import MODELS
-from kvtrainer.schedules.binding import build_param_schedules
+from kvtrainer.schedules.config import build_param_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import environment, parts
 from kvtrainer.strategy.agreement import Agreement

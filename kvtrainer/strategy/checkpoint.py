@@ -29,7 +29,7 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
-from kvtrainer.states.file import checksum, rebuilt, replacing
+from kvtrainer.states import checksum, rebuilt, replacing
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import check_names

@@ -32,8 +32,8 @@ from kvstore_server.hyper import AgreedOptions
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.rows import RowSet, same_bits
-from kvtrainer.comm.ahead import InVain
 from kvtrainer.comm.rank_group import Buckets, RankGroup, SumsUnderWay
+from kvtrainer.comm.rounds import InVain
 from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory

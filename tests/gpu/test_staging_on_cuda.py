@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.memory.staging import SideStream, Staging
+from kvtrainer.sync.exchange import SideStream, Staging
 from tests.support.stores import Servers
 
 pytestmark = [

@@ -212,7 +212,7 @@ def _raise(grad: Tensor) -> Tensor:
 
 def an_edit_in_every_step_is_said_once(rank: int, ranks: int) -> Pairs:
     loop, said = learned(rank), _Records()
-    logger = logging.getLogger("kvtrainer.comm.ahead")
+    logger = logging.getLogger("kvtrainer.comm.rounds")
     logger.addHandler(said)
     propagates, logger.propagate = logger.propagate, False
 

@@ -14,7 +14,7 @@ from kvtrainer import DataParallel, Trainer
 from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.paramwise import apply_paramwise
-from kvtrainer.schedules.binding import bind_schedules
+from kvtrainer.schedules.config import bind_schedules
 
 
 class Scalars(nn.Module):

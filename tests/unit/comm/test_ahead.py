@@ -20,9 +20,9 @@ from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet, same_bits
-from kvtrainer.comm.ahead import Ahead
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
+from kvtrainer.comm.rounds import Ahead
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views

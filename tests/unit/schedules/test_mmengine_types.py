@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from kvtrainer.errors import ConfigurationError, UnknownNameError
 from kvtrainer.registry import SCHEDULES
-from kvtrainer.schedules.binding import bind_schedules, build_param_schedules
+from kvtrainer.schedules.config import bind_schedules, build_param_schedules
 from tests.support.scalar_training import scheduled, sgd, zeros
 
 

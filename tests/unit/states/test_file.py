@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtrainer.errors import KVStoreError, StateFileError
-from kvtrainer.states.file import SavedParameter, SavedStates, read_state_file, write_state_file
+from kvtrainer.states import SavedParameter, SavedStates, read_state_file, write_state_file
 
 
 def states_of(value: float, numel: int = 1000) -> SavedStates:
@@ -130,7 +130,7 @@ def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pyte
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtrainer.states.file.save_file", interrupt)
+    monkeypatch.setattr("kvtrainer.states.save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_state_file(path, states_of(2.0))
     assert os.listdir(path.parent) == ["states"]

@@ -23,7 +23,7 @@ from kvstore_server.optimizer import Optimizer
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import StateMismatchError
 from kvtrainer.saving import saved_residuals
-from kvtrainer.states.file import SavedStates, read_state_file, write_state_file
+from kvtrainer.states import SavedStates, read_state_file, write_state_file
 from tests.support.saved_training import (
     ELEMENTWISE,
     MATRICES_ONLY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtrainer.memory.staging import Staging
+from kvtrainer.sync.exchange import Staging
 from tests.support.device_streams import CURRENT, SCHEDULES, Streams
 
 

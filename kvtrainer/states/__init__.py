@@ -1,1 +1,0 @@
-"""Optimizer state in its forms, and the file of it."""
