@@ -81,11 +81,10 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise ConfigurationError unless the replicas of all parameters are distinct, alike, and on the same devices.
 
     Args:
-        parameters: by name, the replicas of each.
+        parameters: by name, the replicas of each; those that are one are distinct.
     """
-    flat = [p for replicas in parameters.values() for p in replicas]
-    are_distinct, are_alone = len(set(map(id, flat))) == len(flat), {*map(len, parameters.values())} == {1}
-    if are_distinct and are_alone and not any([hasattr(p, MEMBERSHIP) for p in flat]):
+    are_alone = {*map(len, parameters.values())} == {1}
+    if are_alone and not any([hasattr(p, MEMBERSHIP) for (p,) in parameters.values()]):
         return
     seen: set[int] = set()
     for name, replicas in parameters.items():
