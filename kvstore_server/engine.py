@@ -426,16 +426,18 @@ class Engine:
                 space.waits.contributed(number, rank, now)
                 if flag & m.HAS_JOINED:
                     space.rounds.joined(number).add(rank)
-        whole = [one.rank for one in answers if one.wanted == m.WANTS_WEIGHTS]
-        weights = space.weights(ended, *whole) if whole else None
+        weights: dict[int, m.Weights] = {}
         for rank, waiter, wanted, commits, timeout in answers:
             if wanted is None:
                 out += _outcomes(space, ALL if is_shared else rank, rank, waiter, commits, (now, timeout))
-            elif wanted == m.WANTS_WEIGHTS and weights is not None:
-                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights)))
             elif wanted:
-                shown = space.shown(ended, bool(wanted & m.KNOWS_PLACES))
-                out += [one for body in shown for one in _reply(waiter, body)]
+                if wanted not in weights:
+                    ranks = [one.rank for one in answers if one.wanted == wanted]
+                    if wanted == m.WANTS_WEIGHTS:
+                        weights[wanted] = space.weights(ended, *ranks)
+                    else:
+                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.KNOWS_PLACES))
+                out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
                 versions = [table.version for table in ended.named]
                 rows = np.array((ended.numbers, book.numbers[ended.tables] - 1, versions)).T
@@ -943,7 +945,7 @@ def _outcomes(
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
     for are_known, numbers in mapped.items():
-        bodies += space.shown(space.together(np.array(numbers)), are_known)
+        bodies.append(space.shown(space.together(np.array(numbers)), 1, are_known))
     for half, numbers in wanted.items():
         bodies.append(space.weights(space.together(np.array(numbers)), rank, half=half))
     return out + [one for body in bodies for one in _reply(waiter, body)]

@@ -587,11 +587,11 @@ class Namespace:
                 table.shard.note_read(table.unit, ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
-    def shown(self, some: Together, are_known: bool) -> list[m.Shown | m.Weights]:
-        """The present weights of some tables for a worker that maps them: where they are, and those without a place.
+    def shown(self, some: Together, num_ranks: int, are_known: bool) -> m.Weights:
+        """The present weights of some tables for ranks that map them: where they are, and those without a place.
 
         Args:
-            are_known: It still maps all that ever have a place.
+            are_known: The ranks still map all that ever have a place.
         """
         storage, places = self.shard.storage, some.places
         if storage.has_moved:
@@ -602,17 +602,14 @@ class Namespace:
             mapped = some.firsts
             places = np.full_like(places, m.STILL)
         found = np.array((some.parts[mapped, 0], versions[mapped], places[mapped])).T
-        if not len(others):
-            return [m.Shown(found)]
         parts = some.parts[others]
         parts[:, 1] = versions[others]
         payloads = tuple([storage.padded[slot] for slot in parts[:, 0].tolist()])
         for payload, owner in zip(payloads, some.owners[others].tolist(), strict=True):
-            some.named[owner].bytes_out += payload.nbytes
-        weights = m.Weights(parts, payloads, self.mode.is_sync)
-        return [m.Shown(found), weights] if len(found) else [weights]
+            some.named[owner].bytes_out += payload.nbytes * num_ranks
+        return m.Weights(parts, payloads, self.mode.is_sync, found)
 
-    def shown_rows(self, table: Table) -> m.Shown:
+    def shown_rows(self, table: Table) -> m.Weights:
         """Where those slices of a table are, of which workers hold no copy and which they can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
@@ -620,7 +617,8 @@ class Namespace:
         places = [
             (first + at, table.version, storage.place(unit.slots[unit.slices[at].index])) for at in here
         ]
-        return m.Shown(m.matrix([one for one in places if one[2] >= 0], 3))
+        found = m.matrix([one for one in places if one[2] >= 0], m.PLACE_WORDS)
+        return m.Weights(m.NO_PARTS, (), places=found)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
         """Rows of a table for a rank, as a reply."""

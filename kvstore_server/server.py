@@ -341,7 +341,7 @@ class Server:
         channel = None if isinstance(body, m.State) else self._channels.get(peer)
         try:
             if channel is not None:
-                if isinstance(body, m.Shown) and not channel.show(body.parts[:, 2]):
+                if isinstance(body, m.Weights) and len(body.places) and not channel.show(body.places[:, 2]):
                     return _Sent.LATER
                 head, payloads = encode_parts(reply)
                 if not channel.send(head, payloads, isinstance(body, m.Weights) and body.may_stay):
@@ -458,7 +458,8 @@ class Backlog:
             return reply
         news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
         payloads = tuple([reply.body.payloads[at] for at in news])
-        return m.Reply(reply.number, m.Weights(reply.body.parts[news], payloads, reply.body.may_stay))
+        parts, may_stay = reply.body.parts[news], reply.body.may_stay
+        return m.Reply(reply.number, m.Weights(parts, payloads, may_stay, reply.body.places))
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
@@ -504,12 +505,12 @@ def packed(
             found.append(m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE]))))
     for (peer, number), outs in weights.items():
         first: Any = outs[0].reply.body
-        if len(outs) == len(first.payloads) == 1:
+        if len(outs) == 1 and len(first.payloads) <= 1:
             found += outs
             continue
         bodies: list[Any] = [out.reply.body for out in outs]
-        parts = np.concatenate([body.parts for body in bodies])
+        parts, places = (np.concatenate([getattr(body, of) for body in bodies]) for of in ("parts", "places"))
         payloads = tuple([payload for body in bodies for payload in body.payloads])
-        whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]))
+        whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]), places)
         found += [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]
     return found

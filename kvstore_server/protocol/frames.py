@@ -8,7 +8,7 @@
     pull         timeout; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
-    weights      the matrix of parts | the payloads
+    weights      number of places; the matrix of places; that of parts | the payloads
     done         the matrix of rounds
     state        msgpack [table, slice, summary, size] | the bytes in pieces
 
@@ -23,7 +23,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -54,6 +53,7 @@ _RESOLVE = struct.Struct("<qqqdd")
 _SKIPS, _CLIPS = 1, 2
 """Bits of a resolve's flags."""
 _HELD = struct.Struct("<qqq")
+_WEIGHTS = struct.Struct("<q")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
@@ -179,7 +179,9 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
         payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
-        return [m.Weights(body.parts[cut], tuple(own), body.may_stay) for cut, own in rows]
+        bodies = [m.Weights(body.parts[cut], tuple(own), body.may_stay) for cut, own in rows]
+        bodies[0].places = body.places
+        return bodies
     *others, last = [
         m.Contribute(body.pushes[cut], tuple(own), _NO_COMMITS, body.form, timeout=body.timeout)
         for cut, own in zip(cuts, payloads, strict=True)
@@ -432,19 +434,31 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
     return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
-def _encode_matrix(body: m.Weights | m.Shown | m.Done) -> list[Frame]:
-    return [body.rounds.tobytes() if isinstance(body, m.Done) else body.parts.tobytes()]
+def _encode_weights(body: m.Weights) -> list[Frame]:
+    return [b"".join((_WEIGHTS.pack(len(body.places)), body.places.tobytes(), body.parts.tobytes()))]
 
 
-def _decode_matrix(cls: type[Any], words: int, frames: Sequence[Frame]) -> Any:
-    """Rebuild a message of a matrix, of which the last column gives the lengths of payloads, if there are some."""
+def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
     body = memoryview(frames[0])
-    if len(body) % (words * _WORD.itemsize):
-        raise ProtocolError(
-            f"a body of {len(body)} bytes is no whole number of {words * _WORD.itemsize}-byte records"
-        )
-    rows = np.frombuffer(body, _WORD).reshape(-1, words)
-    return cls(rows) if len(frames) == 1 else cls(rows, (_payload(frames[1], rows[:, -1]),))
+    nbytes, begin, row = len(body), _WEIGHTS.size, _WORD.itemsize * m.PART_WORDS
+    [num_places] = _WEIGHTS.unpack_from(body) if nbytes >= begin else [-1]
+    split = begin + _WORD.itemsize * m.PLACE_WORDS * num_places
+    if num_places < 0 or nbytes < split or (nbytes - split) % row:
+        raise ProtocolError(f"new weights cannot have a body of {nbytes} bytes with {num_places} places")
+    places = np.ndarray((num_places, m.PLACE_WORDS), _WORD, body, begin)
+    parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
+    return m.Weights(parts, (_payload(frames[1], parts[:, 3]),), places=places)
+
+
+def _encode_done(body: m.Done) -> list[Frame]:
+    return [body.rounds.tobytes()]
+
+
+def _decode_done(frames: Sequence[Frame]) -> m.Done:
+    body, row = memoryview(frames[0]), 3 * _WORD.itemsize
+    if len(body) % row:
+        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {row}-byte records")
+    return m.Done(np.frombuffer(body, _WORD).reshape(-1, 3))
 
 
 def _encode_pull(pull: m.Pull) -> list[Frame]:
@@ -513,11 +527,10 @@ class _Kind(NamedTuple):
 
 _KINDS: dict[type[Any], _Kind] = {
     m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, 2, _encode_matrix, partial(_decode_matrix, m.Weights, 4)),
-    m.Done: _Kind(0x83, 1, _encode_matrix, partial(_decode_matrix, m.Done, 3)),
+    m.Weights: _Kind(0x82, 2, _encode_weights, _decode_weights),
+    m.Done: _Kind(0x83, 1, _encode_done, _decode_done),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
-    m.Shown: _Kind(0x87, 1, _encode_matrix, partial(_decode_matrix, m.Shown, 3)),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
     m.Pull: _Kind(0x88, 1, _encode_pull, _decode_pull),
 }

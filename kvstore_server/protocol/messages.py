@@ -122,7 +122,7 @@ that is only to be expected, because the rank still computes; another announceme
 
 PART = 32
 """A part of a slice is named by the slot and, from this bit on, by the element of the slice before which it ends."""
-PUSH_WORDS, COMMIT_WORDS = 4, 6
+PUSH_WORDS, COMMIT_WORDS, PART_WORDS, PLACE_WORDS = 4, 6, 4, 3
 STILL = -1
 """The place of slices that are where they were."""
 
@@ -135,6 +135,9 @@ def place_of(word: int) -> tuple[int, int]:
 def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
     """Make a matrix of rows of so many numbers, of which there may be none."""
     return np.array(rows, np.int64).reshape(-1, words)
+
+
+NO_PARTS, NO_PLACES = matrix((), PART_WORDS), matrix((), PLACE_WORDS)
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +227,8 @@ class PullRows:
 
 @dataclass(frozen=True, slots=True)
 class ShowRows:
-    """Asks where the slices of row-sparse keys of a table are; answered by Shown, of those that can be mapped."""
+    """Asks where the slices of row-sparse keys of a table are; answered by Weights, with the places of those that can
+    be mapped."""
 
     table: int
 
@@ -380,7 +384,7 @@ MAY_GO = 1 << 8
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Answers commits that wanted weights, a Pull or PullRows."""
+    """Answers commits that wanted weights, a Pull or PullRows; with places alone, ShowRows."""
 
     parts: Matrix
     """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`; the version is the number of updates
@@ -389,14 +393,8 @@ class Weights:
     """Flat: the bytes of the parts in this order, each in one of them: plain numbers where the kind is WHOLE."""
     may_stay: bool = False
     """Nothing of this changes before the worker contributes again, so that it may be read where it lies. Not sent."""
-
-
-@dataclass(slots=True, eq=False)
-class Shown:
-    """Answers commits of a worker that maps weights, beside the Weights of slices that it cannot map; and ShowRows."""
-
-    parts: Matrix
-    """(slot, version, place) of each slice; a place is where in which of the server's memories it begins.
+    places: Matrix = field(default_factory=lambda: NO_PLACES)
+    """(slot, version, place) of each slice that a worker maps: where in which of the server's memories it begins.
 
     For a worker that knows the places one slice of each table stands for all that have one, with the place STILL."""
 
@@ -528,7 +526,6 @@ ReplyBody: TypeAlias = (
     Welcome
     | Registered
     | Weights
-    | Shown
     | Done
     | Held
     | Absent

@@ -246,7 +246,7 @@ class Leg:
         Returns the tables of which all have come now.
         """
         layout, is_coming, came = self.layout, self.is_coming, self.came
-        finished = []
+        finished = self._take_places(weights.places) if len(weights.places) else []
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
         for slot, version, word, source, start, nbytes in parts_of(weights):
@@ -322,10 +322,10 @@ class Leg:
         self.coming[table] -= 1
         return [] if self.coming[table] else [table]
 
-    def take_places(self, shown: m.Shown) -> list[int]:
+    def _take_places(self, places: m.Matrix) -> list[int]:
         """Note where new weights are; returns the tables of which all are known now."""
-        finished, self.may_go = [], False
-        for slot, version, place in shown.parts.tolist():
+        finished, self.may_go = list[int](), False
+        for slot, version, place in places.tolist():
             at = self.layout.slots.get(slot)
             if at is not None and place == m.STILL and self.layout.mapped is not None:
                 finished += self._take_still(self.layout.table[at], version)

@@ -399,8 +399,6 @@ class Rounds:
         position = leg.layout.position
         if isinstance(reply, m.Weights):
             round_.finish(leg, leg.take_weights(reply))
-        elif isinstance(reply, m.Shown):
-            round_.finish(leg, leg.take_places(reply))
         elif isinstance(reply, m.Done):
             known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
             leg.applied.update(known)

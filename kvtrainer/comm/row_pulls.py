@@ -173,11 +173,11 @@ class TableRows:
             return None
         answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
         for server, answer in zip(servers, answers, strict=True):
-            assert isinstance(answer, m.Shown)
+            assert isinstance(answer, m.Weights)
             pieces = {
                 table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
             }
-            for slot, _, place in answer.parts.tolist():
+            for slot, _, place in answer.places.tolist():
                 memory = session.memory_at(server, place) if slot in pieces else None
                 if memory is not None:
                     shown[pieces[slot].index] = memory

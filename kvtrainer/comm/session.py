@@ -275,7 +275,7 @@ class Session:
         return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
-        """Find a server's memory, and where in it a place is that a Shown names; None where it is not known here."""
+        """Find a server's memory, and where in it a place is that Weights name; None where it is not known here."""
         channel = self.transport.channel(server)
         return None if channel is None else channel.weights_at(place)
 

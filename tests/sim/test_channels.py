@@ -15,7 +15,6 @@ import struct
 from collections import Counter, deque
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zmq
@@ -167,15 +166,11 @@ class Store:
         some = sorted(self._draw.sample(self.slots, self._draw.randint(1, len(self.slots))))
         shown = [slot for slot in some if self._draw.random() < 0.3 and self.storage.place(slot) >= 0]
         sent = [slot for slot in some if slot not in shown]
-        bodies: list[Any] = []
-        if shown:
-            rows = [(slot, self.versions[slot], self.storage.place(slot)) for slot in shown]
-            bodies.append(m.Shown(np.array(rows, np.int64)))
-        if sent:
-            payloads = tuple([self.storage.padded[slot] for slot in sent])
-            parts = [(s, self.versions[s], m.WHOLE, p.nbytes) for s, p in zip(sent, payloads, strict=True)]
-            bodies.append(m.Weights(np.array(parts, np.int64), payloads, True))
-        return [m.Outgoing(peer, m.Reply(request.number, body)) for body in bodies]
+        places = [(slot, self.versions[slot], self.storage.place(slot)) for slot in shown]
+        payloads = tuple([self.storage.padded[slot] for slot in sent])
+        parts = [(s, self.versions[s], m.WHOLE, p.nbytes) for s, p in zip(sent, payloads, strict=True)]
+        weights = m.Weights(m.matrix(parts, 4), payloads, True, m.matrix(places, 3))
+        return [m.Outgoing(peer, m.Reply(request.number, weights))]
 
     def write(self, slot: int) -> None:
         """Make an update of one slice."""
@@ -252,14 +247,13 @@ class Job:
         if got is not None:
             for mine in self.open.pop(got[1].number, ()):
                 mine.fill_(255)
-        if isinstance(body, m.Shown):
-            for _, version, place in body.parts.tolist():
+        if isinstance(body, m.Weights):
+            for _, version, place in body.places.tolist():
                 channel = self.connection.channel(0)
                 found = None if channel is None else channel.weights_at(place)
                 if found is None or found[0].numbers[found[1] :][:4].view(torch.float32).item() < version:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
-        if isinstance(body, m.Weights):
             for _, version, _, source, start, nbytes in parts_of(body):
                 self.kept.append((version, source[start : start + nbytes].view(torch.float32)))
         self.check()

@@ -37,10 +37,9 @@ def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(le
     [weights] = job.pull(0)
     assert isinstance(weights, m.Weights)
     leases.hold(weights.payloads[3])
-    for shown, sent in commit(job, MAPS):
-        assert isinstance(shown, m.Shown)
+    for [sent] in commit(job, MAPS):
         assert isinstance(sent, m.Weights)
-        assert shown.parts[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert sent.places[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
         assert sent.parts[:, 0].tolist() == [3]
         assert set(sent.payloads[0].tolist()) == {2.0}
     assert not weights.payloads[3].any()
@@ -52,8 +51,9 @@ def test_a_rank_that_knows_all_places_is_told_of_one_slice_that_they_are_still_t
     for round_, flags in ((2, KNOWS), (3, KNOWS | m.WANTS_DELTA)):
         for told in commit(job, flags, round_):
             [shown] = told
-            assert isinstance(shown, m.Shown)
-            assert shown.parts.tolist() == [[0, round_, m.STILL]]
+            assert isinstance(shown, m.Weights)
+            assert shown.places.tolist() == [[0, round_, m.STILL]]
+            assert not len(shown.parts)
 
 
 def test_a_rank_that_knows_all_places_is_told_every_one_where_a_slice_has_moved(leases: Leases) -> None:
@@ -61,18 +61,18 @@ def test_a_rank_that_knows_all_places_is_told_every_one_where_a_slice_has_moved(
     [weights] = job.pull(0)
     assert isinstance(weights, m.Weights)
     leases.hold(weights.payloads[3])
-    for shown, sent in commit(job, KNOWS):
-        assert isinstance(shown, m.Shown)
+    for [sent] in commit(job, KNOWS):
         assert isinstance(sent, m.Weights)
-        assert shown.parts[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
-        assert (shown.parts[:, 2] > 0).all()
+        assert sent.places[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert (sent.places[:, 2] > 0).all()
         assert sent.parts[:, 0].tolist() == [3]
 
 
 def test_ranks_that_do_not_map_weights_are_sent_them_beside_those_that_do(leases: Leases) -> None:
     job = Job(2, Mode("sync"), shape=SHAPE, leases=leases)
-    [told, _] = commit(job, m.WANTS_WEIGHTS)
-    assert [type(body) for body in told] == [m.Weights]
+    [[sent], _] = commit(job, m.WANTS_WEIGHTS)
+    assert isinstance(sent, m.Weights)
+    assert not len(sent.places)
 
 
 def test_ranks_whose_contributions_count_one_by_one_are_sent_weights_though_they_map_them(
@@ -85,5 +85,6 @@ def test_ranks_whose_contributions_count_one_by_one_are_sent_weights_though_they
 
 def test_a_server_that_shares_no_memory_sends_weights() -> None:
     job = Job(2, Mode("sync"), shape=SHAPE)
-    [told, _] = commit(job, MAPS)
-    assert [type(body) for body in told] == [m.Weights]
+    [[sent], _] = commit(job, MAPS)
+    assert isinstance(sent, m.Weights)
+    assert not len(sent.places)

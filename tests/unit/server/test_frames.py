@@ -77,6 +77,11 @@ def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
     assert f.decode(_wire(f.encode(m.Reply(12, body)))) == (0, 0, 12, body)
 
 
+WEIGHTS = m.Weights(
+    m.matrix([(1, 2, m.WHOLE, 64)], m.PART_WORDS),
+    (torch.arange(16.0),),
+    places=m.matrix([(2, 2, 1 << 40), (3, 2, m.STILL)], m.PLACE_WORDS),
+)
 CONTRIBUTE = m.Contribute(
     m.matrix([(3, 7, 0, 64), (4, 7, 2, 0), (9, 8, 1, 16)], m.PUSH_WORDS),
     (torch.full((64,), 1, dtype=torch.uint8), torch.empty(0), torch.full((2,), 0.5, dtype=torch.float64)),
@@ -277,6 +282,12 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
         (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+        (WEIGHTS, [b"", b""], "0 bytes with -1 places"),
+        (WEIGHTS, [struct.pack("<q", -1), b""], "8 bytes with -1 places"),
+        (WEIGHTS, [struct.pack("<q", 1 << 62), b""], "8 bytes with 4611686018427387904 places"),
+        (WEIGHTS, [struct.pack("<4q", 1, 0, 0, 0) + b"1234", b""], "36 bytes with 1 places"),
+        (WEIGHTS, [struct.pack("<5q", 0, 0, 0, 0, 8), b""], "body names 8"),
+        (m.Done(m.matrix([], 3)), [b"1234"], "no whole number of 24-byte records"),
     ],
 )  # fmt: skip
 def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
@@ -285,6 +296,13 @@ def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
     header = f.encode(m.Request(1, 2, 3, body))[0]
     with pytest.raises(ProtocolError, match=text):
         f.decode([bytes(header), *damage])
+
+
+def test_places_of_weights_that_a_worker_maps_travel_with_the_bytes_of_others() -> None:
+    *_, body = f.decode([bytearray(frame) for frame in f.encode(m.Reply(3, WEIGHTS))])
+    assert (body.places == WEIGHTS.places).all()
+    assert (body.parts == WEIGHTS.parts).all()
+    assert body.payloads[0].view(torch.float32).tolist() == WEIGHTS.payloads[0].tolist()
 
 
 def test_an_unknown_kind_is_a_protocol_error() -> None:
@@ -297,10 +315,9 @@ def test_an_unknown_kind_is_a_protocol_error() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_but_protocol_errors_comes_of_thousands_of_damaged_messages(seed: int) -> None:
     rng = random.Random(seed)
-    weights = m.Weights(m.matrix([(1, 2, m.WHOLE, 64)], 4), (torch.ones(16),))
     done = m.Done(m.matrix([(1, 7, 7)], 3))
     requests = [f.encode(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]]
-    replies = [f.encode(m.Reply(3, body)) for body in [*REPLIES, weights, done]]
+    replies = [f.encode(m.Reply(3, body)) for body in [*REPLIES, WEIGHTS, done]]
     kept = 0
     for _ in range(3000):
         is_request = rng.random() < 0.5

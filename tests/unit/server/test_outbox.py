@@ -32,6 +32,14 @@ def test_an_answer_about_very_many_small_keys_is_cut_into_messages_that_workers_
     assert [entry[0] for entry in told] == list(many)
 
 
+def test_places_go_with_the_first_message_where_weights_are_cut_into_several() -> None:
+    reply = weights(range(KEYS_PER_MESSAGE + 1))
+    assert isinstance(reply.body, m.Weights)
+    reply.body.places = m.matrix([(9, 1, 7)], m.PLACE_WORDS)
+    bodies = [out.reply.body for out in packed([m.Outgoing(b"peer", reply)])]
+    assert [body.places.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
+
+
 def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:
     waiting = Backlog()
     waiting.append(weights(range(4)))
