@@ -309,6 +309,24 @@ class Binding:
                 arena.zeros = frozenset(gradients.rows)
         return outcome
 
+    def check_whole(self) -> None:
+        """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes.
+
+        A Trainer that updates by itself goes on, with a line in the log: nobody else has weights that could differ, and
+        whoever stops a loop in a notebook would lose more by a new beginning.
+        """
+        if not self.is_torn:
+            return
+        if self.exchange is None:
+            self.is_torn = False
+            _log.warning("a step was interrupted when its update had begun: some weights, optimizer state and counts "
+                         "may have it already; training goes on with them")  # fmt: skip
+            return
+        raise KVStoreError(
+            "a step was interrupted when its update had begun, here or on other workers, so weights, optimizer "
+            "state and counts may have only a part of it. Restart from the last saved states"
+        )
+
     def _gradients(
         self,
         layout: Memory,
@@ -351,24 +369,6 @@ class Binding:
             self.is_torn = lacks_sum and self.holder is not None and self.exchange.was_missed
         else:
             self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
-
-    def check_whole(self) -> None:
-        """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes.
-
-        A Trainer that updates by itself goes on, with a line in the log: nobody else has weights that could differ, and
-        whoever stops a loop in a notebook would lose more by a new beginning.
-        """
-        if not self.is_torn:
-            return
-        if self.exchange is None:
-            self.is_torn = False
-            _log.warning("a step was interrupted when its update had begun: some weights, optimizer state and counts "
-                         "may have it already; training goes on with them")  # fmt: skip
-            return
-        raise KVStoreError(
-            "a step was interrupted when its update had begun, here or on other workers, so weights, optimizer "
-            "state and counts may have only a part of it. Restart from the last saved states"
-        )
 
     def _foresee(self) -> bytes:
         """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
