@@ -189,8 +189,10 @@ def test_a_member_is_in_an_example_only_where_its_class_is(tmp_path: Path) -> No
 
 def test_a_block_that_shows_an_error_fails_where_none_is_raised(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python\ntry:\n    int('3')\nexcept ValueError:\n    pass\n```\n")
-    with pytest.raises(AssertionError, match="line 1 of this block raised nothing"):
+    page.write_text(
+        "```python\nfor one in 'x3':\n    try:\n        int(one)\n    except ValueError:\n        pass\n```\n"
+    )
+    with pytest.raises(AssertionError, match="line 2 of this block raised nothing"):
         run_page(page, tmp_path)
 
 

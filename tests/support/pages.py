@@ -62,13 +62,17 @@ def run_page(page: Path, folder: Path) -> int:
 
 
 def _insisting(code: str) -> ast.Module:
-    """Parse a block; what follows a `try` of its own, and not one in a function, is a failure to raise an error."""
+    """Parse a block; what follows a `try`, unless it is in a function, becomes a failure to raise an error."""
     tree = ast.parse(code)
-    for node in tree.body:
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
         if isinstance(node, ast.Try) and node.handlers and not node.orelse:
             node.orelse = ast.parse(
                 f"raise AssertionError('line {node.lineno} of this block raised nothing')"
             ).body
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
     return tree
 
 
