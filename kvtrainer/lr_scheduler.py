@@ -14,9 +14,20 @@ and sent to servers that load its module with `kvstore-server --import MODULE`::
 
 from __future__ import annotations
 
-from kvstore_server.lr_scheduler import CosineScheduler as CosineScheduler
-from kvstore_server.lr_scheduler import FactorScheduler as FactorScheduler
-from kvstore_server.lr_scheduler import LRScheduler as LRScheduler
-from kvstore_server.lr_scheduler import MultiFactorScheduler as MultiFactorScheduler
-from kvstore_server.lr_scheduler import PolyScheduler as PolyScheduler
-from kvstore_server.lr_scheduler import register as register
+from kvstore_server.lr_scheduler import (
+    CosineScheduler,
+    FactorScheduler,
+    LRScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+    register,
+)
+
+__all__ = [
+    "CosineScheduler",
+    "FactorScheduler",
+    "LRScheduler",
+    "MultiFactorScheduler",
+    "PolyScheduler",
+    "register",
+]

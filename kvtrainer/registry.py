@@ -242,7 +242,12 @@ OPTIMIZER_CONSTRUCTORS = Registry(
 )
 """Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
+"""MMCV's name of the same registry."""
 HOOKS = Registry("hook", "kvtrainer.hooks", fallback=_hooks)
+"""Knows the hooks of this package that update, or write values of parameter groups."""
 MODELS = Registry("model", "kvtrainer.models")
+"""Modules that a Strategy builds from a dict; there are none but those that scripts and plug-ins register."""
 SCHEDULES = Registry("schedule", "kvtrainer.schedules")
+"""Takes an optimizer and options; makes a schedule that a dict can name beside the built-in ones."""
 OPTIM_WRAPPERS = Registry("optimizer wrapper", "kvtrainer.optim_wrappers")
+"""Classes derived from Trainer that the type of an `optim_wrapper` can name beside the built-in ones."""

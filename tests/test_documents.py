@@ -24,6 +24,7 @@ from kvtrainer.watch.job import Job, Server, View, Worker
 from kvtrainer.watch.top import metrics
 from tests.support.limits import LIMIT
 from tests.support.pages import Block, blocks_of, run_page
+from tests.support.public_examples import names_used, without_example
 from tests.support.variables import named_in_sources, page
 from tests.test_readme import WITH_CODE
 
@@ -134,13 +135,20 @@ def _job_with_one_worker() -> View:
 
 
 def test_every_public_name_has_its_place_in_the_api_reference() -> None:
-    """Names of `kvtrainer` itself; what is in a module stands where the module does."""
+    """Modules too, or what is in them; members stand where their class does."""
     listed = (ROOT / "tests" / "data" / "api.txt").read_text()
-    names = set(re.findall(r"^(kvtrainer\.\w+)(?: class| module|\()", listed, re.MULTILINE))
+    classes = set(re.findall(r"^([\w.]+) class\(", listed, re.MULTILINE))
+    names = set(re.findall(r"^(?:\w+\.)+[a-zA-Z]\w*", listed, re.MULTILINE))
     pages = "\n".join(one.read_text() for one in (DOCS / "api").glob("*.md"))
-    shown = "\n".join(re.findall("^::: (.*)", pages, re.MULTILINE))
-    assert len(names) > 20
-    assert [name for name in names if not re.search(rf"^{re.escape(name)}\b", shown, re.MULTILINE)] == []
+    entries = set(re.findall(r"^::: ([\w.]+)", pages, re.MULTILINE))
+    modules = {entry.rpartition(".")[0] for entry in entries}
+
+    def has_place(name: str) -> bool:
+        parent, _, own = name.rpartition(".")
+        return parent in classes | entries or not {name, f"kvtrainer.{own}"}.isdisjoint(entries | modules)
+
+    assert len(names) > 300
+    assert sorted(name for name in names if not has_place(name)) == []
 
 
 def test_what_pages_import_of_integrations_has_its_place_in_the_api_reference() -> None:
@@ -154,13 +162,38 @@ def test_what_pages_import_of_integrations_has_its_place_in_the_api_reference() 
     assert names - shown == set()
 
 
-def test_every_method_of_a_trainer_is_in_an_example() -> None:
+def test_every_public_name_is_in_an_example_that_is_run() -> None:
     listed = (ROOT / "tests" / "data" / "api.txt").read_text()
-    names = set(re.findall(r"^kvtrainer\.Trainer\.([a-z]\w+)[( ]", listed, re.MULTILINE))
-    code = "\n".join(block.code for block in _code("api/trainer.md"))
-    assert len(names) > 50
-    inner = {f"row_sparse_{verb}" for verb in ("pull", "read", "write")}
-    assert {name for name in names if f".{name}" not in code} == inner
+    pages = [DOCS / name for name in PAGES if name not in ELSEWHERE]
+    assert without_example(listed, [*pages, ROOT / "README.md"]) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["other.name()", "f(name=1)", "import name", "from name import f", "def name(): ..."]
+)
+def test_an_example_uses_a_name_that_it_reads_gives_imports_or_defines(code: str) -> None:
+    assert "name" in names_used(code)
+
+
+@pytest.mark.parametrize("code", ["f('name')", "f()  # name", "renamed = 1"])
+def test_an_example_does_not_use_what_it_only_speaks_of(code: str) -> None:
+    assert "name" not in names_used(code)
+
+
+def test_a_member_is_in_an_example_only_where_its_class_is(tmp_path: Path) -> None:
+    listed = "m.A class()\nm.A.step(self)\nm.B class()\nm.B.step(self)\nm.B.__init__()"
+    for name, code in (("a.md", "A().step()"), ("b.md", "B()")):
+        (tmp_path / name).write_text(f"```python\n{code}\n```\n")
+    assert without_example(listed, sorted(tmp_path.iterdir())) == ["m.B.step"]
+
+
+def test_a_block_that_shows_an_error_fails_where_none_is_raised(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nfor one in 'x3':\n    try:\n        int(one)\n    except ValueError:\n        pass\n```\n"
+    )
+    with pytest.raises(AssertionError, match="line 2 of this block raised nothing"):
+        run_page(page, tmp_path)
 
 
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:

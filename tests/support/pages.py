@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -35,8 +36,9 @@ def blocks_of(page: Path) -> list[Block]:
 def run_page(page: Path, folder: Path) -> int:
     """Do in `folder`, which is the working directory, what the page says, from its top to its end.
 
-    Blocks of Python share one namespace; those with a title are files. Blocks of `sh` are run, and the `text` after one
-    must be among the lines that it printed. All other blocks (`console`, `yaml`, …) are for the eye.
+    Blocks of Python share one namespace; those with a title are files. One that tries something, to show an error, must
+    meet one. Blocks of `sh` are run, and the `text` after one must be among the lines that it printed. All other blocks
+    (`console`, `yaml`, …) are for the eye.
 
     Returns how many blocks of Python and of `sh` it has done.
     """
@@ -48,7 +50,7 @@ def run_page(page: Path, folder: Path) -> int:
         if block.language == "python" and block.file is not None:
             (folder / block.file).write_text(block.code + _ENDS.get(block.file, ""))
         elif block.language == "python":
-            exec(compile(block.code, f"a block of {page.name}", "exec"), names)
+            exec(compile(_insisting(block.code), f"a block of {page.name}", "exec"), names)
         elif block.language == "sh":
             printed = _shell(block.code, folder)
             continue
@@ -57,6 +59,21 @@ def run_page(page: Path, folder: Path) -> int:
             assert not missing, f"{missing} not among {printed}"
         printed = None
     return done
+
+
+def _insisting(code: str) -> ast.Module:
+    """Parse a block; what follows a `try`, unless it is in a function, becomes a failure to raise an error."""
+    tree = ast.parse(code)
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Try) and node.handlers and not node.orelse:
+            node.orelse = ast.parse(
+                f"raise AssertionError('line {node.lineno} of this block raised nothing')"
+            ).body
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return tree
 
 
 def _shell(code: str, folder: Path) -> list[str]:
