@@ -9,7 +9,7 @@
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
     weights      number of places; the matrix of places; that of parts | the payloads
-    done         the matrix of rounds
+    done         number of rounds; the matrix of rounds
     state        msgpack [table, slice, summary, size] | the bytes in pieces
 
 Everything is checked before it is used: a message that does not fit raises ProtocolError, never anything else.
@@ -53,7 +53,7 @@ _RESOLVE = struct.Struct("<qqqdd")
 _SKIPS, _CLIPS = 1, 2
 """Bits of a resolve's flags."""
 _HELD = struct.Struct("<qqq")
-_WEIGHTS = struct.Struct("<q")
+_ROWS = struct.Struct("<q")
 _PARTIAL = np.dtype([("slice", "<i8"), ("value", "<f8")])
 _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
@@ -434,31 +434,25 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
     return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
-def _encode_weights(body: m.Weights) -> list[Frame]:
-    return [b"".join((_WEIGHTS.pack(len(body.places)), body.places.tobytes(), body.parts.tobytes()))]
+def _encode_rows(body: m.Weights | m.Done) -> list[Frame]:
+    """Make the places of weights, and behind them their parts, or the rounds that are done, one frame."""
+    rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
+    return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
 
 
-def _decode_weights(frames: Sequence[Frame]) -> m.Weights:
-    body = memoryview(frames[0])
-    nbytes, begin, row = len(body), _WEIGHTS.size, _WORD.itemsize * m.PART_WORDS
-    [num_places] = _WEIGHTS.unpack_from(body) if nbytes >= begin else [-1]
-    split = begin + _WORD.itemsize * m.PLACE_WORDS * num_places
-    if num_places < 0 or nbytes < split or (nbytes - split) % row:
-        raise ProtocolError(f"new weights cannot have a body of {nbytes} bytes with {num_places} places")
-    places = np.ndarray((num_places, m.PLACE_WORDS), _WORD, body, begin)
+def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
+    """Rebuild weights, which have a frame of payloads, or rounds that are done."""
+    body, is_done = memoryview(frames[0]), len(frames) == 1
+    nbytes, begin, row = len(body), _ROWS.size, _WORD.itemsize * m.PART_WORDS
+    [num_rows] = _ROWS.unpack_from(body) if nbytes >= begin else [-1]
+    split = begin + _WORD.itemsize * m.PLACE_WORDS * num_rows
+    if num_rows < 0 or nbytes < split or (nbytes - split) % row or (is_done and nbytes > split):
+        raise ProtocolError(f"a body of {nbytes} bytes cannot begin with {num_rows} places, or rounds")
+    rows = np.ndarray((num_rows, m.PLACE_WORDS), _WORD, body, begin)
+    if is_done:
+        return m.Done(rows)
     parts = np.ndarray(((nbytes - split) // row, m.PART_WORDS), _WORD, body, split)
-    return m.Weights(parts, (_payload(frames[1], parts[:, 3]),), places=places)
-
-
-def _encode_done(body: m.Done) -> list[Frame]:
-    return [body.rounds.tobytes()]
-
-
-def _decode_done(frames: Sequence[Frame]) -> m.Done:
-    body, row = memoryview(frames[0]), 3 * _WORD.itemsize
-    if len(body) % row:
-        raise ProtocolError(f"a body of {len(body)} bytes is no whole number of {row}-byte records")
-    return m.Done(np.frombuffer(body, _WORD).reshape(-1, 3))
+    return m.Weights(parts, (_payload(frames[1], parts[:, 3]),), places=rows)
 
 
 def _encode_pull(pull: m.Pull) -> list[Frame]:
@@ -527,8 +521,8 @@ class _Kind(NamedTuple):
 
 _KINDS: dict[type[Any], _Kind] = {
     m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
-    m.Weights: _Kind(0x82, 2, _encode_weights, _decode_weights),
-    m.Done: _Kind(0x83, 1, _encode_done, _decode_done),
+    m.Weights: _Kind(0x82, 2, _encode_rows, _decode_rows),
+    m.Done: _Kind(0x83, 1, _encode_rows, _decode_rows),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),

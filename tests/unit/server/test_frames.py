@@ -282,12 +282,13 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
         (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
-        (WEIGHTS, [b"", b""], "0 bytes with -1 places"),
-        (WEIGHTS, [struct.pack("<q", -1), b""], "8 bytes with -1 places"),
-        (WEIGHTS, [struct.pack("<q", 1 << 62), b""], "8 bytes with 4611686018427387904 places"),
-        (WEIGHTS, [struct.pack("<4q", 1, 0, 0, 0) + b"1234", b""], "36 bytes with 1 places"),
+        (WEIGHTS, [b"", b""], "0 bytes cannot begin with -1"),
+        (WEIGHTS, [struct.pack("<q", -1), b""], "8 bytes cannot begin with -1"),
+        (WEIGHTS, [struct.pack("<q", 1 << 62), b""], "8 bytes cannot begin with 4611686018427387904"),
+        (WEIGHTS, [struct.pack("<4q", 1, 0, 0, 0) + b"1234", b""], "36 bytes cannot begin with 1"),
         (WEIGHTS, [struct.pack("<5q", 0, 0, 0, 0, 8), b""], "body names 8"),
-        (m.Done(m.matrix([], 3)), [b"1234"], "no whole number of 24-byte records"),
+        (m.Done(m.matrix([], 3)), [b"1234"], "4 bytes cannot begin with -1"),
+        (m.Done(m.matrix([], 3)), [struct.pack("<5q", 0, 0, 0, 0, 0)], "40 bytes cannot begin with 0"),
     ],
 )  # fmt: skip
 def test_a_damaged_body_is_a_protocol_error_that_says_what_is_wrong(
