@@ -50,7 +50,9 @@ class Deltas:
         self.weights: dict[int, Tensor] = {}
         """Slot → those of workers, with padding, if changes of it are sent."""
         pieces = [piece for own in unit.stacks.values() for piece in own if piece.dtype in ITEM_SIZE]
-        self._slots = [unit.slots[piece.index] for piece in pieces]
+        self._pieces = {unit.slots[piece.index]: piece for piece in pieces}
+        self._still: frozenset[int] | None = None
+        """The keys (by index) that no round since the last change has updated; None where there was no round."""
         self._exact: dict[int, int] = {}
         """Slot that is sent as it is → the version from which on workers have it so."""
         self._steps: deque[_Step] = deque()
@@ -64,6 +66,14 @@ class Deltas:
     def begin_anew(self) -> None:
         """The weights were replaced: workers get the next ones as they are."""
         self._is_anew = True
+
+    def note_round(self, left_out: Iterable[int]) -> None:
+        """Note that a round has updated all keys but those (by index) that were left out.
+
+        What was kept back of these comes when they are updated again: a key that was frozen has the weights that
+        workers saw last.
+        """
+        self._still = frozenset(left_out) if self._still is None else self._still.intersection(left_out)
 
     def leave(self, slots: Iterable[int], version: int) -> None:
         """Send some slots as they are from a version on, and rows of them."""
@@ -80,7 +90,7 @@ class Deltas:
         if version == self.version:
             return
         if self._is_anew:
-            own = [slot for slot in self._slots if slot not in self._exact]
+            own = [slot for slot in self._pieces if slot not in self._exact]
             self.weights = {slot: self._storage.padded[slot].clone() for slot in own}
             self._steps.clear()
             self._is_anew = False
@@ -93,15 +103,18 @@ class Deltas:
             most = sum([numel * itemsize for numel, itemsize in numbers]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
                 self._steps.popleft()
-        self.version = version
+        self.version, self._still = version, None
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
         """Encode the difference of a slot, and change the weights of workers by it; None where they are copied.
 
-        It is nothing where there is no difference: a zero that has another sign is none.
+        It is nothing where there is no difference: a zero that has another sign is none. Keys that no round has updated
+        since the last change stay as they are.
         """
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
-        if torch.equal(given, weights):  # at the first difference it is over
+        segments = self._pieces[slot].segments
+        still = [one for one in segments if one.key in self._still] if self._still else []
+        if len(still) == len(segments) or torch.equal(given, weights):  # at the first difference it is over
             return torch.empty(0, dtype=torch.uint8)
         numel = len(weights)
         if len(self._zeros) < numel or self._zeros.dtype != dtype:
@@ -109,6 +122,8 @@ class Deltas:
         change = torch.empty(self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8)
         try:
             difference = given.to(dtype) - weights.to(dtype)
+            for one in still:
+                difference[one.start : one.start + one.numel] = 0
             self.codec.encode(difference, self._zeros[:numel], change, self._left[:numel])
         except NonFiniteGradientError:
             weights.copy_(given)
@@ -148,6 +163,10 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
         one = changes[start : start + size]
         codec.check_payload(one, dtype, len(weights))
         codec.decode_add(one, dtype, weights)
+        if dtype != _name(weights):
+            # Both are finite, but what the codec has rounded up may have no room in half precision.
+            most = torch.finfo(weights.dtype).max
+            weights.clamp_(-most, most)
 
 
 def _name(numbers: Tensor) -> str:

@@ -365,6 +365,8 @@ class Table:
         self.version += 1
         self.rounds_applied += 1
         self.keys_applied += len(self.unit.keys)
+        if self.deltas is not None:
+            self.deltas.note_round(())
         if end is None or end.version != self.version or end.hyper != hyper:
             end = RoundEnd(self.version, hyper=hyper)
         self.ends[ALL], self._last_rank = end, ALL
@@ -380,6 +382,8 @@ class Table:
         self.rounds_applied += 1
         self.keys_applied += len(keys)
         left_out = () if keys is self.unit.keys else tuple(sorted(self.unit.keys - keys))
+        if self.deltas is not None:
+            self.deltas.note_round(left_out)
         return RoundEnd(self.version, left_out, (), hyper)
 
     def fail(self, whose: int) -> None:

@@ -43,6 +43,7 @@ from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 
 _log = logging.getLogger(__name__)
+_SAVED = "they are saved as they are"
 
 
 class Trainer(torch.optim.Optimizer):
@@ -714,6 +715,7 @@ class Trainer(torch.optim.Optimizer):
         Before the first update the entries are there already, with a step count of 0, because
         torch.distributed.checkpoint loads only into what it finds.
         """
+        self._pipeline.link.check_whole(_SAVED)
         if (joint := self._pipeline.states.joint) is not None:
             return joint.state_dict()
         with self._groups.without_replicas():
@@ -773,6 +775,9 @@ class Trainer(torch.optim.Optimizer):
         what it saves belongs to its own last step.
 
         Raises:
+            KVStoreError: a step was interrupted in its update, so weights and state may have only a part of it; `step`
+                says so, too, and `state_dict` and `snapshot`. A Trainer without a store saves what there is, and logs
+                that.
             StateFileError: the file cannot be written; the former one is unchanged.
         """
         write_state_file(fname, self.export_saved_states())
@@ -793,12 +798,14 @@ class Trainer(torch.optim.Optimizer):
         self.adopt_saved_states(read_state_file(fname))
 
     def export_saved_states(self) -> SavedStates:
-        """What `save_states` saves, as one value; blocks while state is fetched."""
+        """Return what `save_states` saves, as one value; blocks while state is fetched. Raises KVStoreError as that."""
+        self._pipeline.link.check_whole(_SAVED)
         self._pipeline.ready()
         return export_states(self._pipeline)
 
     def export_own_states(self) -> SavedStates:
         """Return what of `export_saved_states` is this worker's alone, such as residuals; nothing is fetched."""
+        self._pipeline.link.check_whole(_SAVED)
         return export_own_states(self._pipeline)
 
     def adopt_saved_states(self, saved: SavedStates) -> None:
@@ -910,6 +917,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def _copy_weights(self) -> dict[str, Tensor]:
+        self._pipeline.link.check_whole(_SAVED)
         memory = self._pipeline.memory
         rows = zip(memory.names, memory.parameters, strict=True)
         return {name: p.detach().clone() for name, p in rows if not (is_row_sparse(p) or is_lazy(p))}

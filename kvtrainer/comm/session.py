@@ -22,8 +22,10 @@ from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
     KVStoreError,
+    ServerLostState,
     ServerStoppingError,
     ServerUnreachableError,
+    describe,
     from_wire,
 )
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
@@ -226,6 +228,8 @@ class Session:
         self._gone: set[int] = set()
         self._stopped: set[int] = set()
         """Servers that said farewell."""
+        self._lost: KVStoreError | None = None
+        """What a server has said that no longer holds this job."""
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
@@ -488,9 +492,14 @@ class Session:
         return unanswered >= self._repeat_after
 
     def close(self, reason: str, is_clean: bool) -> None:
-        """Leave the job on every server and give the transport back. Idempotent."""
+        """Leave the job on every server and give the transport back. Idempotent.
+
+        Once a server has lost the job, that is why, whatever the loop made of the error: others are to hear the cause.
+        """
         if self.is_closed:
             return
+        if self._lost is not None and is_clean:
+            reason, is_clean = describe(self._lost), False
         for server, (run, session) in enumerate(self._tokens):
             if session and server not in self._stopped:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
@@ -528,6 +537,8 @@ class Session:
                 self._reasons.clear()
                 self._has_repeated = False
             self._reasons.append(reply.body.why)
+        elif isinstance(reply.body, m.Failed) and reply.body.code == ServerLostState.__name__:
+            self._lost = from_wire(reply.body.code, reply.body.text)
         handler = self._handlers.get(reply.number)
         if handler is not None:
             handler(server, reply.body)

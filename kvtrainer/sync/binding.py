@@ -309,18 +309,21 @@ class Binding:
                 arena.zeros = frozenset(gradients.rows)
         return outcome
 
-    def check_whole(self) -> None:
+    def check_whole(self, consequence: str = "training goes on with them") -> None:
         """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes.
 
         A Trainer that updates by itself goes on, with a line in the log: nobody else has weights that could differ, and
         whoever stops a loop in a notebook would lose more by a new beginning.
+
+        Args:
+            consequence: for that line, what becomes of weights and state as they are.
         """
         if not self.is_torn:
             return
         if self.exchange is None:
             self.is_torn = False
             _log.warning("a step was interrupted when its update had begun: some weights, optimizer state and counts "
-                         "may have it already; training goes on with them")  # fmt: skip
+                         "may have it already; %s", consequence)  # fmt: skip
             return
         raise KVStoreError(
             "a step was interrupted when its update had begun, here or on other workers, so weights, optimizer "

@@ -196,10 +196,10 @@ class Awaited:
         """Let parameters be plain ones with what they have now; once."""
         if self._is_over:
             return
-        self._is_over = True
         for parameter in self._parameters:
             _make_plain(parameter)
         self._leaving.detach()
+        self._is_over = True  # now: whoever interrupts the rest leaves a round that can be awaited again
         self._ended(self._came, error)
 
     def _check_process(self) -> None:
@@ -308,8 +308,10 @@ def _wait_for_all(parameter: Parameter) -> None:
 
 def _make_plain(parameter: Parameter) -> None:
     if isinstance(parameter, Coming):
-        del vars(parameter)[_AWAITED]
         parameter.__class__ = Parameter  # type: ignore[assignment]
+        del vars(parameter)[
+            _AWAITED
+        ]  # last: what waits for nothing, and is not plain, would call itself for ever
 
 
 def wait_before(module: object, settle: Callable[[], None]) -> None:

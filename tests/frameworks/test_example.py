@@ -1,8 +1,9 @@
-"""The example of Lightning reads digits as well as a plain loop over the same batches."""
+"""The example of Lightning reads digits as well as a plain loop over the same batches, and as its page says."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from tests.frameworks.jobs import ROOT, WORKERS, launch, need
 from tests.support.examples import example
+from tests.support.limits import JOB_LIMIT
+from tests.support.pages import link_checkout, shell
 
 need("lightning")
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
@@ -50,3 +53,22 @@ def test_it_reads_digits_as_well_as_a_plain_loop_over_the_same_batches(tmp_path:
     found = json.loads((tmp_path / "found.json").read_text())["accuracy"]
     assert found == pytest.approx(accuracies_of_a_plain_loop(), abs=2 / 360)
     assert found[-1] > 0.85
+
+
+def test_the_command_of_the_page_ends_at_the_accuracy_that_the_page_says(tmp_path: Path) -> None:
+    link_checkout(tmp_path)
+    command = "kvlaunch -n 2 -s 2 python examples/lightning_digits.py"
+    output = shell(f"{command} 2>&1", tmp_path, JOB_LIMIT, PYTHONPATH=str(ROOT))
+    [found] = re.findall(r"^\[w0\] held-out accuracy ([\d.]+)% after 25 epochs$", output, re.MULTILINE)
+    [said] = re.findall(r"it ends at ([\d.]+) %", (ROOT / "docs/examples.md").read_text())
+    assert float(found) == pytest.approx(float(said), abs=1.0)
+
+
+def test_what_the_page_installs_brings_all_that_the_example_needs(tmp_path: Path) -> None:
+    """pip finds all of it in this environment, and so would install nothing but the project."""
+    link_checkout(tmp_path)
+    command = "pip install '.[lightning,examples]'"
+    output = shell(f"python -m {command} --dry-run --no-index --no-build-isolation 2>&1", tmp_path)
+    [would] = re.findall(r"^Would install (.*)$", output, re.MULTILINE)
+    assert re.fullmatch(r"kvtrainer-[\w.]+", would)
+    assert "does not provide the extra" not in output

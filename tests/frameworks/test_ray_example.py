@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.frameworks.jobs import ROOT, need
 from tests.support.examples import example
 from tests.support.limits import LIMIT
-from tests.support.pages import blocks_of
+from tests.support.pages import blocks_of, link_checkout
 
 need("ray", "test-ray")
 pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
@@ -40,6 +41,21 @@ def test_digits_are_read_as_by_a_plain_loop_although_an_actor_is_killed(tmp_path
     first, again = found["starts"]
     assert first == 0
     assert 1 <= again <= 2
+
+
+def test_the_commands_of_the_page_of_examples_go_on_as_the_page_says(tmp_path: Path) -> None:
+    """`make ray`, in this environment, runs the other command of the page, as it says."""
+    link_checkout(tmp_path)
+    (tmp_path / ".venv-ray").symlink_to(Path(sys.executable).parent.parent)
+    done = run(tmp_path, *["make", "-o", ".venv-ray/.ready", "ray"])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = "python examples/ray_digits.py --kill-after 12"
+    assert f".venv-ray/bin/{command}" in done.stdout.splitlines()
+    pattern = r"^begun after epoch 0 and after epoch (\d+); held-out accuracy ([\d.]+)%$"
+    [(again, accuracy)] = re.findall(pattern, done.stdout, re.MULTILINE)
+    assert 11 <= int(again) <= 12
+    [said] = re.findall(r"Both reach ([\d.]+) %", (ROOT / "docs/examples.md").read_text())
+    assert float(accuracy) == pytest.approx(float(said), abs=1.0)
 
 
 def test_the_script_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ from kvtrainer.errors import (
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT, SOON
 from tests.support.messages import contribution
+from tests.support.pages import blocks_of
 from tests.support.processes import (
     FORGETFUL,
+    ROOT,
     Call,
     Members,
     Process,
@@ -100,6 +102,8 @@ class Job:
         return out.tolist()
 
 
+STORES = ROOT / "docs" / "kvstores.md"
+
 Start = Callable[..., Job]
 """Starts a job of that script, on servers of its own if flags for them are given."""
 
@@ -136,6 +140,15 @@ def test_who_waits_for_a_slow_worker_and_its_server_say_so_while_they_wait(
         assert eventually(lambda: re.search(f"WARNING .*{round_1}", servers[0].stderr()) is not None)
         slow.go()
         assert torch.equal(call.outcome(), torch.full((3,), 2.0))
+        [line] = [one.code for one in blocks_of(STORES) if "has waited" in one.code]
+        assert form_of(line.rstrip()) in [form_of(record.getMessage()) for record in caplog.records]
+
+
+def form_of(line: str) -> str:
+    """A line of a log without what is another one in each job."""
+    for pattern, word in ((r"\(\S+:\d+\)", "(PLACE)"), ("'[^']+'", "NAME"), (r"\d+([.]\d+)?", "NUMBER")):
+        line = re.sub(pattern, word, line)
+    return line
 
 
 def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start) -> None:

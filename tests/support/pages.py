@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.support.limits import LIMIT
 
+ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 _ENDS = {"ddp.py": "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"}
@@ -37,8 +38,8 @@ def run_page(page: Path, folder: Path) -> int:
     """Do in `folder`, which is the working directory, what the page says, from its top to its end.
 
     Blocks of Python share one namespace; those with a title are files. One that tries something, to show an error, must
-    meet one. Blocks of `sh` are run, and the `text` after one must be among the lines that it printed. All other blocks
-    (`console`, `yaml`, …) are for the eye.
+    meet one. Blocks of `sh` are run, and the `text` after one must be among the lines that it printed. Other blocks
+    have tests of their own, `tests/test_console.py` names them.
 
     Returns how many blocks of Python and of `sh` it has done.
     """
@@ -52,7 +53,7 @@ def run_page(page: Path, folder: Path) -> int:
         elif block.language == "python":
             exec(compile(_insisting(block.code), f"a block of {page.name}", "exec"), names)
         elif block.language == "sh":
-            printed = _shell(block.code, folder)
+            printed = shell(block.code, folder).splitlines()
             continue
         elif block.language == "text" and printed is not None:
             missing = [line for line in block.code.splitlines() if line not in printed]
@@ -76,16 +77,34 @@ def _insisting(code: str) -> ast.Module:
     return tree
 
 
-def _shell(code: str, folder: Path) -> list[str]:
+def commands_of(block: Block) -> list[str]:
+    """The commands of a block of a shell, one a line, without comments."""
+    lines = (re.sub(r"(^|\s+)#.*", "", line).rstrip() for line in block.code.splitlines())
+    return [line for line in lines if line]
+
+
+def shell(code: str, folder: Path, limit: float = LIMIT, **variables: str) -> str:
+    """Run commands of a reader who has this environment activated; gives what they wrote to standard output.
+
+    Args:
+        variables: More variables of the environment.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
         cwd=folder,
-        env=dict(os.environ, PATH=path),
+        env={**os.environ, "PATH": path, **variables},
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=limit,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    return done.stdout
+
+
+def link_checkout(folder: Path) -> None:
+    """Let a folder look like the project to `make`, pip and examples, which may leave files there."""
+    for entry in ROOT.iterdir():
+        if not (entry.name.startswith(".") or entry.name in ("build", "dist") or entry.suffix == ".egg-info"):
+            (folder / entry.name).symlink_to(entry)

@@ -20,6 +20,7 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     FencedError,
     KVStoreError,
+    ServerLostState,
     ServerStoppingError,
     ServerUnreachableError,
     VersionMismatchError,
@@ -269,6 +270,18 @@ def test_closing_says_goodbye_once_to_every_server_and_refuses_later_requests() 
     assert servers.is_closed
     with pytest.raises(KVStoreError):
         session.call(0, m.Stats())
+
+
+def test_who_has_heard_that_a_server_lost_the_job_leaves_for_that_reason_however_its_loop_ends() -> None:
+    servers = Scripted(2)
+    sessions = [servers.session() for _ in range(2)]
+    servers.answer = lambda server, request: [m.Failed("ServerLostState", "restarted")] if server else None
+    for session, is_clean in zip(sessions, (True, False), strict=True):
+        with pytest.raises(ServerLostState):
+            session.call(1, m.Stats())
+        session.close("ValueError: nan", is_clean)
+    reasons = [("ServerLostState: restarted", False), ("ValueError: nan", False)]
+    assert servers.bodies(m.Leave, 0) == [m.Leave(*reason) for reason in reasons]
 
 
 def test_a_table_of_very_many_keys_is_declared_in_portions_and_by_the_next_worker_at_a_glance() -> None:

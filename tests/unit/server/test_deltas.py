@@ -103,6 +103,66 @@ def test_elements_that_do_not_change_stay_to_the_bit() -> None:
     assert torch.equal(table.workers[4][:NUMEL:2], noise(0)[::2])
 
 
+@pytest.mark.parametrize("kind", ["ternary", "int8", "topk", "2bit", "fp16"])
+@pytest.mark.parametrize("size", [NUMEL, 1 << 20], ids=["in one slice", "each in its own"])
+def test_a_key_that_no_round_updates_stays_as_workers_saw_it_last_until_one_does(
+    kind: str, size: int
+) -> None:
+    storage, codec = Storage(), make_codec({"type": kind})
+    unit = storage.add(make_plan([TensorSpec(name, (size,), "float32") for name in "ab"], 1), 0, None)
+    sent, drawn = Deltas(codec, storage, unit), torch.Generator().manual_seed(0)
+    places = {
+        (segment.key, segment.key_start): (slot, slice(segment.start, segment.start + segment.numel))
+        for slot, piece in sent._pieces.items()
+        for segment in piece.segments
+    }
+
+    def of(key: int) -> list[Tensor]:
+        return [sent.weights[slot][part].clone() for (own, _), (slot, part) in places.items() if own == key]
+
+    def round_(version: int, left_out: tuple[int, ...]) -> None:
+        for (key, _), (slot, part) in places.items():
+            if key not in left_out:
+                numbers = storage.padded[slot][part]
+                numbers += torch.randn(len(numbers), generator=drawn)
+        sent.note_round(left_out)
+        sent.follow(version)
+
+    for version in range(3):
+        round_(version, ())
+    former = of(0), of(1)
+    for version in range(3, 6):
+        round_(version, (0,))
+    assert all(map(torch.equal, of(0), former[0]))
+    assert not all(map(torch.equal, of(1), former[1]))
+    round_(6, (1,))
+    assert not all(map(torch.equal, of(0), former[0]))
+
+
+def test_two_rounds_at_once_change_what_either_has_updated() -> None:
+    table = Table("int8")
+    table.change(noise(0))
+    table.deltas.note_round((0,))
+    table.deltas.note_round(())
+    table.change(0.5)
+    assert not torch.equal(table.workers[1], table.workers[0])
+
+
+@pytest.mark.parametrize("kind", ["ternary", "int8"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_half_precision_at_its_end_stays_finite_where_a_codec_rounds_up(kind: str, sign: int) -> None:
+    """Every second weight comes to the largest number, by less than the others change."""
+    table, largest = Table(kind, "float16"), torch.finfo(torch.float16).max
+    before = largest - 16000 - 9000 * torch.rand(NUMEL, generator=torch.Generator().manual_seed(0))
+    after = torch.full((NUMEL,), largest)
+    before[::2], after[::2] = 0, 30000
+    table.change(sign * before)
+    table.change(sign * after)
+    assert table.workers[1].isfinite().all()
+    assert table.workers[1].abs().max() == largest
+    assert torch.equal(table.told(0), table.workers[1])
+
+
 def test_changes_have_the_bytes_of_the_codec() -> None:
     table = Table("ternary")
     for seed in range(3):

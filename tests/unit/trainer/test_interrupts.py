@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -151,4 +153,58 @@ def test_a_trainer_that_updates_by_itself_goes_on_after_an_interrupt_and_says_so
         trainer.step(1)
         for parameter, former, grad in zip(parameters, before, gradients(step), strict=True):
             torch.testing.assert_close(parameter.detach(), former - LR * grad)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def interrupted_in_its_end(**options: Any) -> Any:
+    """Return a Trainer whose third step was interrupted when weights were new, and counts were not yet."""
+    parameters = fresh()
+    trainer = kvtrainer.Trainer(parameters, "sgd", {"lr": LR, "momentum": MOMENTUM}, **options)
+    give(parameters, 0)
+    trainer.step(1)
+    give(parameters, 1)
+    lines = lines_of(lambda: trainer.step(1))
+    updated = [at for at, line in enumerate(lines) if "tracker.consume(" in linecache.getline(*line)]
+    give(parameters, 2)
+    with pytest.raises(Interrupt):
+        lines_of(lambda: trainer.step(1), updated[0])
+    return trainer
+
+
+def save(trainer: Any, folder: Path) -> None:
+    trainer.save_states(folder / "x.states")
+
+
+def copy_weights(trainer: Any, _: Path) -> None:
+    with trainer.snapshot():
+        pass
+
+
+SAVES = {
+    "save_states": save,
+    "state_dict": lambda trainer, _: trainer.state_dict(),
+    "export_own_states": lambda trainer, _: trainer.export_own_states(),
+    "snapshot": copy_weights,
+}
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_what_an_interrupted_step_has_left_with_a_store_is_not_saved(call: str, tmp_path: Path) -> None:
+    """As the next step is not made: what was saved before is whole."""
+    with interrupted_in_its_end(kvstore="local", update_on_kvstore=True) as trainer:
+        with pytest.raises(KVStoreError) as refused:
+            SAVES[call](trainer, tmp_path)
+        with pytest.raises(KVStoreError) as next_step:
+            trainer.step(1)
+        assert str(refused.value) == str(next_step.value)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", SAVES)
+def test_what_an_interrupted_step_has_left_without_a_store_is_saved_and_that_is_logged(
+    call: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = interrupted_in_its_end(kvstore=None)
+    assert caplog.records == []
+    SAVES[call](trainer, tmp_path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
