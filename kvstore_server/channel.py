@@ -671,6 +671,8 @@ class Listener:
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
         """Descriptor → routing id and token."""
+        self._processes: dict[int, int] = {}
+        """The same → a descriptor that can be read when the worker's process has ended, where there are such."""
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
@@ -692,8 +694,8 @@ class Listener:
 
     def close(self) -> None:
         """End all channels."""
-        for channel in self.channels.values():
-            channel.close()
+        for fd in list(self._peers):
+            self._drop(fd)
         for end in (*self._strangers.values(), self._end):
             end.close()
         self._ready.close()
@@ -724,13 +726,21 @@ class Listener:
                     del frames  # it would keep the place in use
 
     def look_after(self) -> None:
-        """Close the channels of sessions that have ended, and send what others could not take; from time to time."""
+        """Close the channels of sessions and processes that have ended, and send what others could not take.
+
+        To be called from time to time.
+        """
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
         for fd, (peer, token) in list(self._peers.items()):
-            if not self._admits(peer, token):
+            if not self._admits(peer, token) or self._has_ended(fd):
                 self._drop(fd)
+
+    def _has_ended(self, fd: int) -> bool:
+        """Say whether the process at the other end is gone, whoever has it open still, and all it said was heard."""
+        process = self._processes.get(fd)
+        return process is not None and _can_be_read(process) and not _can_be_read(fd)
 
     def drop(self, peer: bytes) -> None:
         """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
@@ -739,6 +749,8 @@ class Listener:
     def _drop(self, fd: int) -> None:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
+        if fd in self._processes:
+            os.close(self._processes.pop(fd))
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
     def _accept(self) -> None:
@@ -789,6 +801,10 @@ class Listener:
             self.drop(peer)
         self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
         self._peers[end.fileno()] = peer, token
+        with suppress(
+            OSError, AttributeError
+        ):  # an older system, or a process that is not to be seen from here
+            self._processes[end.fileno()] = os.pidfd_open(process_at(end))
 
     def _make(self, nbytes: int) -> int | None:
         """Make memory, if there is twice as much as will be written: the first half, whose pages are taken now."""
@@ -809,6 +825,13 @@ def _socket() -> socket.socket:
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
         raise OSError("this system has no memory without a name")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _can_be_read(fd: int) -> bool:
+    """Say whether something has come to a descriptor."""
+    poll = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _name(run: int) -> bytes:

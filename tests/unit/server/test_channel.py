@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -376,6 +377,31 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
     assert listener.channels == {}
     worker.close()
     listener.close()
+
+
+def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_has_it_open(
+    listener: Listener,
+) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    ended = subprocess.Popen(["true"])
+    [process] = listener._processes.values()
+    other = os.pidfd_open(ended.pid)
+    os.dup2(other, process)
+    os.close(other)
+    ended.wait()
+    worker.send([b"farewell"])
+    listener.look_after()
+    assert taken(listener) == [(OWN, [b"farewell"])]
+    listener.look_after()
+    assert (listener.channels, listener._processes) == ({}, {})
+    worker.close()
+
+
+def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    listener.look_after()
+    assert (list(listener.channels), len(listener._processes)) == ([OWN], 1)
+    worker.close()
 
 
 @pytest.fixture
