@@ -823,7 +823,7 @@ class Listener:
 def _socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack what else is used here."""
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
-        raise OSError("this system has no memory without a name")
+        raise OSError(errno.ENOSYS, "this system has no memory without a name")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

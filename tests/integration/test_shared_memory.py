@@ -124,16 +124,23 @@ def test_of_a_server_that_was_stopped_workers_do_not_say_that_they_go_on_over_tc
     assert (sorted(channels_of(store)), caplog.records) == ([0], [])
 
 
+POOR = """
+import sys
+from kvstore_server import cli, server
+server.available_memory = lambda: 0
+sys.exit(cli.main())
+"""
+
+
+@pytest.fixture
+def poor(processes: Processes) -> Process:
+    """A server without memory to spare."""
+    return processes.start([sys.executable, "-c", POOR, "--num-servers", "1", "--index", "0"])
+
+
 def test_a_server_without_memory_to_spare_serves_all_the_same(
-    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+    processes: Processes, poor: Process, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = (
-        "import sys\n"
-        "from kvstore_server import cli, server\n"
-        "server.available_memory = lambda: 0\n"
-        "sys.exit(cli.main())\n"
-    )
-    poor = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
     assert all(map(torch.equal, trained(processes.servers(1)), trained([poor])))
     assert any("no memory" in record.getMessage() for record in caplog.records)
     table = torch.nn.Embedding(50_000, 64, sparse=True)
@@ -145,6 +152,15 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
         table(torch.arange(50_000)).sum().backward()
         trainer.step(1)
     torch.testing.assert_close(table.weight.detach(), before - 2.0)
+
+
+def test_a_worker_that_may_use_shared_memory_alone_is_told_where_there_is_not_enough(
+    poor: Process, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "shm")
+    store = members.join([poor], 0, 1, new_name())
+    with pytest.raises(ConfigurationError):
+        store.init("w", torch.ones(3_000_000))
 
 
 def test_workers_read_the_weights_of_a_server_where_they_lie_until_the_job_ends(processes: Processes) -> None:

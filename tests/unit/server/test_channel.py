@@ -465,6 +465,9 @@ def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, shelf: Shelf
     [fd] = shelf.fds.values()
     with pytest.raises(PermissionError):
         mmap.mmap(fd, 4096)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
 
 
 def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, shelf: Shelf) -> None:
