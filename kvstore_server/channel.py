@@ -162,26 +162,35 @@ class Shelf:
         self._places: dict[int, tuple[int, int]] = {}
         """The number → its address and size."""
         self._last = _FIRST_WEIGHTS
+        self._has_said_why = False
 
     def make(self, nbytes: int) -> Tensor | None:
         """Make memory for weights, zero, which is forgotten when nobody refers to it; None where that is impossible."""
         try:
             fd = os.memfd_create("kvstore-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:
+        except OSError as error:
+            self._say_why(error)
             return None
         try:
             os.ftruncate(fd, nbytes)
             arena = Arena(os.dup(fd))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
                         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
-        except (OSError, ValueError):  # an older system, or not so much memory
+        except (OSError, ValueError) as error:  # an older system, or not so much memory
             os.close(fd)
+            self._say_why(error)
             return None
         self._last += 1
         self.fds[self._last] = fd
         self._places[self._last] = arena.numbers.data_ptr(), nbytes
         weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
         return arena.numbers
+
+    def _say_why(self, error: Exception) -> None:
+        """Say once why workers are sent weights that they could have read in their place."""
+        if not self._has_said_why:
+            _log.warning("workers of this host are sent weights, and cannot map them: %s", error)
+        self._has_said_why = True
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that lie here one behind the other; None where they do not."""

@@ -503,6 +503,18 @@ def test_weights_that_are_gone_by_now_are_shown_without_their_memory(ends: Pair,
     assert worker.weights_at(place) is None
 
 
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+def test_a_server_that_can_make_no_memory_for_weights_says_why_once(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory at all")
+
+    monkeypatch.setattr(os, call, refuse)
+    assert [shelf.make(MIB), shelf.make(MIB)] == [None, None]
+    assert ["no memory at all" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
     others, weights = weights_on(shelf, 100), weights_on(shelf, 100)
 
