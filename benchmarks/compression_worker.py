@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import usage
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
@@ -20,10 +23,28 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvtrainer.comm.tables import Compressor
 
 KEYS = 8
+WARM_UP = 2
 COPY = "copy"
 """Not a codec: plain copies, slice by slice, which are the limit."""
-Timed = tuple[list[float], list[float]]
-"""Seconds of the rounds: of encoding, of decoding and adding."""
+Timed = tuple["Clock", "Clock"]
+"""Of encoding; of decoding and adding."""
+
+
+class Clock:
+    """Seconds of rounds, and those of the CPU in all of them."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self.cpu = 0.0
+
+    @contextmanager
+    def round(self, number: int) -> Iterator[None]:
+        """Measure a round, unless it only warms up."""
+        began, used = time.perf_counter(), time.process_time()
+        yield
+        if number >= WARM_UP:
+            self.rounds.append(time.perf_counter() - began)
+            self.cpu += time.process_time() - used
 
 
 def main() -> None:
@@ -32,11 +53,18 @@ def main() -> None:
     torch.set_num_threads(1)
     plan = make_plan([TensorSpec(f"w{at}", (options.floats // KEYS,), "float32") for at in range(KEYS)], 1)
     run = _copy if options.kind == COPY else _compress
-    times = run(options.kind, plan, _gradients(plan), options.rounds)
+    usage.forget_peaks([os.getpid()])
+    clocks = run(options.kind, plan, _gradients(plan), options.rounds)
+    used = usage.measure([os.getpid()])
     amount = 4 * sum(piece.used for piece in plan.slices) / 1e9
     measured = {
-        name: {"median": statistics.median(seconds), "rounds": seconds, "amount": amount}
-        for name, seconds in zip(("encode", "decode and add"), times, strict=True)
+        name: {
+            "median": statistics.median(clock.rounds),
+            "rounds": clock.rounds,
+            "amount": amount,
+            "usage": {"cpu": clock.cpu, "peak_rss": used.peak_rss, "pss": used.pss},
+        }
+        for name, clock in zip(("encode", "decode and add"), clocks, strict=True)
     }
     Path(options.out).write_text(json.dumps(measured))
 
@@ -56,25 +84,21 @@ def _compress(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds:
     """
     codec = make_codec({"type": kind})
     compressor = Compressor(codec, plan)
-    encoding, decoding = list[float](), list[float]()
+    encoding, decoding = Clock(), Clock()
     space = torch.empty(max(piece.used for piece in plan.slices))
     arrived, given = torch.zeros(2, len(gradients(0)))
-    for number in range(rounds + 2):
+    for number in range(rounds + WARM_UP):
         grads = gradients(number)
-        began = time.perf_counter()
-        data = compressor.encode({"float32": grads}, plan.slices, frozenset())
-        compressor.accept()
-        between = time.perf_counter()
-        for piece in plan.slices:
-            payload, values = data[piece.index], space[: piece.used]
-            codec.check_payload(payload, "float32", piece.used)
-            codec.decode(payload, "float32", values)
-            arrived[piece.offset : piece.offset + piece.used].add_(values)
-        ended = time.perf_counter()
+        with encoding.round(number):
+            data = compressor.encode({"float32": grads}, plan.slices, frozenset())
+            compressor.accept()
+        with decoding.round(number):
+            for piece in plan.slices:
+                payload, values = data[piece.index], space[: piece.used]
+                codec.check_payload(payload, "float32", piece.used)
+                codec.decode(payload, "float32", values)
+                arrived[piece.offset : piece.offset + piece.used].add_(values)
         given += grads
-        if number >= 2:
-            encoding.append(between - began)
-            decoding.append(ended - between)
     for key, kept in compressor.residuals().items():
         part = slice(plan.key_offsets[key], plan.key_offsets[key] + len(kept))
         torch.testing.assert_close(arrived[part] + kept, given[part], rtol=1e-3, atol=1e-3)
@@ -84,14 +108,14 @@ def _compress(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds:
 def _copy(kind: str, plan: Plan, gradients: Callable[[int], Tensor], rounds: int) -> Timed:
     """Copy the gradients, which is the limit of both."""
     to = torch.zeros_like(gradients(0))
-    seconds = list[float]()
-    for number in range(rounds + 2):
-        grads, began = gradients(number), time.perf_counter()
-        for piece in plan.slices:
-            part = slice(piece.offset, piece.offset + piece.used)
-            to[part].copy_(grads[part])
-        seconds.append(time.perf_counter() - began)
-    return seconds[2:], seconds[2:]
+    clock = Clock()
+    for number in range(rounds + WARM_UP):
+        grads = gradients(number)
+        with clock.round(number):
+            for piece in plan.slices:
+                part = slice(piece.offset, piece.offset + piece.used)
+                to[part].copy_(grads[part])
+    return clock, clock
 
 
 def _options() -> argparse.Namespace:

@@ -43,7 +43,7 @@ class Marks:
             name = path.name.removeprefix(f"{self._out.name}.")
             if path.suffix == ".base":
                 self._prepare(int(name.partition(".")[0]))
-                _forget_peaks(self._pids)
+                forget_peaks(self._pids)
             self._seen[name] = measure(self._pids)
             path.unlink()
 
@@ -71,7 +71,7 @@ def measure(pids: Sequence[int]) -> Usage:
     return total
 
 
-def _forget_peaks(pids: Sequence[int]) -> None:
+def forget_peaks(pids: Sequence[int]) -> None:
     """Have peaks of processes and their descendants begin at what they occupy now."""
     for pid in with_descendants(pids):
         with contextlib.suppress(OSError):

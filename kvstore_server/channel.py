@@ -162,26 +162,35 @@ class Shelf:
         self._places: dict[int, tuple[int, int]] = {}
         """The number → its address and size."""
         self._last = _FIRST_WEIGHTS
+        self._has_said_why = False
 
     def make(self, nbytes: int) -> Tensor | None:
         """Make memory for weights, zero, which is forgotten when nobody refers to it; None where that is impossible."""
         try:
             fd = os.memfd_create("kvstore-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:
+        except OSError as error:
+            self._say_why(error)
             return None
         try:
             os.ftruncate(fd, nbytes)
             arena = Arena(os.dup(fd))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
                         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
-        except (OSError, ValueError):  # an older system, or not so much memory
+        except (OSError, ValueError) as error:  # an older system, or not so much memory
             os.close(fd)
+            self._say_why(error)
             return None
         self._last += 1
         self.fds[self._last] = fd
         self._places[self._last] = arena.numbers.data_ptr(), nbytes
         weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
         return arena.numbers
+
+    def _say_why(self, error: Exception) -> None:
+        """Say once why workers are sent weights that they could have read in their place."""
+        if not self._has_said_why:
+            _log.warning("workers of this host are sent weights, and cannot map them: %s", error)
+        self._has_said_why = True
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that lie here one behind the other; None where they do not."""
@@ -672,6 +681,8 @@ class Listener:
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
         """Descriptor → routing id and token."""
+        self._processes: dict[int, int] = {}
+        """The same → a descriptor that can be read when the worker's process has ended, where there are such."""
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
@@ -693,8 +704,8 @@ class Listener:
 
     def close(self) -> None:
         """End all channels."""
-        for channel in self.channels.values():
-            channel.close()
+        for fd in list(self._peers):
+            self._drop(fd)
         for end in (*self._strangers.values(), self._end):
             end.close()
         self._ready.close()
@@ -725,13 +736,21 @@ class Listener:
                     del frames  # it would keep the place in use
 
     def look_after(self) -> None:
-        """Close the channels of sessions that have ended, and send what others could not take; from time to time."""
+        """Close the channels of sessions and processes that have ended, and send what others could not take.
+
+        To be called from time to time.
+        """
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
         for fd, (peer, token) in list(self._peers.items()):
-            if not self._admits(peer, token):
+            if not self._admits(peer, token) or self._has_ended(fd):
                 self._drop(fd)
+
+    def _has_ended(self, fd: int) -> bool:
+        """Say whether the process at the other end is gone, whoever has it open still, and all it said was heard."""
+        process = self._processes.get(fd)
+        return process is not None and _can_be_read(process) and not _can_be_read(fd)
 
     def drop(self, peer: bytes) -> None:
         """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
@@ -740,6 +759,8 @@ class Listener:
     def _drop(self, fd: int) -> None:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
+        if fd in self._processes:
+            os.close(self._processes.pop(fd))
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
     def _accept(self) -> None:
@@ -790,6 +811,10 @@ class Listener:
             self.drop(peer)
         self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
         self._peers[end.fileno()] = peer, token
+        with suppress(
+            OSError, AttributeError
+        ):  # an older system, or a process that is not to be seen from here
+            self._processes[end.fileno()] = os.pidfd_open(process_at(end))
 
     def _make(self, nbytes: int) -> int | None:
         """Make memory, if there is twice as much as will be written: the first half, whose pages are taken now."""
@@ -808,8 +833,15 @@ class Listener:
 def _socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack what else is used here."""
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
-        raise OSError("this system has no memory without a name")
+        raise OSError(errno.ENOSYS, "this system has no memory without a name")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _can_be_read(fd: int) -> bool:
+    """Say whether something has come to a descriptor."""
+    poll = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _name(run: int) -> bytes:

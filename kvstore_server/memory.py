@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,28 +28,69 @@ _MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20))
 heaps of threads."""
 _TABLE, _SLICE = 12 << 10, 1 << 10
 _PROBE = (64, 64)
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_FILES_V2 = "memory.max", "memory.current", "inactive_file"
+_FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Of a control group of either version: files of its limit and of what is used, and what of that is not needed."""
 
 
-def memory_limit(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
-    """Return the bytes of the machine's memory, or of the container's share of it if that is less."""
+def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Return the bytes of the machine's memory, or of a control group's share of it if that is less.
+
+    Args:
+        groups: Where control groups are mounted.
+        own: Names those of this process.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(cgroup_limit.read_text()))
-    except (OSError, ValueError):  # not in a container, or one without a limit: "max"
-        return total
+    return min([total, *(limit for limit, _ in _limits(groups, own))])
 
 
-def available_memory(cgroup: Path = _CGROUP_LIMIT.parent, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that can still be used, of the machine and of the container; 0 where nobody says it."""
+def available_memory(
+    groups: Path = _GROUPS, own: Path = _OWN_GROUPS, meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Return the bytes that can still be used, of the machine and of control groups; 0 where nobody says it.
+
+    Args:
+        groups, own: As of `memory_limit`.
+        meminfo: What the machine has.
+    """
     found = [0]
     with suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-        found = [1024 * int(line.split()[1])]
-    with suppress(OSError, ValueError):  # not in a container, or one without a limit: "max"
-        used = int((cgroup / "memory.current").read_text())
-        found.append(int((cgroup / "memory.max").read_text()) - used)
+        found = [1024 * _number_behind("MemAvailable:", meminfo)]
+    found += [limit - used for limit, used in _limits(groups, own)]
     return max(min(found), 0)
+
+
+def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """Yield what each control group around this process may use, and uses; not those without a limit.
+
+    A group's limit holds for those within it. Pages of files that were not read lately do not count as used: they are
+    dropped before a limit is reached.
+    """
+    try:
+        named = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        named = [["0", "", "/"]]
+    for _, controllers, name in named:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, (limit, used, unused) = (groups / "memory", _FILES_V1) if controllers else (groups, _FILES_V2)
+        inner = Path(name.lstrip("/"))
+        # What lies outside of a container is not to be seen in it; it finds its own group on top.
+        inner = Path() if ".." in inner.parts else inner
+        for folder in (inner, *inner.parents):
+            group = top / folder
+            with suppress(OSError, ValueError):  # not mounted, or no limit: "max"
+                most, now = int((group / limit).read_text()), 0
+                with suppress(OSError, ValueError, StopIteration):
+                    now = int((group / used).read_text())
+                    now -= _number_behind(unused, group / "memory.stat")
+                yield most, now
+
+
+def _number_behind(name: str, file: Path) -> int:
+    """Return the number behind a name that begins a line. Raises StopIteration where none does."""
+    return next(int(words[1]) for words in map(str.split, file.read_text().splitlines()) if words[0] == name)
 
 
 def return_free_memory() -> None:

@@ -8,6 +8,7 @@ and closing does nothing.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import zmq
 
 from kvstore_server.channel import Channel, connect
+from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.memory import keep_free_memory
 from kvstore_server.protocol import messages as m
@@ -47,6 +49,8 @@ _LINGER_MS = 2000
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Events as plain numbers, as polls return them."""
 _SOCKETS_HERE = Path("/proc/net/unix")
+_ELSEWHERE = (errno.ECONNREFUSED, errno.ENOSYS)
+"""Of errors that say that no such server is on this host, or nothing about that."""
 
 
 class Connection(Transport):
@@ -189,7 +193,7 @@ class Connection(Transport):
             except (OSError, ProtocolError) as error:
                 self._lose_channel(server, error)
             if was_usable and channel.is_tight:
-                _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
+                self._go_on_without_memory(server)
             if frames is None:
                 self._flush(server)  # the server may have given room
             else:
@@ -236,7 +240,7 @@ class Connection(Transport):
         return server not in self._channels and self._transport != "ipc" and not self._is_loopback(server)
 
     def _is_loopback(self, server: int) -> bool:
-        return "//127." in self._addresses[server]
+        return is_loopback(self._addresses[server].rpartition("/")[2].rpartition(":")[0])
 
     def channel(self, server: int) -> Channel | None:
         return self._channels.get(server)
@@ -286,8 +290,18 @@ class Connection(Transport):
                 f"{self.describe(server)} cannot share memory with this process: {error}; is it on this host, and does "
                 "it belong to the same user? (KVSTORE_TRANSPORT=auto goes over tcp where it cannot)"
             )
-        level = logging.WARNING if self._is_loopback(server) else logging.DEBUG
+        is_here = self._is_loopback(server) or error.errno not in _ELSEWHERE
+        level = logging.WARNING if is_here else logging.DEBUG
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
+
+    def _go_on_without_memory(self, server: int) -> None:
+        """Go on over TCP with a server that has no room for longer requests, if that is allowed; say so."""
+        if self._transport == "shm":
+            raise ConfigurationError(
+                f"{self.describe(server)} has no memory to share for requests as long as this one; free some, or let "
+                "them go over tcp (KVSTORE_TRANSPORT=auto)"
+            )
+        _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
 
     def _lose_channel(self, server: int, error: Exception) -> None:
         """Go on over TCP with a server; what was lost with the channel will be asked for again."""

@@ -197,6 +197,25 @@ def test_a_gradient_that_a_loop_keeps_is_not_overwritten(
     assert are_born(worker) == BORN
 
 
+def test_no_gradient_is_born_while_a_server_has_not_said_that_it_has_read_the_former_one(
+    jobs: Servers, members: Members
+) -> None:
+    worker = alone(jobs, members)
+    worker.steps()
+    exchange: Any = worker.trainer._pipeline.link.exchange
+    unread = exchange.born._trays[1]._reads
+    assert not unread
+    unread[0] = []
+    worker.trainer.zero_grad()
+    drawn = worker.backward()
+    assert are_born(worker) == NOT_BORN
+    assert all(map(torch.equal, worker.grads, drawn))
+    del unread[0]
+    worker.trainer.step(1)
+    worker.steps()
+    assert are_born(worker) == BORN
+
+
 def test_gradients_that_are_zeroed_in_place_and_added_to_stay_where_they_are(
     jobs: Servers, members: Members
 ) -> None:

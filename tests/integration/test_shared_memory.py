@@ -20,6 +20,7 @@ import kvtrainer
 from kvtrainer.comm import connection
 from kvtrainer.errors import ConfigurationError, ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.limits import FOREVER
 from tests.support.processes import Members, Process, Processes, eventually, new_name, round_of, together
 from tests.support.stores import Servers
 
@@ -123,16 +124,23 @@ def test_of_a_server_that_was_stopped_workers_do_not_say_that_they_go_on_over_tc
     assert (sorted(channels_of(store)), caplog.records) == ([0], [])
 
 
+POOR = """
+import sys
+from kvstore_server import cli, server
+server.available_memory = lambda: 0
+sys.exit(cli.main())
+"""
+
+
+@pytest.fixture
+def poor(processes: Processes) -> Process:
+    """A server without memory to spare."""
+    return processes.start([sys.executable, "-c", POOR, "--num-servers", "1", "--index", "0"])
+
+
 def test_a_server_without_memory_to_spare_serves_all_the_same(
-    processes: Processes, members: Members, caplog: pytest.LogCaptureFixture
+    processes: Processes, poor: Process, members: Members, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = (
-        "import sys\n"
-        "from kvstore_server import cli, server\n"
-        "server.available_memory = lambda: 0\n"
-        "sys.exit(cli.main())\n"
-    )
-    poor = processes.start([sys.executable, "-c", script, "--num-servers", "1", "--index", "0"])
     assert all(map(torch.equal, trained(processes.servers(1)), trained([poor])))
     assert any("no memory" in record.getMessage() for record in caplog.records)
     table = torch.nn.Embedding(50_000, 64, sparse=True)
@@ -144,6 +152,15 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
         table(torch.arange(50_000)).sum().backward()
         trainer.step(1)
     torch.testing.assert_close(table.weight.detach(), before - 2.0)
+
+
+def test_a_worker_that_may_use_shared_memory_alone_is_told_where_there_is_not_enough(
+    poor: Process, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "shm")
+    store = members.join([poor], 0, 1, new_name())
+    with pytest.raises(ConfigurationError):
+        store.init("w", torch.ones(3_000_000))
 
 
 def test_workers_read_the_weights_of_a_server_where_they_lie_until_the_job_ends(processes: Processes) -> None:
@@ -173,7 +190,8 @@ def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Process
     assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
 
 
-BUSY_LOADER = """
+BUSY_LOADER = f"""
+FOREVER = {FOREVER}
 import time
 from torch.utils.data import DataLoader, Dataset
 
@@ -181,7 +199,7 @@ class Slow(Dataset):
     def __len__(self):
         return 100
     def __getitem__(self, at):
-        time.sleep(60 if at > 3 else 0)
+        time.sleep(FOREVER if at > 3 else 0)
         return at
 
 kv.init('w', torch.zeros(3_000_000))
@@ -193,7 +211,15 @@ at(' '.join(str(worker.pid) for worker in loader._workers))
 that it is gone."""
 
 
-def test_a_killed_worker_is_missed_and_its_memory_given_back_while_its_loaders_live_on(
+def is_alive(process: int) -> bool:
+    """Tell whether a process runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_memory_of_a_killed_worker_is_given_back_while_its_loaders_live_on(
     processes: Processes,
 ) -> None:
     [server] = processes.servers(1)
@@ -204,7 +230,7 @@ def test_a_killed_worker_is_missed_and_its_memory_given_back_while_its_loaders_l
         assert mapped.read_text().count("memfd:kvstore (") >= 2
         worker.signal(signal.SIGKILL)
         assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
-        assert any(Path(f"/proc/{pid}").exists() for pid in loaders)
+        assert any(map(is_alive, loaders))
     finally:
         for pid in loaders:
             with contextlib.suppress(ProcessLookupError):

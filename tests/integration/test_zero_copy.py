@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
@@ -147,6 +148,20 @@ def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
         assert "p3" in text
         assert "p0" not in text
         assert is_unchanged
+
+
+@pytest.mark.parametrize(("written", "at"), [("p3", -1), ("p4", 0)])
+def test_of_two_parameters_in_one_page_the_one_that_was_written_is_named(
+    jobs: Servers, members: Members, written: str, at: int
+) -> None:
+    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
+    worker.steps(2)
+    before, behind = worker.parameters[3], worker.parameters[4]
+    assert (before.data_ptr() + before.nbytes - 1) // mmap.PAGESIZE == behind.data_ptr() // mmap.PAGESIZE
+    worker.parameters[int(written[1])].detach().view(-1).numpy()[at] += 1.0
+    with pytest.raises(WeightsWrittenError) as raised:
+        worker.steps()
+    assert [name for name in ("p0", "p1", "p2", "p3", "p4") if name in str(raised.value)] == [written]
 
 
 def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Servers, members: Members) -> None:

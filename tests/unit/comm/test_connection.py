@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -87,6 +88,50 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     connection.send(0, m.Request(RUN, TOKEN, 2, m.Leave("", True)))
     connection.close()
     assert not caplog.records
+
+
+NOBODY = ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "is_said"),
+    [
+        ("tcp://127.0.0.1:5555", NOBODY, True),
+        ("tcp://[::1]:5555", NOBODY, True),
+        ("tcp://localhost:5555", NOBODY, True),
+        ("tcp://192.0.2.1:5555", NOBODY, False),
+        ("tcp://192.0.2.1:5555", OSError(errno.ENOSYS, "no such memory"), False),
+        ("tcp://192.0.2.1:5555", PermissionError("another user"), True),
+        ("tcp://192.0.2.1:5555", OSError(errno.ENOMEM, "no memory"), True),
+    ],
+)
+def test_a_worker_says_why_it_shares_no_memory_with_a_server_of_its_host_whatever_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    address: str,
+    error: OSError,
+    is_said: bool,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(connections, "connect", refuse)
+    connection = Connection([address])
+    connection.begin([(RUN, TOKEN)])
+    connection.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * is_said
+
+
+@pytest.mark.parametrize(
+    ("host", "is_far"),
+    [("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("192.0.2.1", True), ("node7", True)],
+)
+def test_a_network_lies_between_a_worker_and_servers_that_are_not_on_loopback(
+    host: str, is_far: bool
+) -> None:
+    connection = Connection([f"tcp://{host}:5555"], transport="tcp")
+    assert connection.is_far(0) == is_far
+    connection.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -378,6 +379,31 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
     listener.close()
 
 
+def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_has_it_open(
+    listener: Listener,
+) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    ended = subprocess.Popen(["true"])
+    [process] = listener._processes.values()
+    other = os.pidfd_open(ended.pid)
+    os.dup2(other, process)
+    os.close(other)
+    ended.wait()
+    worker.send([b"farewell"])
+    listener.look_after()
+    assert taken(listener) == [(OWN, [b"farewell"])]
+    listener.look_after()
+    assert (listener.channels, listener._processes) == ({}, {})
+    worker.close()
+
+
+def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
+    worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
+    listener.look_after()
+    assert (list(listener.channels), len(listener._processes)) == ([OWN], 1)
+    worker.close()
+
+
 @pytest.fixture
 def shelf() -> Iterator[Shelf]:
     found = Shelf(Leases())
@@ -439,6 +465,9 @@ def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, shelf: Shelf
     [fd] = shelf.fds.values()
     with pytest.raises(PermissionError):
         mmap.mmap(fd, 4096)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
 
 
 def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, shelf: Shelf) -> None:
@@ -472,6 +501,18 @@ def test_weights_that_are_gone_by_now_are_shown_without_their_memory(ends: Pair,
     assert server.show(np.array([place]))
     assert worker.receive() is None
     assert worker.weights_at(place) is None
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+def test_a_server_that_can_make_no_memory_for_weights_says_why_once(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory at all")
+
+    monkeypatch.setattr(os, call, refuse)
+    assert [shelf.make(MIB), shelf.make(MIB)] == [None, None]
+    assert ["no memory at all" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:

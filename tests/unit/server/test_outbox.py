@@ -1,4 +1,4 @@
-"""What a server has to say, on its way into messages: none is too large, and nothing changes while it waits."""
+"""What a server has to say, on its way into messages, and what it was told: nothing is too large, or may change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode
-from kvstore_server.server import Backlog, packed
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode, pack_control
+from kvstore_server.rows import PACKED_ROWS
+from kvstore_server.server import Backlog, Server, ServerOptions, packed
+from tests.support.messages import contribution
 
 
 def weights(tables: range, numel: int = 1) -> m.Reply:
@@ -58,3 +60,35 @@ def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_n
     waiting.popleft()
     waiting.popleft()
     assert not waiting.has_state
+
+
+class Hears:
+    """A service that keeps what it was given and answers nothing."""
+
+    is_stopping = False
+
+    def __init__(self) -> None:
+        self.heard: list[m.Contribute] = []
+
+    def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
+        assert isinstance(request.body, m.Contribute)
+        self.heard.append(request.body)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("form", "may_change"), [(b"", True), (PACKED_ROWS, True), (pack_control({"type": "int8"}), False)]
+)
+def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_what_a_codec_has_checked(
+    form: bytes, may_change: bool
+) -> None:
+    service = Hears()
+    server = Server(service, ServerOptions())  # type: ignore[arg-type]
+    body = contribution([(0, bytes(3000))], 1, form=form)
+    head, *rest = encode(m.Request(1, 1, 1, body))
+    shared = bytearray(rest[-1])
+    server._answer(b"peer", [head, *rest[:-1], shared])
+    shared[:] = b"x" * len(shared)
+    [heard] = service.heard
+    assert (heard.payloads[0].tolist() == [ord("x")] * 3000) == may_change
+    server.close()

@@ -304,15 +304,40 @@ def test_a_name_that_is_too_long_is_refused(where: str) -> None:
     assert f"a {where} has a name of 1025 characters" in refused(answer)
 
 
-@pytest.mark.parametrize(("content", "is_bound"), [("1000\n", True), ("max\n", False), (None, False)])
-def test_a_containers_limit_counts_where_there_is_one(
-    tmp_path: Path, content: str | None, is_bound: bool
+OUTER, INNER = "memory.max", "job/step/memory.max"
+OLD_OUTER, OLD_INNER = "memory/memory.limit_in_bytes", "memory/job/memory.limit_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "least"),
+    [
+        ("0::/", {OUTER: "1000\n"}, 1000),
+        ("0::/", {OUTER: "max\n"}, None),
+        ("0::/", {}, None),
+        ("0::/../elsewhere", {OUTER: "1000"}, 1000),
+        ("0::/job/step", {INNER: "3000"}, 3000),
+        ("0::/job/step", {INNER: "3000", "job/memory.max": "2000"}, 2000),
+        ("0::/host/names/step", {OUTER: "1000"}, 1000),
+        ("4:memory:/job\n0::/", {OLD_INNER: "3000", OLD_OUTER: str(1 << 62)}, 3000),
+        ("4:cpu:/job\n", {OLD_INNER: "3000", INNER: "3000"}, None),
+    ],
+)
+def test_the_least_limit_of_the_control_groups_around_a_process_counts(
+    tmp_path: Path, own: str, limits: dict[str, str], least: int | None
 ) -> None:
-    file = tmp_path / "memory.max"
-    if content is not None:
-        file.write_text(content)
+    (tmp_path / "own").write_text(own)
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(limit)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory_limit(file) == (1000 if is_bound else total)
+    assert memory_limit(tmp_path, tmp_path / "own") == (least or total)
+
+
+def test_a_process_that_does_not_see_its_control_groups_has_the_limit_of_the_outermost(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "memory.max").write_text("1000")
+    assert memory_limit(tmp_path, tmp_path / "nothing there") == 1000
 
 
 def test_keys_that_are_declared_in_portions_have_claimed_their_memory_until_the_rank_leaves() -> None:
@@ -360,7 +385,30 @@ def test_what_is_available_is_the_machines_memory_or_what_is_left_of_the_contain
     tmp_path: Path, limit: str, available: int
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    5120 kB\n")
-    (tmp_path / "memory.max").write_text(limit)
-    (tmp_path / "memory.current").write_text(str(7 << 20))
-    assert available_memory(tmp_path, tmp_path / "meminfo") == available
-    assert available_memory(tmp_path, tmp_path / "nothing there") == 0
+    (tmp_path / "own").write_text("0::/job\n")
+    group = tmp_path / "job"
+    group.mkdir()
+    (group / "memory.max").write_text(limit)
+    (group / "memory.current").write_text(str(7 << 20))
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == available
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "nothing there") == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "stat"),
+    [
+        ("0::/", "", "file 900\nactive_file 300\ninactive_file 400\n"),
+        ("8:memory:/", "memory", "inactive_file 1\ntotal_inactive_file 400\n"),
+    ],
+)
+def test_what_a_control_group_keeps_of_files_that_were_read_counts_as_available(
+    tmp_path: Path, own: str, folder: str, stat: str
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 5120 kB\n")
+    (tmp_path / "own").write_text(own)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if folder else ("memory.max", "memory.current")
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    for name, text in zip((*names, "memory.stat"), ("1000", "950", stat), strict=True):
+        (group / name).write_text(text)
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == 450
