@@ -683,6 +683,8 @@ class Listener:
         """Descriptor → routing id and token."""
         self._processes: dict[int, int] = {}
         """The same → a descriptor that can be read when the worker's process has ended, where there are such."""
+        self._ended = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+        """Finds the processes that have ended."""
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
@@ -743,14 +745,12 @@ class Listener:
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
+        ended = dict(self._ended.poll(0))
         for fd, (peer, token) in list(self._peers.items()):
-            if not self._admits(peer, token) or self._has_ended(fd):
+            # A process may be gone, whoever has its end open still; what it said is heard first.
+            has_ended = bool(ended) and self._processes.get(fd) in ended and not _can_be_read(fd)
+            if has_ended or not self._admits(peer, token):
                 self._drop(fd)
-
-    def _has_ended(self, fd: int) -> bool:
-        """Say whether the process at the other end is gone, whoever has it open still, and all it said was heard."""
-        process = self._processes.get(fd)
-        return process is not None and _can_be_read(process) and not _can_be_read(fd)
 
     def drop(self, peer: bytes) -> None:
         """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
@@ -760,6 +760,7 @@ class Listener:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
         if fd in self._processes:
+            self._ended.unregister(self._processes[fd])
             os.close(self._processes.pop(fd))
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
@@ -811,10 +812,9 @@ class Listener:
             self.drop(peer)
         self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
         self._peers[end.fileno()] = peer, token
-        with suppress(
-            OSError, AttributeError
-        ):  # an older system, or a process that is not to be seen from here
+        with suppress(OSError, AttributeError):  # an older system, or a process that cannot be seen from here
             self._processes[end.fileno()] = os.pidfd_open(process_at(end))
+            self._ended.register(self._processes[end.fileno()], select.POLLIN)
 
     def _make(self, nbytes: int) -> int | None:
         """Make memory, if there is twice as much as will be written: the first half, whose pages are taken now."""
@@ -839,7 +839,7 @@ def _socket() -> socket.socket:
 
 def _can_be_read(fd: int) -> bool:
     """Say whether something has come to a descriptor."""
-    poll = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+    poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
