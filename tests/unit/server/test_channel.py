@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import random
+import secrets
 import socket
 import struct
 import subprocess
@@ -34,7 +35,7 @@ from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.storage import Leases
 from tests.support.processes import Call
 
-RUN, TOKEN, OWN = 77, 5, b"worker's socket!"
+RUN, TOKEN, OWN = secrets.randbits(60), 5, b"worker's socket!"
 MIB, GIB = 1 << 20, 1 << 30
 
 
