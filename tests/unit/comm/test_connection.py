@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -65,7 +66,7 @@ def test_an_urgent_push_overtakes_others_only_where_they_queue(
     assert (order.index(98) < 20) == overtakes
 
 
-RUN, TOKEN = 0x5EED, 7
+RUN, TOKEN = secrets.randbits(60), 7
 
 
 @pytest.mark.parametrize("says_farewell", [True, False])
