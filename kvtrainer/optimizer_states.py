@@ -436,7 +436,7 @@ class JointUpdate:
                     self.instance.step(again)
         except (
             BaseException
-        ) as error:  # an interrupt, too: the next step would apply the same gradients once more
+        ) as error:  # an interrupt, too: the next step would apply the same gradients again
             for dtype, flat in weights.items():
                 flat.copy_(former[dtype])
             self._masters = masters

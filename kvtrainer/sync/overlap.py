@@ -311,7 +311,7 @@ def _make_plain(parameter: Parameter) -> None:
         parameter.__class__ = Parameter  # type: ignore[assignment]
         del vars(parameter)[
             _AWAITED
-        ]  # last: what waits for nothing, and is not plain, would call itself for ever
+        ]  # last: what is not plain and waits for nothing would call itself for ever
 
 
 def wait_before(module: object, settle: Callable[[], None]) -> None:
