@@ -193,7 +193,7 @@ class Connection(Transport):
             except (OSError, ProtocolError) as error:
                 self._lose_channel(server, error)
             if was_usable and channel.is_tight:
-                self._go_on_without_memory(server)
+                _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
             if frames is None:
                 self._flush(server)  # the server may have given room
             else:
@@ -293,15 +293,6 @@ class Connection(Transport):
         is_here = self._is_loopback(server) or error.errno not in _ELSEWHERE
         level = logging.WARNING if is_here else logging.DEBUG
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
-
-    def _go_on_without_memory(self, server: int) -> None:
-        """Go on over TCP with a server that has no room for longer requests, if that is allowed; say so."""
-        if self._transport == "shm":
-            raise ConfigurationError(
-                f"{self.describe(server)} has no memory to share for requests as long as this one; free some, or let "
-                "them go over tcp (KVSTORE_TRANSPORT=auto)"
-            )
-        _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
 
     def _lose_channel(self, server: int, error: Exception) -> None:
         """Go on over TCP with a server; what was lost with the channel will be asked for again."""

@@ -513,8 +513,9 @@ class Rounds:
     def _end(self, round_: Round, error: BaseException | None) -> None:
         """Count the rounds that were applied, and give up those that were not, on all servers."""
         tables, book = round_.contribution.tables, self.tables
-        for table in tables if round_.is_read else ():  # nothing hangs on its end
-            self.open.pop(table.index, None)
+        own = [table.index for table in tables if self.open.get(table.index) is round_]
+        for index in own if round_.is_read else ():  # nothing hangs on its end
+            del self.open[index]
         round_.is_over = True
         lost: set[int] = set()
         for leg in round_.legs:
@@ -565,8 +566,8 @@ class Rounds:
         round_.contribution = round_.contribution._replace(values=None)
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
-        for table in tables:  # last: one that is over and open was interrupted as it ended
-            self.open.pop(table.index, None)
+        for index in own:  # last: one that is over and open was interrupted as it ended
+            del self.open[index]
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
         """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""

@@ -154,13 +154,17 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
     torch.testing.assert_close(table.weight.detach(), before - 2.0)
 
 
-def test_a_worker_that_may_use_shared_memory_alone_is_told_where_there_is_not_enough(
-    poor: Process, members: Members, monkeypatch: pytest.MonkeyPatch
+def test_what_has_no_room_goes_over_tcp_with_a_line_although_shared_memory_was_asked_for(
+    poor: Process, members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An error in the middle of a round would leave workers with different weights."""
     monkeypatch.setenv("KVSTORE_TRANSPORT", "shm")
     store = members.join([poor], 0, 1, new_name())
-    with pytest.raises(ConfigurationError):
-        store.init("w", torch.ones(3_000_000))
+    store.init("w", torch.ones(3_000_000))
+    assert "has no memory to share" in caplog.text
+    found = torch.empty(3_000_000)
+    store.pull("w", found)
+    assert (found == 1).all()
 
 
 def test_workers_read_the_weights_of_a_server_where_they_lie_until_the_job_ends(processes: Processes) -> None:
