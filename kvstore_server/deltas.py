@@ -126,7 +126,10 @@ class Deltas:
                 difference[one.start : one.start + one.numel] = 0
             self.codec.encode(difference, self._zeros[:numel], change, self._left[:numel])
         except NonFiniteGradientError:
+            held = weights.clone()
             weights.copy_(given)
+            for one in still:
+                weights[one.start : one.start + one.numel] = held[one.start : one.start + one.numel]
             return None
         add_changes(self.codec, change, weights)
         return change

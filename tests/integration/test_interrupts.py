@@ -22,7 +22,7 @@ from tests.unit.trainer.test_interrupts import OURS, Interrupt
 Line = tuple[str, int]
 EVERY = 40
 """Of the lines of a step so many are passed over: a job takes a fifth of a second."""
-SECONDS = 5.0
+SECONDS = 15.0
 """Nobody waits longer for a worker that was interrupted while it told the others that it leaves."""
 STEPS = 4
 

@@ -185,6 +185,26 @@ def test_weights_that_are_not_finite_come_as_they_are_and_changes_follow_again(w
     assert torch.equal(table.told(0), table.workers[3])
 
 
+def test_a_key_that_no_round_updates_stays_beside_one_whose_weights_are_not_finite() -> None:
+    storage, sizes = Storage(), (100, 200)
+    specs = [TensorSpec(name, (size,), "float32") for name, size in zip("ab", sizes, strict=True)]
+    unit = storage.add(make_plan(specs, 1), 0, None)
+    [piece] = unit.plan.slices
+    sent, slot = Deltas(make_codec({"type": "topk"}), storage, unit), unit.first
+    frozen, other = (slice(one.start, one.start + one.numel) for one in piece.segments)
+    sent.follow(0)
+    storage.padded[slot][frozen] += torch.arange(100.0)
+    sent.note_round(())
+    sent.follow(1)  # of which the codec leaves something out
+    former = sent.weights[slot][frozen].clone()
+    assert not torch.equal(former, storage.padded[slot][frozen])
+    storage.padded[slot][other] = float("inf")
+    sent.note_round((0,))
+    sent.follow(2)
+    assert torch.equal(sent.weights[slot][frozen], former)
+    assert sent.weights[slot][other].isinf().all()
+
+
 def test_weights_that_were_replaced_come_as_they_are() -> None:
     table = Table("topk")
     table.change(noise(0))

@@ -320,6 +320,7 @@ OLD_OUTER, OLD_INNER = "memory/memory.limit_in_bytes", "memory/job/memory.limit_
         ("0::/host/names/step", {OUTER: "1000"}, 1000),
         ("4:memory:/job\n0::/", {OLD_INNER: "3000", OLD_OUTER: str(1 << 62)}, 3000),
         ("4:cpu:/job\n", {OLD_INNER: "3000", INNER: "3000"}, None),
+        ("what is this\n\n0::/job/step", {INNER: "3000", "job/step/memory.stat": "\n"}, 3000),
     ],
 )
 def test_the_least_limit_of_the_control_groups_around_a_process_counts(
