@@ -68,7 +68,7 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     dropped before a limit is reached.
     """
     try:
-        named = [line.split(":", 2) for line in own.read_text().splitlines()]
+        named = [line.split(":", 2) for line in own.read_text(errors="surrogateescape").splitlines()]
     except OSError:
         named = [["0", "", "/"]]
     for _, controllers, name in named:
@@ -90,7 +90,8 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 
 def _number_behind(name: str, file: Path) -> int:
     """Return the number behind a name that begins a line. Raises StopIteration where none does."""
-    return next(int(words[1]) for words in map(str.split, file.read_text().splitlines()) if words[0] == name)
+    lines = map(str.split, file.read_text().splitlines())
+    return next(int(words[1]) for words in lines if len(words) > 1 and words[0] == name)
 
 
 def return_free_memory() -> None:
