@@ -112,8 +112,8 @@ class Deltas:
         since the last change stay as they are.
         """
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
-        segments = self._pieces[slot].segments
-        still = [one for one in segments if one.key in self._still] if self._still else []
+        segments, keys = self._pieces[slot].segments, self._still or ()
+        still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
         if len(still) == len(segments) or torch.equal(given, weights):  # at the first difference it is over
             return torch.empty(0, dtype=torch.uint8)
         numel = len(weights)
@@ -122,14 +122,14 @@ class Deltas:
         change = torch.empty(self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8)
         try:
             difference = given.to(dtype) - weights.to(dtype)
-            for one in still:
-                difference[one.start : one.start + one.numel] = 0
+            for part in still:
+                difference[part] = 0
             self.codec.encode(difference, self._zeros[:numel], change, self._left[:numel])
         except NonFiniteGradientError:
-            held = weights.clone()
+            kept = [weights[part].clone() for part in still]
             weights.copy_(given)
-            for one in still:
-                weights[one.start : one.start + one.numel] = held[one.start : one.start + one.numel]
+            for part, numbers in zip(still, kept, strict=True):
+                weights[part] = numbers
             return None
         add_changes(self.codec, change, weights)
         return change
@@ -165,11 +165,13 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     for start in range(0, len(changes), size):
         one = changes[start : start + size]
         codec.check_payload(one, dtype, len(weights))
-        codec.decode_add(one, dtype, weights)
-        if dtype != _name(weights):
-            # Both are finite, but what the codec has rounded up may have no room in half precision.
-            most = torch.finfo(weights.dtype).max
-            weights.clamp_(-most, most)
+        if dtype == _name(weights):
+            codec.decode_add(one, dtype, weights)
+        else:
+            # What was finite stays so, although what the codec has rounded up may have no room in half precision.
+            most, is_inf = torch.finfo(weights.dtype).max, weights.isinf()
+            codec.decode_add(one, dtype, weights)
+            weights.copy_(torch.where(is_inf, weights, weights.clamp(-most, most)))
 
 
 def _name(numbers: Tensor) -> str:

@@ -68,7 +68,8 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     dropped before a limit is reached.
     """
     try:
-        named = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") > 1]
+        lines = own.read_text(errors="surrogateescape").splitlines()
+        named = [line.split(":", 2) for line in lines if line.count(":") > 1]
     except OSError:
         named = [["0", "", "/"]]
     for _, controllers, name in named:
@@ -90,9 +91,8 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 
 def _number_behind(name: str, file: Path) -> int:
     """Return the number behind a name that begins a line. Raises StopIteration where none does."""
-    return next(
-        int(words[1]) for words in map(str.split, file.read_text().splitlines()) if words[:1] == [name]
-    )
+    lines = map(str.split, file.read_text().splitlines())
+    return next(int(words[1]) for words in lines if len(words) > 1 and words[0] == name)
 
 
 def return_free_memory() -> None:

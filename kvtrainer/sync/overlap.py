@@ -309,9 +309,8 @@ def _wait_for_all(parameter: Parameter) -> None:
 def _make_plain(parameter: Parameter) -> None:
     if isinstance(parameter, Coming):
         parameter.__class__ = Parameter  # type: ignore[assignment]
-        del vars(parameter)[
-            _AWAITED
-        ]  # last: what is not plain and waits for nothing would call itself for ever
+        # Last: what is not plain and waits for nothing would call itself for ever.
+        del vars(parameter)[_AWAITED]
 
 
 def wait_before(module: object, settle: Callable[[], None]) -> None:

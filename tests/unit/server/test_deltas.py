@@ -139,6 +139,30 @@ def test_a_key_that_no_round_updates_stays_as_workers_saw_it_last_until_one_does
     assert not all(map(torch.equal, of(0), former[0]))
 
 
+@pytest.mark.parametrize("wrong", [0.0, float("nan")], ids=["finite", "not finite"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_key_that_no_round_updates_stays_as_it_is_whatever_numbers_are_in_it_or_beside_it(
+    dtype: str, wrong: float
+) -> None:
+    storage, codec = Storage(), make_codec({"type": "int8"})
+    unit = storage.add(make_plan([TensorSpec(name, (100,), dtype) for name in "ab"], 1), 0, None)
+    sent, weights = Deltas(codec, storage, unit), storage.padded[unit.first]
+    places = [one.start for one in sent._pieces[unit.first].segments]
+    still, other = (slice(start, start + 100) for start in places)
+    weights[:] = torch.linspace(-1, 1, len(weights))
+    weights[still][:2] = torch.tensor([float("inf"), -float("inf")])
+    sent.follow(0)
+    weights[still][2:] += 1 / 64  # what a codec has kept back
+    before = sent.weights[unit.first].clone()
+    weights[other] += wrong + 0.5
+    sent.note_round((0,))
+    sent.follow(1)
+    assert torch.equal(sent.weights[unit.first][still], before[still])
+    torch.testing.assert_close(
+        sent.weights[unit.first][other], weights[other], rtol=0, atol=0.02, equal_nan=True
+    )
+
+
 def test_two_rounds_at_once_change_what_either_has_updated() -> None:
     table = Table("int8")
     table.change(noise(0))

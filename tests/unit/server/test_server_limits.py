@@ -413,3 +413,17 @@ def test_what_a_control_group_keeps_of_files_that_were_read_counts_as_available(
     for name, text in zip((*names, "memory.stat"), ("1000", "950", stat), strict=True):
         (group / name).write_text(text)
     assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == 450
+
+
+@pytest.mark.parametrize("stat", ["", "\n\ninactive_file 400\n", "inactive_file\ninactive_file 400\n"])
+def test_a_control_group_counts_whatever_its_name_and_although_its_numbers_are_laid_out_otherwise(
+    tmp_path: Path, stat: str
+) -> None:
+    (tmp_path / "own").write_bytes(b"0::/job-\xff\n")
+    (tmp_path / "meminfo").write_text("\nMemAvailable: 5120 kB\n")
+    group = tmp_path / os.fsdecode(b"job-\xff")
+    group.mkdir()
+    for name, text in {"memory.max": "1000", "memory.current": "950", "memory.stat": stat}.items():
+        (group / name).write_text(text)
+    assert memory_limit(tmp_path, tmp_path / "own") == 1000
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == (450 if stat else 50)
