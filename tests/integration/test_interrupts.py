@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,37 +13,14 @@ from torch.nn import Parameter
 from kvtrainer import Trainer
 from kvtrainer.errors import KVStoreError, StaleGradientError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.interrupts import Interrupt, Line, lines_of
 from tests.support.stores import Servers
-from tests.unit.trainer.test_interrupts import OURS, Interrupt
 
-Line = tuple[str, int]
 EVERY = 40
 """Of the lines of a step so many are passed over: a job takes a fifth of a second."""
 SECONDS = 15.0
 """Nobody waits longer for a worker that was interrupted while it told the others that it leaves."""
 STEPS = 4
-
-
-def stop_before(call: Callable[[], Any], line: Line | None) -> list[Line]:
-    """Run a call, and list the lines of ours that it reaches, once each; raise Interrupt before one of them."""
-    reached: dict[Line, None] = {}
-
-    def look(frame: FrameType, event: str, _: Any) -> Any:
-        here = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and here not in reached:
-            reached[here] = None
-            if here == line:
-                sys.settrace(None)
-                raise Interrupt
-        return look
-
-    former = sys.gettrace()
-    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename.startswith(OURS) else None)
-    try:
-        call()
-    finally:
-        sys.settrace(former)
-    return list(reached)
 
 
 def train(
@@ -78,7 +52,7 @@ def train(
                     continue
                 done.clear()
                 try:
-                    lines.extend(stop_before(lambda: step(2), line))
+                    lines.extend(dict.fromkeys(lines_of(lambda: step(2), line)))
                 except Interrupt:
                     if not done:
                         step(2)

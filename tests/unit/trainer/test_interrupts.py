@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import linecache
 import logging
-import os
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-import kvstore_server.plan
 import kvtrainer
 from kvtrainer.errors import KVStoreError, StaleGradientError
+from tests.support.interrupts import Interrupt, Line, lines_of
 
-OURS = tuple(os.path.dirname(one.__file__) for one in (kvtrainer, kvstore_server.plan))
 LR, MOMENTUM = 0.1, 0.9
 EVERY = 5
 """Of the lines so many are passed over: a thousand steps take half a minute."""
@@ -28,10 +23,6 @@ EVERY = 5
 
 class Plain(torch.optim.SGD):
     """A class of which nothing is known, so it updates all parameters together."""
-
-
-class Interrupt(KeyboardInterrupt):
-    """What a signal handler raises."""
 
 
 def gradients(step: int) -> list[torch.Tensor]:
@@ -58,33 +49,12 @@ def weights_of_torch() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-def lines_of(call: Callable[[], Any], at: int = -1) -> list[tuple[str, int]]:
-    """Run a call, and list the lines of ours that it reaches; raise Interrupt before line `at` of them."""
-    reached: list[tuple[str, int]] = []
-
-    def look(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            reached.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(reached) == at + 1:
-                sys.settrace(None)
-                raise Interrupt
-        return look
-
-    former = sys.gettrace()
-    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename.startswith(OURS) else None)
-    try:
-        call()
-    finally:
-        sys.settrace(former)
-    return reached
-
-
-def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] | None, list[tuple[str, int]]]:
+def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] | None, list[Line]]:
     """Make three steps, of which the second is interrupted before line `at` and called once more.
 
     Returns the weights, or None where the loop was told that they may have a part of it; and the lines of that step.
     """
-    parameters, lines, said = fresh(), list[tuple[str, int]](), list[logging.LogRecord]()
+    parameters, lines, said = fresh(), list[Line](), list[logging.LogRecord]()
     log, listener = logging.getLogger("kvtrainer.sync.binding"), logging.Handler(logging.WARNING)
     listener.emit = said.append  # type: ignore[method-assign]
     log.addHandler(listener)
