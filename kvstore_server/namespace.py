@@ -463,9 +463,15 @@ class Namespace:
         Raises:
             ProtocolError: a slice does not exist or is named twice, or they are not as long as the buffers.
         """
-        is_alone = len(slots) == len(forms) == 1 and sizes[0] == forms[0][0]
-        if is_alone and 0 <= slots[0] < len(self.rounds.slots.table):  # as rows of one table come
-            return self._located_alone(slots, int(sizes[0]), forms[0][1])
+        if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
+            # As rows of one table come: the only slice in the only buffer, which is as long.
+            [slot], [nbytes], none = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
+            tables, is_of_dtype = (
+                self.rounds.slots.table[slots],
+                forms[0][1] in (torch.uint8, self._dtypes[slot]),
+            )
+            fits = is_of_dtype and nbytes == self.rounds.slots.nbytes[slot]
+            return Located(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
@@ -487,13 +493,6 @@ class Namespace:
             np.flatnonzero(is_wrong & (sizes > 0) | (sizes != self.rounds.slots.nbytes[slots])).tolist(),
             list(zip(distinct.tolist(), received.tolist(), strict=True)),
         )
-
-    def _located_alone(self, slots: Ints, nbytes: int, dtype: torch.dtype) -> Located:
-        """Find the only slice of a message in its only buffer, which is as long."""
-        [slot], none = slots.tolist(), np.zeros(1, np.int64)
-        tables = self.rounds.slots.table[slots]
-        fits = dtype in (torch.uint8, self._dtypes[slot]) and nbytes == self.rounds.slots.nbytes[slot]
-        return Located(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
         table, at = self.place(slot)

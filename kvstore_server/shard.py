@@ -40,7 +40,7 @@ from kvstore_server.reduction import (
     left_out_by_all,
 )
 from kvstore_server.rows import Parts, RowSet, cut_rows
-from kvstore_server.storage import Block, Home, Hypers, Leases, Rows, Storage, Undo, Unit
+from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 
@@ -78,7 +78,8 @@ class Shard:
         self._sums = Sums(self.storage)
         self._counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, on whichever server it lies."""
-        self._notes_changes = False
+        self.notes_changes = False
+        """Whether the changes of a unit are asked for, so that they have to be noted."""
         self.undos: dict[Unit, Undo] = {}
         """How to take the last update of a unit back, where that is possible."""
 
@@ -186,11 +187,6 @@ class Shard:
         ]
         return torch.cat(rows)
 
-    def changed_since(self, unit: Unit, stack: int, held: int, version: int) -> Rows | None:
-        """Which rows of a stack have changed; see `RowChanges.since`."""
-        self._notes_changes = True
-        return unit.changes.since(stack, held, version)
-
     @torch.no_grad()
     def assign_sum(self, contributions: Sequence[Contribution]) -> None:
         """Without an optimizer the sum replaces the weights; keys that every rank left out stay.
@@ -226,7 +222,7 @@ class Shard:
                     own = slice(start - part.start, start - part.start + numel)
                     weight[own].copy_(total[own])
             self.storage.settle(chunk.first, chunk.end, weight)
-            if self._notes_changes:
+            if self.notes_changes:
                 self._note_dense(chunk)
 
     def _check_factors(self, contributions: Sequence[Contribution]) -> None:
@@ -330,7 +326,7 @@ class Shard:
         if chunk.place.stop < chunk.block.ends[last]:
             # It counts as updated with its last element.
             states.steps[last], states.entries[last] = former
-        if self._notes_changes:
+        if self.notes_changes:
             self._note_dense(chunk)
 
     def _update(
@@ -346,7 +342,7 @@ class Shard:
         has_rows = any(map(_rows_of, contributions))
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         whole = not optimizer.elementwise
-        joined = self._sums.side_by_side(by_rows, contributions) if has_rows else ()
+        joined = self._sums.side_by_side(by_rows, contributions) if by_rows else ()
         for homes in [[home] for some in joined for home in some] if whole else joined:
             rows = self._sums.sum_of_rows(homes, contributions)
             if decision != UNCHANGED:
@@ -372,7 +368,7 @@ class Shard:
             else:
                 self._update_runs(optimizer, chunk, weight, total, scale, lent)
             self.storage.settle(chunk.first, chunk.end, weight)
-            if self._notes_changes:
+            if self.notes_changes:
                 self._note_dense(chunk)
 
     def _update_runs(
@@ -493,7 +489,7 @@ class Shard:
                 update_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
         starts = [(one.part.start - begin) // home.width for one in homes]
-        for one, (ids, _) in zip(homes, cut_rows(rows, starts), strict=True) if self._notes_changes else ():
+        for one, (ids, _) in zip(homes, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
             self._note_rows(one.key, None if is_all else ids)
 
@@ -730,7 +726,7 @@ class Shard:
 
     def _note_rows(self, key: int, ids: Tensor | None) -> None:
         """Say that some rows of a key have changed; None: all."""
-        if not self._notes_changes:
+        if not self.notes_changes:
             return
         home = self.storage.homes[key]
         slot = self.storage.slots[home.slot]

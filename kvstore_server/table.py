@@ -423,20 +423,8 @@ class Table:
         if self.deltas is not None:
             self._follow(self.deltas)
         versions = held, self.version
-        if self._changed is None or self._changed[0] != versions:
-            self._changed = versions, self._changed_parts(held)
-        return self._changed[1]
-
-    def _follow(self, deltas: Deltas) -> None:
-        """Bring the weights of workers to the present version; what has changed by rows goes as rows from now on."""
-        for key, pieces in self.unit.stacks.items():
-            own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
-            rows = self._changed_rows(key, deltas.version) if own else None
-            if rows and any(ids is not None for ids in rows.values()):  # else whole keys have changed
-                deltas.leave(own, self.version)
-        deltas.follow(self.version)
-
-    def _changed_parts(self, held: int) -> list[RowPart]:
+        if self._changed is not None and self._changed[0] == versions:
+            return self._changed[1]
         unit, parts, packed = self.unit, list[RowPart](), set[int]()
         changed = {key: self._changed_rows(key, held) for key in unit.stacks}
         if self.deltas is not None:
@@ -464,11 +452,22 @@ class Table:
                 parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8), m.ROWS))
             else:
                 parts += self._pack(pieces, rows)
+        self._changed = versions, parts
         return parts
+
+    def _follow(self, deltas: Deltas) -> None:
+        """Bring the weights of workers to the present version; what has changed by rows goes as rows from now on."""
+        for key, pieces in self.unit.stacks.items():
+            own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
+            rows = self._changed_rows(key, deltas.version) if own else None
+            if rows and any(ids is not None for ids in rows.values()):  # else whole keys have changed
+                deltas.leave(own, self.version)
+        deltas.follow(self.version)
 
     def _changed_rows(self, stack: int, held: int) -> Rows | None:
         """Say which rows of a stack to send; None where the whole is not longer."""
-        pieces, rows = self.unit.stacks[stack], self.shard.changed_since(self.unit, stack, held, self.version)
+        self.shard.notes_changes = True
+        pieces, rows = self.unit.stacks[stack], self.unit.changes.since(stack, held, self.version)
         if rows and _bytes_of(self.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
             return None
         return rows

@@ -236,7 +236,7 @@ def update_rows(
             rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
         )
         apply_update(optimizer, weight, sparse, state, hyper)
-    elif updates_rows_alone(optimizer, hyper):
+    elif takes_rows(optimizer, hyper):
         _update_lazily(optimizer, weight, rows, grad_rows, state, hyper, room)
     else:
         dense = grad_rows.new_zeros(weight.shape)
@@ -244,14 +244,12 @@ def update_rows(
         apply_update(optimizer, weight, dense, state, hyper)
 
 
-def updates_rows_alone(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Whether `update_rows` gathers the rows that are present and updates nothing else."""
-    return optimizer.updates_rows(hyper) and not optimizer.positioned
-
-
 def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Whether an update by some rows differs from one by a gradient that is zero elsewhere."""
-    return optimizer.takes_sparse(hyper) or updates_rows_alone(optimizer, hyper)
+    """Tell whether an update by some rows differs from one by a gradient that is zero elsewhere.
+
+    It takes a sparse tensor then, or gathers these rows and updates nothing else.
+    """
+    return optimizer.takes_sparse(hyper) or (optimizer.updates_rows(hyper) and not optimizer.positioned)
 
 
 def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
@@ -259,7 +257,7 @@ def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
-    return updates_rows_alone(optimizer, hyper)
+    return takes_rows(optimizer, hyper)
 
 
 def _update_lazily(

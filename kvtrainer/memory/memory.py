@@ -81,7 +81,7 @@ class DeviceMemory:
             self.gather(present, lends)
             return
         # Parameters without elements have no rows.
-        self.rows = {i: self._rows(i) for i in by_rows if self.plan.specs[i].numel}
+        self.rows = {i: self._rows(i) for i in by_rows if 0 not in self.plan.specs[i].shape}
 
     def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
         """Copy the arena's gradients back to the parameters that are `present`.

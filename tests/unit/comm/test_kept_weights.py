@@ -334,14 +334,15 @@ def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it()
     plan = make_plan([TensorSpec("w", (40, 2), "float32")], 1)
     shard = Shard()
     unit = shard.add(plan)
-    assert shard.changed_since(unit, 0, 0, 0) == {}
+    shard.notes_changes = True
+    assert unit.changes.since(0, 0, 0) == {}
     rows = {0: RowSet(torch.tensor([3]), torch.ones(1, 2))}
     optimizer = create("fussy")
     given = given_to(shard, {0: rows})
     shard.update([given], optimizer, [[optimizer.hyper]])
-    assert shard.changed_since(unit, 0, 0, 1) == {0: torch.tensor([3])}
+    assert unit.changes.since(0, 0, 1) == {0: torch.tensor([3])}
     shard.undo(unit)
-    assert shard.changed_since(unit, 0, 1, 2) is None
+    assert unit.changes.since(0, 1, 2) is None
     assert shard.updates_after(unit, [given]) == 1
 
 
