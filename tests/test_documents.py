@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
+import kvtrainer
 from kvstore_server import cli
 from kvstore_server import errors as server_errors
 from kvstore_server.memory import footprint
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.rounds import SYNCHRONOUS
+from kvstore_server.server import Server as ServerLoop
 from kvtrainer import errors, launch
+from kvtrainer.comm.connection import Connection
 from kvtrainer.optimizer import create
 from kvtrainer.watch import top
 from kvtrainer.watch.job import Job, Server, View, Worker
@@ -96,6 +102,66 @@ def _sources() -> str:
         path for package in ("kvtrainer", "kvstore_server") for path in sorted((ROOT / package).rglob("*.py"))
     ]
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+
+
+def _trees() -> list[ast.AST]:
+    return [
+        ast.parse(one.read_text())
+        for top in ("kvtrainer", "kvstore_server")
+        for one in (ROOT / top).rglob("*.py")
+    ]
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    """What is defined, read, given as a keyword or said as a word in a piece of source."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        for field in ("name", "id", "attr", "arg", "value"):
+            found.add(str(getattr(node, field, "")))
+    return found
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "protocol.md"])
+def test_pages_about_the_inside_name_only_what_there_is(name: str) -> None:
+    trees, quoted = _trees(), set(re.findall("`([^`]+)`", (DOCS / name).read_text()))
+    names = set[str]().union(*map(_names_in, trees))
+    classes = [one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
+    members = {f"{one.name}.{member}" for one in classes for member in _names_in(one)}
+    files = {one for one in quoted if re.fullmatch(r"[\w/]+(\.py|/)", one)}
+    words = {one.split("=")[0] for one in quoted if re.fullmatch(r"\w+(=\w+)?", one)}
+    dotted = {one for one in quoted if re.fullmatch(r"[A-Z]\w+\.\w+", one)}
+    assert len(dotted | files | words) > 20
+    assert {one for one in files if not [*ROOT.glob(f"kv*/**/{one}"), *ROOT.glob(one)]} == set()
+    assert dotted - members == set()
+    assert words - names - {"userfaultfd", "create_graph"} == set()
+
+
+def test_the_way_of_a_gradient_is_the_one_that_it_goes_in_at_most_fifteen_lines() -> None:
+    way = (
+        (DOCS / "architecture.md")
+        .read_text()
+        .split("## The way of a gradient\n")[1]
+        .split("\n## ")[0]
+        .strip()
+    )
+    named = set(re.findall(r"`(?:(\w+)\.)?(\w+)`", way)) - {("", "Contribute"), ("", "Book")}
+    called = set[tuple[str, str]]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        owner = type(frame.f_locals.get("self")).__name__
+        called.update([(owner, frame.f_code.co_name), ("", frame.f_code.co_name)] if event == "call" else ())
+
+    weight = torch.nn.Parameter(torch.zeros(100))
+    with kvtrainer.Trainer([weight], "sgd", kvstore="local", update_on_kvstore=True) as trainer:
+        for round_ in range(3):
+            weight.grad = torch.ones(100)
+            sys.setprofile(note if round_ == 2 else None)
+            trainer.step(1)
+            sys.setprofile(None)
+    sockets = {("Connection", "send"): Connection.send, ("Server", "_answer"): ServerLoop._answer}
+    sockets[("Server", "_send_all")] = ServerLoop._send_all
+    assert len(way.splitlines()) <= 15
+    assert named - called == set(sockets)
 
 
 def test_every_public_error_and_warning_has_its_place_in_troubleshooting() -> None:
