@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import kvstore_server
+import kvtrainer
 from tests.support import api
 from tests.support.processes import ROOT
+
+BY_NAME = {
+    ("kvtrainer/__init__.py", "kvtrainer."),
+    ("kvtrainer/env.py", "kvtrainer.dmlc"),
+    ("kvtrainer/registry.py", "kvtrainer.hooks"),
+    ("kvtrainer/registry.py", "kvtrainer.config"),
+}
+"""Modules of ours that are imported by name: what a user reads of the package, what DMLC_ROLE asks for, and what a
+configuration can name."""
 
 
 def test_public_names_and_signatures_are_those_of_the_list() -> None:
@@ -23,3 +36,16 @@ def test_the_package_is_imported_without_torch_and_numpy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert not {"torch", "numpy", "zmq", "msgpack", "safetensors"} & set(json.loads(run.stdout))
+
+
+def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports() -> None:
+    found, packages = set(), [Path(one.__file__).parent for one in (kvtrainer, kvstore_server)]
+    for path in [path for package in packages for path in package.rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("import_module", "__import__")
+            )
+            texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)] if is_call else []
+            ours = [text for text in texts if str(text).startswith(("kvtrainer", "kvstore_server"))]
+            found.update((str(path.relative_to(packages[0].parent)), text) for text in ours)
+    assert found == BY_NAME
