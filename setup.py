@@ -7,7 +7,7 @@ from setuptools import setup
 
 
 def without_links(text: str) -> str:
-    """The text with the names of files in the place of links to them; code stays as it is."""
+    """Put the names of files in the place of links to them; code stays as it is."""
 
     def name(link: "re.Match[str]") -> str:
         shown, target = link.groups()

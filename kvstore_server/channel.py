@@ -610,7 +610,7 @@ class Channel:
 
 
 def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
-    """Where pieces begin and end in memory that lie one behind the other; of others the end is 0."""
+    """Say where pieces begin and end in memory that lie one behind the other; of others the end is 0."""
     first = end = pieces[0].data_ptr()
     for piece in pieces:
         if piece.data_ptr() != end:

@@ -40,7 +40,7 @@ in a faster cache, but every call has its price, which is more than what that ga
 
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a dtype name of the Plan."""
+    """Return the torch dtype of a dtype name of the Plan."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -48,7 +48,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(name: str) -> torch.dtype:
-    """The dtype in which gradients of a dtype of the Plan are summed, compressed and applied."""
+    """Return the dtype in which gradients of a dtype of the Plan are summed, compressed and applied."""
     dtype = torch_dtype(name)
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
@@ -75,15 +75,15 @@ class Codec(ABC):
     _memory: dict[str, Numbers] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
-        """The codec as plain numbers; `make_codec` rebuilds it from them. Equal specs mean equal codecs."""
+        """Return the codec as plain numbers; `make_codec` rebuilds it from them. Equal specs mean equal codecs."""
         return {"type": self.name, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}}
 
     def is_exact(self, dtype: str) -> bool:
-        """Whether gradients of `dtype` travel without any loss, and so without a residual."""
+        """Tell whether gradients of `dtype` travel without any loss, and so without a residual."""
         return False
 
     def residual_dtype(self, dtype: str) -> torch.dtype | None:
-        """The dtype of the residual of gradients of `dtype`; None: they have none. A new residual is zero.
+        """Return the dtype of the residual of gradients of `dtype`; None: they have none. A new residual is zero.
 
         Raises:
             ConfigurationError: gradients of that dtype cannot be encoded.
@@ -93,10 +93,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encoded_nbytes(self, numel: int, dtype: str) -> int:
-        """The size in bytes of `numel` encoded elements of `dtype`."""
+        """Return the size in bytes of `numel` encoded elements of `dtype`."""
 
     def itemsize(self, dtype: str) -> int | None:
-        """The size in bytes of each encoded element of `dtype`; None where elements are not encoded one by one."""
+        """Return the bytes of each encoded element of `dtype`; None where elements are not encoded one by one."""
         return None
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class Codec(ABC):
             yield start, end, data[first : first + self.encoded_nbytes(end - start, dtype)]
 
     def _step(self) -> int:
-        """The number of elements of a block: BLOCK, in whole units."""
+        """Return the number of elements of a block: BLOCK, in whole units."""
         return -(-BLOCK // self.unit) * self.unit
 
     @contextmanager
@@ -224,7 +224,7 @@ def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
 
 
 def _is_finite(left: Numbers) -> bool:
-    """Whether what is left of some numbers is finite: where their sum is, each of them is."""
+    """Tell whether what is left of some numbers is finite: where their sum is, each of them is."""
     return math.isfinite(torch.from_numpy(left).sum().item())
 
 
@@ -516,7 +516,7 @@ class OneBit(Codec):
 
 
 def _tables(values: Sequence[float]) -> Tables:
-    """The numbers behind each byte, where a code of the fewest bits that hold it means `values[code]`."""
+    """Return the numbers behind each byte, where a code of the fewest bits that hold it means `values[code]`."""
     width = (len(values) - 1).bit_length()
     shifts = np.arange(8 - width, -1, -width)
     codes = np.arange(256)[:, None] >> shifts & len(values) - 1
@@ -570,7 +570,7 @@ class TopK(Codec):
         return self.unit
 
     def _count(self, numel: int) -> int:
-        """The number of elements that are sent of `numel` in one unit."""
+        """Return the number of elements that are sent of `numel` in one unit."""
         return min(math.ceil(self.ratio * numel), numel)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
@@ -601,7 +601,7 @@ class TopK(Codec):
                 )
 
     def _read(self, codes: Bytes, dtype: torch.dtype) -> tuple[Numbers, NDArray[np.uint16]]:
-        """The numbers of one unit and their positions."""
+        """Return the numbers of one unit and their positions."""
         size = len(codes) // (dtype.itemsize + 2) * dtype.itemsize
         return codes[:size].view(f"<f{dtype.itemsize}"), codes[size:].view("<u2")
 

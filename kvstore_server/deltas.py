@@ -64,7 +64,7 @@ class Deltas:
         return slot in self.weights
 
     def begin_anew(self) -> None:
-        """The weights were replaced: workers get the next ones as they are."""
+        """Give workers the next weights as they are, for they were replaced."""
         self._is_anew = True
 
     def note_round(self, left_out: Iterable[int]) -> None:

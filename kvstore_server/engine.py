@@ -158,7 +158,7 @@ class Engine:
         }
 
     def is_session(self, peer: bytes, token: int) -> bool:
-        """Whether the socket `peer` belongs to the open session of that token."""
+        """Tell whether the socket `peer` belongs to the open session of that token."""
         try:
             return self._sessions.find(peer, token).token == token
         except KVStoreError:
@@ -289,7 +289,7 @@ class Engine:
         return out + [_failed(Waiter(session.peer, 0), farewell) for session in self._sessions]
 
     def is_idle(self) -> bool:
-        """Whether no rank waits for an answer."""
+        """Tell whether no rank waits for an answer."""
         return not any(space.is_waiting() for space in self.namespaces.values())
 
     # ---------------------------------------------------------------- rounds
@@ -348,7 +348,7 @@ class Engine:
         return out
 
     def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
-        """Why a commit is not even looked at; None where it is."""
+        """Say why a commit is not even looked at; None where it is."""
         if table.conflict is not None:
             return _again(table.conflict)
         if self.is_stopping and round_ == book.number(table.number) and not book.num_committed[table.number]:
@@ -398,7 +398,7 @@ class Engine:
     def _finish(
         self, space: Namespace, book: Book, some: Together, now: float, decision: Decision | None = None
     ) -> list[m.Outgoing]:
-        """All that some rounds need have committed: apply them and answer, or fail them for all members.
+        """Apply rounds that all have committed, and answer; or fail them for all members.
 
         Those that want a decision are held until there is one.
         """
@@ -565,7 +565,7 @@ class Engine:
         return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
-        """A rank gives a round up; tells those who wait for it, and the rank whether it stands all the same."""
+        """Give a round up for a rank; tell those who wait, and the rank whether it stands all the same."""
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
@@ -681,7 +681,7 @@ class Engine:
             )
 
     def _why_stuck(self, space: Namespace, pending: Pending, now: float) -> KVStoreError | None:
-        """The error with which a wait ends; None while it may go well."""
+        """Return the error with which a wait ends; None while it may go well."""
         table, what = pending.table, pending.what
         if table is not None and table.conflict is not None:
             return _again(table.conflict)
@@ -817,7 +817,7 @@ class Engine:
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
-        """A namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
+        """Make a namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
         if len(self.namespaces) >= self.config.max_namespaces:
             raise ConfigurationError(
                 f"server {self.config.server} has {len(self.namespaces)} namespaces and accepts up to "
@@ -896,7 +896,7 @@ def _outcomes(
     commits: Sequence[Committed],
     may_wait: tuple[float, float] | None,
 ) -> list[m.Outgoing]:
-    """How rounds ended that did not fail: first what was special about each, then the weights.
+    """Tell how rounds ended that did not fail: first what was special about each, then the weights.
 
     They are those of all slices, or what has changed since those that the worker holds.
 
@@ -972,7 +972,7 @@ def _present(
 
 
 def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
-    """What there is to decide about in a round."""
+    """Return what there is to decide about in a round."""
     told = tuple([(one.slice, one.value) for one in partials])
     return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
 
@@ -1006,7 +1006,7 @@ def _who(space: Namespace, missing: Iterable[int], now: float) -> str:
 
 
 def _again(error: KVStoreError) -> KVStoreError:
-    """The same error, anew: a raised one collects tracebacks."""
+    """Return the same error, anew: a raised one collects tracebacks."""
     return from_wire(*to_wire(error))
 
 
@@ -1021,7 +1021,7 @@ def _info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Out
 def _failed(
     waiter: Waiter, error: KVStoreError, table: int = -1, round_: int = -1, next_round: int = -1
 ) -> m.Outgoing:
-    """A request, or with a table one round of it, has failed."""
+    """Tell that a request, or with a table one round of it, has failed."""
     code, text = to_wire(error)
     return m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Failed(code, text, table, round_, next_round)))
 

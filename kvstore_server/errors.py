@@ -147,13 +147,13 @@ _LONGEST = 4000
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that a wrong one may have been meant for, best first; case does not matter."""
+    """Return the known names that a wrong one may have been meant for, best first; case does not matter."""
     by_case = {one.casefold(): one for one in known}
     return [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The end of a message about a wrong name, or several: a question with those that are similar, or nothing."""
+    """End a message about a wrong name, or several: a question with those that are similar, or nothing."""
     names, right = [given] if isinstance(given, str) else given, list(known)
     wrong = [one for one in names if isinstance(one, str)] if isinstance(names, Iterable) else []
     near = list(dict.fromkeys(found for one in wrong for found in similar(one, right)))
@@ -161,7 +161,7 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def describe(error: BaseException | None) -> str:
-    """An error as the reason of another one: its class and what it says, in reasonable length."""
+    """Return an error as the reason of another one: its class and what it says, in reasonable length."""
     return f"{type(error).__name__}: {error}"[:500]
 
 

@@ -68,7 +68,7 @@ class AgreedOptimizer:
         return spec in self._sent.values()
 
     def agreed(self) -> Optimizer | None:
-        """The optimizer in force, with the lowest rank's numbers; None when no rank has set one.
+        """Return the optimizer in force, with the lowest rank's numbers; None when no rank has set one.
 
         Raises:
             PlanMismatchError: two ranks set different ones.

@@ -66,7 +66,7 @@ def _process_of(hello: Hello) -> Hashable:
 
 
 def random_token() -> int:
-    """A token that nobody can guess."""
+    """Return a token that nobody can guess."""
     return secrets.randbits(64)
 
 
@@ -86,7 +86,7 @@ class Sessions:
         return iter(self._live.values())
 
     def find(self, peer: bytes, token: int) -> Session:
-        """The session of that token, for a message from the socket `peer`.
+        """Return the session of that token, for a message from the socket `peer`.
 
         Raises:
             FencedError: it has ended; or there is none, or it is not that socket's, which sound alike.
@@ -100,7 +100,7 @@ class Sessions:
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
 
     def repeated(self, peer: bytes, hello: Hello) -> Session | None:
-        """The session that the same process has opened with the same Hello before, if any.
+        """Return the session that the same process has opened with the same Hello before, if any.
 
         Raises:
             FencedError: it has ended since.
@@ -112,7 +112,7 @@ class Sessions:
         return None if token is None else self.find(peer, token)
 
     def new(self, peer: bytes, hello: Hello, now: float) -> Session:
-        """A session with a token that no other has; 0 is none. It may not speak before it is opened."""
+        """Return a session with a token that no other has; 0 is none. It may not speak before it is opened."""
         token = 0
         while not token or token in self._live or token in self._ended:
             token = self._tokens()
@@ -183,7 +183,7 @@ class Membership:
         return replaced
 
     def refuse(self, rank: int, reason: str) -> None:
-        """A process that would stand for a rank cannot; whoever waits for that rank is told why."""
+        """Note that a process cannot stand for a rank; whoever waits for that rank is told why."""
         if rank not in self.members and 0 <= rank < self.num_workers:
             self.departed[rank] = reason
 
@@ -195,7 +195,7 @@ class Membership:
         (self.finished if is_clean else self.failed).add(rank)
 
     def is_over(self) -> bool:
-        """Whether every rank that ever came has left."""
+        """Tell whether every rank that ever came has left."""
         return not self.members
 
     def silent(self, now: float, dead_after: float) -> list[int]:
@@ -203,13 +203,13 @@ class Membership:
         return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]
 
     def num_dead(self, now: float, dead_after: float) -> int:
-        """How many ranks came and then failed or fell silent."""
+        """Say how many ranks came and then failed or fell silent."""
         return len(self.failed) + len(self.silent(now, dead_after))
 
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
     ) -> KVStoreError | None:
-        """The error of a wait that can never end because a rank it needs is gone, or None.
+        """Return the error of a wait that can never end because a rank it needs is gone, or None.
 
         One that has left because it lost a server is not what the others should look for: their error is its own.
         """
@@ -266,7 +266,7 @@ class Membership:
         return released
 
     def absent_from_barrier(self) -> list[int]:
-        """The ranks that have not come to the barrier."""
+        """Return the ranks that have not come to the barrier."""
         return [rank for rank in range(self.num_workers) if rank not in self.barrier]
 
     def take_barrier(self) -> list[Waiter]:

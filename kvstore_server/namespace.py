@@ -239,7 +239,7 @@ class Namespace:
             raise table.conflict
 
     def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
-        """All keys of the table that a rank declares, portion by portion; while they are not all here, how many are."""
+        """Return all keys of a table that a rank declares in portions; while they are not all here, how many are."""
         name, specs = self.forget_declaration(rank)
         if name != register.table:
             specs = []
@@ -293,7 +293,7 @@ class Namespace:
         self._claimed = 0
 
     def table(self, number: int) -> Table:
-        """The table of that number.
+        """Return the table of that number.
 
         Raises:
             ProtocolError: there is none.
@@ -346,12 +346,12 @@ class Namespace:
             raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
     def begin_process(self, rank: int) -> None:
-        """A process begins to stand for a rank: drop what a former one had not committed."""
+        """Drop what a rank had not committed, as another process begins to stand for it."""
         self.rounds.begin_process(rank)
         self._forget(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
-        """No process stands for a rank any more: drop what the last one had not committed."""
+        """Drop what a rank had not committed, for which no process stands any more."""
         self.rounds.end_process(rank, is_done)
         self._forget(rank)
 
@@ -504,12 +504,12 @@ class Namespace:
         )
 
     def place(self, slot: int) -> tuple[Table, int]:
-        """The table of a slot, and the position of its slice among those that the table has here."""
+        """Return the table of a slot, and the position of its slice among those that the table has here."""
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
     def given(self, rank: int, book: Book, table: Table, optimizer: Optimizer | None) -> Part | None:
-        """What a rank has committed to the open round of a table; None of one that has joined. See `contribution`."""
+        """Return what a rank has committed to the open round of a table; None of one that has joined."""
         given, number, unit = book.of(rank), table.number, table.unit
         flags, said = int(given.flags[number]), given.said[number]
         assert said is not None
@@ -521,7 +521,7 @@ class Namespace:
         return Part(contribution, flags, int(given.version[number]), said.hold)
 
     def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
-        """Of tables whose rounds are complete, which are changed by one call: by sums, and for all keys."""
+        """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
         left = {number for number, _ in self.absent} if self.absent else ()
@@ -566,7 +566,7 @@ class Namespace:
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
-        """The present weights of some tables, except row-sparse ones, for some ranks; not copies.
+        """Return the present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
         With `half`, those wider than that are rounded to bfloat16.
         """
@@ -587,7 +587,7 @@ class Namespace:
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: Together, num_ranks: int, are_known: bool) -> m.Weights:
-        """The present weights of some tables for ranks that map them: where they are, and those without a place.
+        """Return the present weights of some tables for ranks that map them: where they are, and those without a place.
 
         Args:
             are_known: The ranks still map all that ever have a place.
@@ -609,7 +609,7 @@ class Namespace:
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
     def shown_rows(self, table: Table) -> m.Weights:
-        """Where those slices of a table are, of which workers hold no copy and which they can map."""
+        """Say where those slices of a table are, of which workers hold no copy and which they can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
         here = [at for at, piece in enumerate(unit.slices) if not table.plan.is_resident(piece)]
@@ -620,7 +620,7 @@ class Namespace:
         return m.Weights(m.NO_PARTS, (), places=found)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
-        """Rows of a table for a rank, as a reply."""
+        """Return rows of a table for a rank, as a reply."""
         if table.notes_reads:
             followed = None if table.deltas is None else table.deltas.weights
             table.shard.note_read(table.unit, [rank], followed)
@@ -665,7 +665,7 @@ class Namespace:
             table.notes_reads = wanted
 
     def is_waiting(self) -> bool:
-        """Whether a rank waits for a round or at the barrier."""
+        """Tell whether a rank waits for a round or at the barrier."""
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
 
     def stats(self, now: float) -> Mapping[str, Any]:
@@ -715,7 +715,7 @@ class Namespace:
         }
 
     def _counters(self, table: Table) -> Mapping[str, Any]:
-        """What a table has done so far, and the ranks that its open round waits for, as plain numbers."""
+        """Return what a table has done so far, and the ranks that its open round waits for, as plain numbers."""
         shared, number = self.rounds.shared, table.number
         return {
             "table": table.name,
@@ -736,7 +736,7 @@ class Namespace:
 
 @functools.lru_cache(maxsize=16)
 def _codec_of(packed: bytes) -> Codec:
-    """The codec that a push describes; a job has one. Raises ConfigurationError if it is none."""
+    """Return the codec that a push describes; a job has one. Raises ConfigurationError if it is none."""
     return make_codec(unpack_control(packed))
 
 

@@ -88,12 +88,12 @@ def _powers(values: Tensor, norm_type: float) -> Tensor:
 
 
 def is_finite(values: Tensor, partial: float) -> bool:
-    """Whether all elements are finite, given their partial norm; looks at them again only where that is not."""
+    """Tell whether all elements are finite, given their partial norm; looks at them again only where that is not."""
     return math.isfinite(partial) or bool(torch.isfinite(values).all())
 
 
 def combine(partials: Iterable[float], norm_type: float) -> float:
-    """The norm, of partials in the order of their slices."""
+    """Combine partials, in the order of their slices, to the norm."""
     total = _fold(partials, norm_type)
     if norm_type in (1.0, math.inf) or not math.isfinite(total):
         return total
@@ -105,7 +105,7 @@ UNCHANGED = Decision()
 
 
 def same_decision(a: Decision, b: Decision) -> bool:
-    """Whether two decisions have the same effect."""
+    """Tell whether two decisions have the same effect."""
     if a.skip or b.skip:
         return a.skip == b.skip
     return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
@@ -164,7 +164,7 @@ def measure(
 def partial_of_slice(
     body: Tensor | None, sparse: Mapping[int, RowSet], norm_type: float
 ) -> tuple[float, bool]:
-    """The partial norm of a slice, and whether all of it is finite.
+    """Return the partial norm of a slice, and whether all of it is finite.
 
     Args:
         body: The elements of the slice, zero where they do not count; None where none does.
@@ -178,7 +178,7 @@ def partial_of_slice(
 
 
 def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
-    """A copy of the elements of a slice that is zero outside of some segments."""
+    """Return a copy of the elements of a slice that is zero outside of some segments."""
     copy = torch.zeros_like(body)
     for segment, is_wanted in zip(piece.segments, wanted, strict=True):
         if is_wanted:

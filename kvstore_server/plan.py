@@ -104,7 +104,7 @@ class Slice:
 
 
 def row_numel(spec: TensorSpec) -> int:
-    """The elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
+    """Return the elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
@@ -187,7 +187,7 @@ class RowBlock(NamedTuple):
             first = end
 
     def in_key(self, ids: Ints, first: int, end: int) -> Ints:
-        """Number (ascending) rows of some slices, which are counted from the first of these, as the key does."""
+        """Say which rows of the key (ascending) rows of some slices are, which are counted from the first of these."""
         ids = ids + self.starts[first]
         ends = ids.searchsorted(self.starts[first : end + 1])
         return ids + self.shifts[first:end].repeat(ends[1:] - ends[:-1])
@@ -299,7 +299,7 @@ class _Arena:
 
 
 def _most_together(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
-    """The number of neighbouring slices of a key that go to one server.
+    """Return the number of neighbouring slices of a key that go to one server.
 
     Those that are mapped have to begin in their page where they do on workers. So as many stay together as fill whole
     pages; or where these would be few, of every server's share all.
@@ -443,7 +443,7 @@ class Plan:
         return grouped([(segment.key, piece) for piece in self.slices for segment in piece.segments])
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
-        """The slices on one server, in arena order."""
+        """Return the slices on one server, in arena order."""
         return self._by_server.get(server, ())
 
     @cached_property
@@ -453,19 +453,19 @@ class Plan:
         return frozenset(range(len(self.specs))) - shared
 
     def is_resident(self, piece: Slice) -> bool:
-        """Whether workers hold a copy of a slice, because its keys are not row-sparse."""
+        """Tell whether workers hold a copy of a slice, because its keys are not row-sparse."""
         return not self.specs[piece.segments[0].key].row_sparse
 
     def resident_slices_of(self, server: int) -> tuple[Slice, ...]:
-        """The slices on one server of which workers hold a copy, in arena order."""
+        """Return the slices on one server of which workers hold a copy, in arena order."""
         return self._resident.get(server, ())
 
     def takes_rows(self, key: int) -> bool:
-        """Whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
+        """Tell whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
         return key not in self._torn
 
     def slices_with(self, key: int) -> tuple[Slice, ...]:
-        """The slices that hold a part of a key (by index), in the order of its elements; none of an empty key."""
+        """List the slices that hold a part of a key (by index), in the order of its elements; none if it is empty."""
         return self._by_key.get(key, ())
 
     def rows(self, key: int) -> RowPlaces:

@@ -56,7 +56,7 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
 
 
 def _asking(context: Any, address: str) -> Any:
-    """A socket that has asked the server at an address for its facts."""
+    """Return a socket that has asked the server at an address for its facts."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)

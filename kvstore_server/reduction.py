@@ -125,7 +125,7 @@ def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
 
 
 def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
-    """The keys that none of the contributions has."""
+    """Return the keys that none of the contributions has."""
     left_out = contributions[0].absent if contributions else NO_KEYS
     for given in contributions:
         left_out &= given.absent
@@ -141,7 +141,7 @@ class Sums:
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def given_as_rows(self, contributions: Sequence[Contribution]) -> list[int]:
-        """The keys of which all ranks that have them gave only rows."""
+        """Return the keys of which all ranks that have them gave only rows."""
         keys = sorted({key for given in contributions for key in given.rows})
         for given in contributions:
             known = {*given.rows, *given.absent}
@@ -149,7 +149,7 @@ class Sums:
         return keys
 
     def _has_run(self, given: Contribution, key: int) -> bool:
-        """Whether a rank gave numbers to the first slot of a key."""
+        """Tell whether a rank gave numbers to the first slot of a key."""
         slot = self._storage.homes[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
@@ -172,7 +172,7 @@ class Sums:
         return joined
 
     def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[Contribution]) -> RowSet:
-        """The sum of rows; as dense sums, equal scales are applied once. It may be the rows of a scratch contribution.
+        """Sum rows; as in dense sums, equal scales are applied once. It may be the rows of a scratch contribution.
 
         Args:
             homes: Of one key, or of keys that are `side_by_side`: ids count from the first row of the first one.
@@ -226,7 +226,7 @@ class Sums:
         return self._chunks.get(tuple(named), self._divide, *named)
 
     def part(self, slot: int, begin: int, end: int, contributions: Sequence[Contribution]) -> Chunk:
-        """Some elements of a slot, whole lines, to which contributions of dense numbers are given."""
+        """Return some elements of a slot, whole lines, to which contributions of dense numbers are given."""
         one = self._storage.slots[slot]
         given = [Source(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
         used = min(end, one.piece.used) - begin
@@ -321,8 +321,7 @@ class Sums:
                 yield Span(first, end, given, sparse)
 
     def alone(self, chunk: Chunk, contributions: Sequence[Contribution]) -> tuple[Tensor, float] | None:
-        """What a single rank gave to a chunk as scratch, in the dtype to compute in, and its factor; None if that is
-        not all."""
+        """Return what one rank gave to a chunk as scratch, to compute with, and its factor; None if it is not all."""
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
         one = contributions[source.number]
@@ -335,7 +334,7 @@ class Sums:
         return (own, one.scale) if len(own) == length else None
 
     def total(self, chunk: Chunk, contributions: Sequence[Contribution], out: Tensor | None = None) -> Tensor:
-        """The sum over ranks of scale · numbers of a chunk with zeros as padding, in the dtype to compute in.
+        """Sum scale · numbers of a chunk over ranks, with zeros as padding, in the dtype to compute in.
 
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
         the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.
@@ -375,7 +374,7 @@ class Sums:
     def _numbers(
         self, body: Tensor, span: Span, one: Contribution, source: Source, is_further: bool
     ) -> Tensor:
-        """What a rank gave to the elements of a span, in the dtype of `body`; that of the first rank may lie there."""
+        """Return what a rank gave to a span, in the dtype of `body`; that of the first rank may lie there."""
         slot, payload = self._storage.slots[span.first], None
         run = one.runs[source.run] if source.run >= 0 else None
         if run is not None and isinstance(run.payload, Tensor):

@@ -203,7 +203,7 @@ class Slots:
         return len(self.table)
 
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
-        """Number the slices of the next table: of so many bytes each, and see `is_next`."""
+        """Add the slices of the next table: of so many bytes each, and see `is_next`."""
         begin, end = len(self.table), len(self.table) + len(sizes)
         self._first = _grown(self._first, self.num_tables + 2, 0)
         self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
@@ -216,7 +216,7 @@ class Slots:
         self.nbytes, self.is_next = self._nbytes[:end], self._is_next[:end]
 
     def of(self, tables: Ints) -> Ints:
-        """The slots of some tables, in their order."""
+        """Return the slots of some tables, in their order."""
         counts = self.first[tables + 1] - self.first[tables]
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
@@ -291,11 +291,11 @@ class Given:
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
     def payload(self, slot: int) -> tuple[Any, int]:
-        """The buffer of a slice that is here, and where in it its bytes begin."""
+        """Return the buffer of a slice that is here, and where in it its bytes begin."""
         return self._buffers[slot], int(self._places[slot] % _BUFFER)
 
     def runs(self, slots: Ints) -> list[Piece]:
-        """Of some slots, which ascend, those that are here: neighbours whose bytes are neighbours, too, together."""
+        """List which of some (ascending) slots are here; neighbours whose bytes are neighbours, too, together."""
         here = slots[self.marks[slots].nonzero()]
         places = self._places[here]
         places = places - places[:1]  # so that it is the same in all rounds
@@ -306,7 +306,7 @@ class Given:
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
-        """Of a slot what is here from one element up to another, of which the rest may be still to come.
+        """Return what is here of a slot from one element up to another; the rest may be still to come.
 
         Args:
             mark: Of its generation.
@@ -385,13 +385,13 @@ class Book:
             given.fit()
 
     def of(self, rank: int) -> Given:
-        """What a rank has given."""
+        """Return what a rank has given."""
         if rank not in self.given:
             self.given = dict(sorted({**self.given, rank: Given(self._slots)}.items()))
         return self.given[rank]
 
     def number(self, table: int) -> int:
-        """The open round of a table; every lower one is over."""
+        """Return the open round of a table; every lower one is over."""
         return int(self.numbers[table])
 
     def push(self, rank: int, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
@@ -547,7 +547,7 @@ class Book:
                 given.begin_anew(table)
 
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
-        """What becomes of commits, by a Verdict for each."""
+        """Judge commits, by a Verdict for each."""
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
         verdicts[given.sums[tables] != counts * _HERE + generations] = Verdict.REFUSED
@@ -564,13 +564,13 @@ class Book:
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
 
     def oldest(self) -> list[int]:
-        """The table whose open round has been waited for longest; none where nobody waits."""
+        """Return the table whose open round has been waited for longest; none where nobody waits."""
         every = [enumerate(given.said) for given in self.given.values()]
         said = [(terms.since, table) for of_rank in every for table, terms in of_rank if terms is not None]
         return [min(said)[1]] if said else []
 
     def late(self, now: float) -> list[int]:
-        """The tables for whose open rounds somebody waits who has lost patience."""
+        """Return the tables for whose open rounds somebody waits who has lost patience."""
         if now < self._patience:
             return []
         deadlines = {table: self.times(table)[1] for table in np.flatnonzero(self.num_committed).tolist()}
@@ -578,7 +578,7 @@ class Book:
         return [table for table, deadline in deadlines.items() if deadline <= now]
 
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
-        """The slots of a table that a rank must send again, which wants to commit `count` slices of it.
+        """Return the slots of a table that a rank must send again, which wants to commit `count` slices of it.
 
         Those of which nothing is here; all, where as many are here and one of them in a lower generation.
         """
@@ -588,12 +588,12 @@ class Book:
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
     def why_failed(self, table: int, round_: int) -> KVStoreError:
-        """The error of a round that failed."""
+        """Return the error of a round that failed."""
         known = self._failures.get(table, {}).get(round_)
         return KVStoreError(f"round {round_} failed") if known is None else known
 
     def missing_ranks(self, table: int) -> list[int]:
-        """The ranks that have not committed the open round of a table."""
+        """Return the ranks that have not committed the open round of a table."""
         return [rank for rank in range(self.num_members) if not self.has_committed(rank, table)]
 
     def has_committed(self, rank: int, table: int) -> bool:
@@ -635,11 +635,11 @@ class Book:
         self._note_failure(table, self.number(table) - 1, error)
 
     def was_applied(self, table: int, round_: int) -> bool:
-        """Whether a past round was applied and stands."""
+        """Tell whether a past round was applied and stands."""
         return round_ < min(self.number(table), int(self._failed[table]))
 
     def replace_process(self, rank: int) -> None:
-        """A newer process took the rank over: drop what the older one had not committed."""
+        """Drop what a rank had not committed, which a newer process took over."""
         if rank in self.given:
             given = self.of(rank)
             dropped = np.flatnonzero(~given.committed[: self._slots.num_tables])
@@ -683,7 +683,7 @@ class Rounds:
             book.fit()
 
     def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
-        """The books of which a rank means those rounds of some tables, each with which are its own; None: all."""
+        """List the books of which a rank means these rounds of some tables, each with which are its own; None: all."""
         if self._is_sync:
             return [(self.shared, None)]
         # The first round of a table is always one of all ranks together.
@@ -694,12 +694,12 @@ class Rounds:
         return found
 
     def book(self, rank: int, table: int, round_: int = -1) -> Book:
-        """The book of which a rank means that round of a table, or its present one."""
+        """Return the book of which a rank means that round of a table, or its present one."""
         [(book, _)] = self.books(rank, np.array([table]), np.array([round_]))
         return book
 
     def lane(self, rank: int, tables: Ints, rounds: Ints) -> Book:
-        """The lane of a rank, in which it means those rounds of some tables.
+        """Return the lane of a rank, in which it means those rounds of some tables.
 
         The first one that a process means is its first, and sets its clock. With several servers it takes the greatest
         that one of them has proposed: if they differed in who is ahead of whom, ranks could wait in a circle.
@@ -714,15 +714,15 @@ class Rounds:
         return lane
 
     def clocks(self, table: int) -> list[int]:
-        """The clock of each rank."""
+        """Return the clock of each rank."""
         return self._clocks.setdefault(table, [0] * self.num_workers)
 
     def joined(self, table: int) -> set[int]:
-        """The ranks that have no more data until all have joined."""
+        """Return the ranks that have no more data until all have joined."""
         return self._joined.setdefault(table, set())
 
     def next_round(self, rank: int, table: int) -> int:
-        """The round with which a rank should begin; a new process is beside the slowest of the others, or ahead."""
+        """Say with which round a rank should begin; a new process is beside the slowest of the others, or ahead."""
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self._lanes.get(rank)
@@ -742,12 +742,12 @@ class Rounds:
         return sum(book.mismatches.get(table, 0) for book in (self.shared, *self._lanes.values()))
 
     def advance(self, rank: int, table: int) -> None:
-        """A round of the rank's lane is over; if the rank had joined, it is back."""
+        """Advance the clock of a rank, a round of whose lane is over; if it had joined, it is back."""
         self.joined(table).discard(rank)
         self.clocks(table)[rank] += 1
 
     def behind(self, rank: int, table: int) -> list[int]:
-        """The ranks because of which this one may not read now."""
+        """Return the ranks because of which this one may not read now."""
         if table in self.begun:
             return self.shared.missing_ranks(table)
         if self.bound is None:
@@ -757,23 +757,23 @@ class Rounds:
         return [r for r, clock in enumerate(clocks) if clock < least and self._takes_part(r, table)]
 
     def missing_from_join(self, table: int) -> list[int]:
-        """The ranks that still have data."""
+        """Return the ranks that still have data."""
         return [rank for rank in range(self.num_workers) if self._takes_part(rank, table)]
 
     def part_again(self, table: int) -> None:
-        """All ranks have joined: from now on all take part again, side by side."""
+        """Let all ranks take part again, side by side, as all have joined."""
         self.joined(table).clear()
         self._clocks[table] = [max(self.clocks(table))] * self.num_workers
 
     def fail_join(self, rank: int, table: int, round_: int, error: KVStoreError) -> None:
-        """A rank that waits for all to join will not see that: it takes part as before, and its joining has failed."""
+        """Fail the joining of a rank, which will not see that all have joined: it takes part as before."""
         self.joined(table).discard(rank)
         lane = self.book(rank, table)
         if round_ == lane.number(table) - 1:
             lane.undo(table, error)
 
     def begin_process(self, rank: int) -> None:
-        """A process begins to stand for a rank: it takes part, in new lanes."""
+        """Let a process that begins to stand for a rank take part, in new lanes."""
         self.shared.replace_process(rank)
         self._lanes.pop(rank, None)
         for joined in self._joined.values():
@@ -781,7 +781,7 @@ class Rounds:
         self.left.discard(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
-        """The process of a rank has ended; where it was done, nobody needs what it will not give."""
+        """End the process of a rank; where it was done, nobody needs what it will not give."""
         self.shared.replace_process(rank)
         self._lanes.pop(rank, None)
         if is_done:
@@ -812,7 +812,7 @@ class Wait:
         return self.deadline - self.timeout
 
     def missing(self, rounds: Rounds) -> list[int]:
-        """The ranks that it waits for; none when it can be answered."""
+        """Return the ranks that it waits for; none when it can be answered."""
         return rounds.missing_from_join(self.table) if self.is_join else rounds.behind(self.rank, self.table)
 
 
@@ -836,7 +836,7 @@ class Waits:
         del self.all[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
-        """A contribution came: its rank waits no more for all to join, and whoever does may wait as long as before."""
+        """Note a contribution: its rank waits no more for all to join, and whoever does has all its time again."""
         for key, wait in list(self.all.items()):
             if wait.is_join and wait.table == table:
                 if wait.rank == rank:
@@ -854,7 +854,7 @@ class Waits:
 
 
 def _grown(array: Any, size: int, fill: Any) -> Any:
-    """The array with room for so many records; new ones are like `fill`."""
+    """Return the array with room for so many records; new ones are like `fill`."""
     if len(array) >= size:
         return array
     more = np.full(max(size, 2 * len(array)), fill, array.dtype)
@@ -863,7 +863,7 @@ def _grown(array: Any, size: int, fill: Any) -> Any:
 
 
 def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
-    """Whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
+    """Tell whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
     if isinstance(mine, Encoded) and isinstance(theirs, Encoded) and mine.codec == theirs.codec:
         mine, theirs = mine.data, theirs.data
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):

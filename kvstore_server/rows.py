@@ -141,7 +141,7 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
 
 
 def num_slices(data: Tensor) -> int:
-    """The number of slices that rows are of."""
+    """Return the number of slices that rows are of."""
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
@@ -165,14 +165,14 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None)
 
 
 def payload_nbytes(payload: Payload) -> int:
-    """The bytes of what a rank gave to a slice."""
+    """Return the bytes of what a rank gave to a slice."""
     if isinstance(payload, Mapping):
         return sum(one.nbytes for one in _tensors_of(payload))
     return payload.data.nbytes if isinstance(payload, Encoded) else payload.nbytes
 
 
 def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
-    """The rows that a segment, and those of the key in the next slices on its server, have together.
+    """Return the rows that a segment, and those of the key in the next slices on its server, have together.
 
     Raises:
         ProtocolError: it has no rows, or there are not so many slices.
@@ -227,7 +227,7 @@ class _Reader:
 
 
 def are_rows(ids: Ints, num_rows: int) -> bool:
-    """Whether ids are distinct, ascending and of so many rows."""
+    """Tell whether ids are distinct, ascending and of so many rows."""
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
 
@@ -294,7 +294,7 @@ def pack_rows(
 
 
 def same_payload(a: object, b: object) -> bool:
-    """Whether two payloads of one slice are the same contribution."""
+    """Tell whether two payloads of one slice are the same contribution."""
     if isinstance(a, Encoded) and isinstance(b, Encoded):
         return a.codec == b.codec and torch.equal(a.data, b.data)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -316,7 +316,7 @@ class Server:
             waiting.append(reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
-        """Replies without the weights that wait for their peer already, which a repeated request asks for again."""
+        """Drop from replies weights that wait for their peer already, which a repeated request asks for again."""
         news = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
@@ -463,7 +463,7 @@ class Backlog:
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
-    """The buffers of the store that a reply reads from, one for each part."""
+    """Return the buffers of the store that a reply reads from, one for each part."""
     return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
 
 

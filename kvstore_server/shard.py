@@ -97,7 +97,7 @@ class Shard:
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
     ) -> Contribution:
-        """What a rank gave to neighbouring slices, in the order of their slots; some in parts.
+        """Return what a rank gave to neighbouring slices, in the order of their slots; some in parts.
 
         Raises:
             ProtocolError: records of one key name the same rows.
@@ -134,7 +134,7 @@ class Shard:
         return dense
 
     def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor], without: Collection[int] = ()) -> list[Run]:
-        """Numbers for the slices of a unit, laid out as a plan for one server says.
+        """Find the numbers for the slices of a unit, laid out as a plan for one server says.
 
         Args:
             without: Keys that may be left out, where a slice holds nothing else.
@@ -156,7 +156,7 @@ class Shard:
         return runs
 
     def visible(self, unit: Unit, index: int) -> Tensor:
-        """The weights of a slice without its padding, as they are sent; not a copy."""
+        """Return the weights of a slice without its padding, as they are sent; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
     def rows_of(self, unit: Unit, key: int) -> Tensor:
@@ -494,7 +494,7 @@ class Shard:
             self._note_rows(one.key, None if is_all else ids)
 
     def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
-        """The state of a key in its shape."""
+        """Return the state of a key in its shape."""
         states = home.block.states
         state = states.view(home.first, home.part)
         if state.master is not None:
@@ -630,7 +630,7 @@ class Shard:
         return sum(block.states.nbytes for block in self.storage.blocks)
 
     def updates_after(self, unit: Unit, contributions: Sequence[Contribution]) -> int:
-        """The number of updates of the key of a unit, on whichever server, that will have had most after this one.
+        """Return how many updates the most updated key of a unit will have had after this one, on whichever server.
 
         Every server of a table hears of every contribution which keys it has, also of those that lie on other servers;
         so all count alike. State that was loaded has counts of its own.
@@ -647,7 +647,7 @@ class Shard:
         return max(found, default=0)
 
     def note_read(self, unit: Unit, ranks: Sequence[int], others: Mapping[int, Tensor] | None = None) -> None:
-        """The present weights of a unit, but for some slots that have others, are those that these ranks have.
+        """Note that these ranks have the present weights of a unit, but for some slots that have others.
 
         A delay-compensated optimizer keeps in its state the weights that a gradient was computed with. Where ranks
         contribute by themselves these are other ones for each rank (Zheng et al., Asynchronous SGD with Delay
@@ -668,7 +668,7 @@ class Shard:
                 kept[slot.start : slot.start + len(read)].copy_(read)
 
     def slot_of(self, unit: Unit, index: int) -> int:
-        """The slot of a slice. Raises ProtocolError if it is not here."""
+        """Return the slot of a slice. Raises ProtocolError if it is not here."""
         slot = unit.slots.get(index)
         if slot is None:
             raise ProtocolError(f"slice {index} of the table is not on this server")
@@ -704,7 +704,7 @@ class Shard:
             slot.block.hyper_ids[slot.first : slot.last] = list(map(id, own))
 
     def _updated_by_rows(self, contributions: Sequence[Contribution], optimizer: Optimizer) -> list[int]:
-        """Those among them that the optimizer updates by rows."""
+        """List those keys that the optimizer updates by rows."""
         return [
             key
             for key in self._sums.given_as_rows(contributions)
@@ -734,7 +734,7 @@ class Shard:
 
 
 def _joined(parts: Sequence[RowSet]) -> RowSet:
-    """Rows of a key that came for several slices. Raises ProtocolError unless they are distinct and ascend."""
+    """Join rows of a key that came for several slices. Raises ProtocolError unless they are distinct and ascend."""
     ids = torch.cat([part.ids for part in parts])
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ProtocolError("slices of one key name the same rows, or rows of each other")
@@ -742,7 +742,7 @@ def _joined(parts: Sequence[RowSet]) -> RowSet:
 
 
 def _alike(block: Block, a: int, b: int) -> bool:
-    """Whether two segments have equal numbers and equal state but for what lies in memory."""
+    """Tell whether two segments have equal numbers and equal state but for what lies in memory."""
     states = block.states
     return bool(
         states.steps[a] == states.steps[b]
@@ -752,7 +752,7 @@ def _alike(block: Block, a: int, b: int) -> bool:
 
 
 def _only_dense(body: Tensor, piece: Slice, present: Present, rows: Mapping[int, RowSet]) -> Tensor | None:
-    """The elements of a slice that count beside some rows, zero elsewhere; None where there are none."""
+    """Return the elements of a slice that count beside some rows, zero elsewhere; None where there are none."""
     dense = [(present is None or present[at]) and at not in rows for at in range(len(piece.segments))]
     if not any(dense):
         return None

@@ -84,7 +84,7 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
 
 
 def _go_on(space: Namespace, table: Table, rank: int) -> None:
-    """A rank has announced something else than before: take back what was applied, unless it fits to that, too."""
+    """Take back what was applied, as a rank has announced something else, unless it fits to that, too."""
     begun, news = table.begun, space.rounds.shared.given[rank].announced[table.number]
     if begun is None:
         return
@@ -144,7 +144,7 @@ def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bo
 
 
 def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
-    """Some slices have come: apply and answer those that all ranks have given now."""
+    """Apply and answer those slices that all ranks have given now, as some have come."""
     out: list[m.Outgoing] = []
     for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
         out += _advance(space, space.tables[number], slots)
@@ -255,7 +255,7 @@ def _wants_bytes(said: Announced) -> bool:
 
 
 def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
-    """All ranks have committed: apply what is left, and answer those that have had the rest of the weights.
+    """Apply what is left, as all ranks have committed, and answer those that have had the rest of the weights.
 
     None: nothing of the round is applied, because it is not as it was announced.
     """
@@ -300,7 +300,7 @@ def take_back(space: Namespace, table: Table) -> None:
 
 
 def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
-    """A rank wants to read tables: what it may give otherwise is taken back, or it would wait for itself."""
+    """Take back what a rank that reads tables may give otherwise, or it would wait for itself."""
     for number in space.rounds.begun.intersection(tables):
         table = space.tables[number]
         assert table.begun is not None

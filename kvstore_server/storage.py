@@ -67,7 +67,7 @@ class RowChanges:
         """Stack → the version up to which nothing is known."""
 
     def note(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
-        """Some rows of a segment have changed, `ids` as in `Rows`; without a position all of the stack."""
+        """Note that rows of a segment have changed, `ids` as in `Rows`; without a position all of the stack."""
         if self._is_wanted and stack in self._rooms:
             before = self._pending.setdefault(stack, [])
             if position is None or before is None:
@@ -76,12 +76,12 @@ class RowChanges:
                 before.append({position: ids})
 
     def note_all(self) -> None:
-        """All has changed."""
+        """Note that all has changed."""
         for stack in self._rooms:
             self.note(stack)
 
     def since(self, stack: int, held: int, version: int) -> Rows | None:
-        """What a worker that holds version `held` of a stack must be sent to have `version`, which is the present one.
+        """Say what a worker that holds version `held` of a stack must be sent to have `version`, the present one.
 
         Empty where nothing has changed; None where the stack must be sent whole.
         """
@@ -335,7 +335,7 @@ class Storage:
     def _blocks_for(
         self, plan: Plan, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None
     ) -> dict[str, Block]:
-        """The memory for some slices of a plan, by dtype: what is left of the last block, or a new one."""
+        """Return the memory for some slices of a plan, by dtype: what is left of the last block, or a new one."""
         sizes: dict[str, int] = {}
         for piece in slices:
             may_part = piece.nbytes >= LONG or not plan.is_resident(piece)
@@ -411,7 +411,7 @@ class Storage:
         self.places.append(-1 if place is None else place)
 
     def place(self, slot: int) -> int:
-        """Where peers can map the present weights of a slot; -1 where they cannot."""
+        """Say where peers can map the present weights of a slot; -1 where they cannot."""
         return -1 if slot in self._moved else self.places[slot]
 
     @property
@@ -425,12 +425,12 @@ class Storage:
         return list({id(slot.block): slot.block for slot in self.slots}.values())
 
     def is_next(self, slot: int, other: int) -> bool:
-        """Whether a slot is the neighbour of another one in memory."""
+        """Tell whether a slot is the neighbour of another one in memory."""
         a, b = self.slots[slot], self.slots[other]
         return other == slot + 1 and a.block is b.block and self.ends[slot] == b.start
 
     def continues_key(self, slot: int) -> bool:
-        """Whether a slot goes on with the key of the one before."""
+        """Tell whether a slot goes on with the key of the one before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
     def lend(self, first: int, end: int, to_write: bool = True) -> Tensor:

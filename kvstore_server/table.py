@@ -159,7 +159,7 @@ class Table:
         """What a worker was sent last: the version that it had and the one it got, and the parts."""
 
     def begin_round(self, whose: int) -> None:
-        """A slice of the next round of a rank, or of all, has come: the last one is final."""
+        """Make the last round of a rank, or of all, final, as a slice of the next one has come."""
         if self._last_rank in (ALL, whose):
             self.shard.undos.pop(self.unit, None)
 
@@ -294,7 +294,7 @@ class Table:
     def hypers(
         self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes
     ) -> Sequence[Mapping[str, Any]]:
-        """The numbers with which the optimizer updates each key.
+        """Return the numbers with which the optimizer updates each key.
 
         Args:
             given: The contributions to the round; none where all ranks give all keys.
@@ -387,7 +387,7 @@ class Table:
         return RoundEnd(self.version, left_out, (), hyper)
 
     def fail(self, whose: int) -> None:
-        """The open round of a rank, or of ALL, ends without effect."""
+        """End the open round of a rank, or of ALL, without effect."""
         self.held = None
         self.begin_round(whose)
 
@@ -407,7 +407,7 @@ class Table:
         return True
 
     def note_decision(self, decision: Decision) -> bool:
-        """Whether a decision about the last round is the one that was applied, as it must be; counts others."""
+        """Tell whether a decision about the last round is the one that was applied, as it must be; counts others."""
         is_same = same_decision(decision, self.ends[ALL].decision)
         self.decisions_differing += not is_same
         return is_same
@@ -535,7 +535,7 @@ class Table:
 
 
 def norm_to_hold(parts: Parts) -> float:
-    """The type of norm for which all ranks want their sum held; 0 where they do not.
+    """Return the type of norm for which all ranks want their sum held; 0 where they do not.
 
     Raises:
         PlanMismatchError: ranks differ in that.

@@ -120,7 +120,7 @@ def find_topology(
 
 
 def serve_role(environ: Mapping[str, str]) -> None:
-    """In a process whose DMLC_ROLE is scheduler or server, serve until the job is over; in others return at once.
+    """Serve until the job is over where DMLC_ROLE is scheduler or server; in other processes return at once.
 
     A process that is given a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says.
 

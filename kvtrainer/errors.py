@@ -41,7 +41,7 @@ _Kind = TypeVar("_Kind", bound=KVStoreError)
 def file_error(
     kind: type[_Kind], text: str, cause: BaseException | int, filename: str | os.PathLike[str]
 ) -> _Kind:
-    """An error of a kind that is also the one that Python has for this: FileNotFoundError, PermissionError and others.
+    """Make an error of a kind that is also the one that Python has for this: FileNotFoundError and others.
 
     Args:
         cause: What was raised, or a number of `errno`. What is no error of the operating system adds nothing.
@@ -84,7 +84,7 @@ class WeightsWrittenError(KVStoreError):
 
     @classmethod
     def of(cls, names: Sequence[str], total: int) -> WeightsWrittenError:
-        """The error that names the parameters, out of so many."""
+        """Return the error that names the parameters, out of so many."""
         return cls(
             f"{len(names)} of {total} parameters were written to since the last step, but the kvstore's weights "
             f"count, which this step would put in their place: {', '.join(names)}. Call trainer.set_data() on every "
@@ -101,7 +101,7 @@ class StaleGradientError(KVStoreError, UserWarning):
 
     @classmethod
     def of(cls, names: Sequence[str], total: int, is_any_fresh: bool) -> StaleGradientError:
-        """The error that names the parameters, out of so many; says more where no other one has a new gradient."""
+        """Name the parameters, out of so many, in an error; say more where no other one has a new gradient."""
         hint = "" if is_any_fresh else f" {REPLACED}"
         return cls(
             f"{len(names)} of {total} parameters got no gradient since the last step: {', '.join(names)}.{hint} If the "

@@ -137,7 +137,7 @@ class ParameterGroups:
         return self._last
 
     def over(self, device: DeviceMemory) -> list[Group]:
-        """The groups with the parameters of one device alone."""
+        """Return the groups with the parameters of one device alone."""
         members: list[list[Any]] = [[] for _ in self.live]
         for spec, parameter in zip(device.plan.specs, device.parameters, strict=True):
             members[spec.group].append(parameter)
@@ -213,7 +213,7 @@ class UpdateCounter:
             self._optimizer.num_update += 1 - least
 
     def restore_one(self, key: int, updates: int, num_keys: int) -> None:
-        """As `restore`, for a key alone."""
+        """Do as `restore`, for a key alone."""
         most = self._optimizer.num_update - self._optimizer.begin_num_update
         if updates != most - self._behind.get(key, 0):
             counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
@@ -230,7 +230,7 @@ class UpdateCounter:
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
-    """Whether it is a torch class that we do not know, whose groups may have any entries."""
+    """Tell whether it is a torch class that we do not know, whose groups may have any entries."""
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
@@ -437,12 +437,12 @@ def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """The options that every group has."""
+    """Return the options that every group has."""
     return tuple(name for name in optimizer.plain_hyper() if name not in NOTES)
 
 
 def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """What is saved of a group: options, and plain marks of schedules and scripts; of a foreign class all else too."""
+    """Return what is saved of a group: options, plain marks of schedules and scripts; of a foreign class all."""
     found = {name: value for name, value in group.items() if name not in _LISTS}
     if is_foreign(optimizer):
         return found
@@ -494,7 +494,7 @@ def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number for a tensor of one element or a NumPy number: what can travel."""
+    """Return a number for a tensor of one element or a NumPy number: what can travel."""
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
     if isinstance(value, Tensor):  # torch takes a learning rate of shape (1,), too

@@ -275,7 +275,7 @@ class OptimizerStates:
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
     def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
-        """Where the state is kept, with the devices for it: in a store, or here for each replica."""
+        """Say where the state is kept, with the devices for it: in a store, or here for each replica."""
         if self._link.updates_weights:
             return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]
         return [

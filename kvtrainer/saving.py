@@ -90,7 +90,7 @@ def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
 
 
 def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
-    """The options and states in the form of torch's state_dict; parameters are numbered in the order of `names`."""
+    """Return options and states in the form of torch's state_dict; parameters are numbered in order of `names`."""
     groups: list[dict[str, Any]] = [{**options, "params": []} for options in saved.groups]
     for at, name in enumerate(names):
         groups[saved.parameters[name].group]["params"].append(at)
@@ -133,7 +133,7 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | None:
-    """The residuals that were saved; None if there were none."""
+    """Return the residuals that were saved; None if there were none."""
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
@@ -148,7 +148,7 @@ def _section(device: int) -> str:
 
 
 def _description(optimizer: Optimizer) -> dict[str, Any]:
-    """As `Optimizer.spec` has it, also where the scheduler is code."""
+    """Return what `Optimizer.spec` has, also where the scheduler is code."""
     described = optimizer.without_scheduler().spec()
     if optimizer.lr_scheduler is not None:
         try:

@@ -575,7 +575,7 @@ def _sync(path: str) -> None:
 
 
 def _kind(head: bytes, size: int) -> str:
-    """What a file that is not in the safetensors format seems to be."""
+    """Return what a file that is not in the safetensors format seems to be."""
     if not size:
         return "it is empty"
     for sign, kind in _SIGNS:

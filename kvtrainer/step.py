@@ -386,7 +386,7 @@ class StepPipeline:
         return fresh
 
     def _scale_of(self, batch_size: float | None) -> float:
-        """What gradients are multiplied by, before the mean over workers and without the loss scale."""
+        """Return the factor of gradients, before the mean over workers and without the loss scale."""
         rescale = self.groups.optimizer.rescale_grad
         if batch_size is None:
             return rescale
@@ -678,7 +678,7 @@ class StepPipeline:
         self.link.is_torn = False
 
     def count_lost(self) -> None:
-        """A round failed while this worker waited for it: it counts where the steps of others may have returned before.
+        """Count a round that failed while this worker waited, where the steps of others may have returned before.
 
         Or counts, and what schedules make of them, would differ from then on, and with them every round would fail.
         """

@@ -372,7 +372,7 @@ class Trainer(torch.optim.Optimizer):
         return self.last
 
     def _named_fresh(self) -> list[tuple[str, Tensor]]:
-        """The parameters, of every device, whose gradients the coming step would use."""
+        """List the parameters, of every device, whose gradients the coming step would use."""
         memory = self._pipeline.memory
         return [
             (name, parameter)
@@ -448,7 +448,7 @@ class Trainer(torch.optim.Optimizer):
     # Losses.
 
     def context(self) -> AbstractContextManager[Any]:
-        """What the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
+        """Return what the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
         self._pipeline.has_context = True
         precision = self._pipeline.stages.precision
         if precision is None:
@@ -655,7 +655,7 @@ class Trainer(torch.optim.Optimizer):
         return {"momentum": [float(momentum) for momentum in found]}
 
     def describe_params(self) -> ParamReport:
-        """Every parameter with its present options and the rules that decided them; as a str it is a table."""
+        """List every parameter with its present options and the rules that decided them; as a str it is a table."""
         if self._param_report is None:
             # Those of an instance lack the names.
             rows = zip(self._groups.live, self._groups.names, strict=True)
@@ -1002,7 +1002,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
-        """Each server's counters for this Trainer's parameters, in server order; empty without a store.
+        """Return each server's counters for this Trainer's parameters, in server order; empty without a store.
 
         One dict for each server: in "tables" is one row, with the round, the version, bytes, and the ranks that the
         round waits for. Before the first step there is no store yet.

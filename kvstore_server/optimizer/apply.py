@@ -32,7 +32,7 @@ _UNIT = 64
 
 
 def is_half(weight: Tensor) -> bool:
-    """Whether an update of `weight` is computed in float32 and rounded afterwards."""
+    """Tell whether an update of `weight` is computed in float32 and rounded afterwards."""
     return weight.dtype in _HALF
 
 
@@ -253,7 +253,7 @@ def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
 
 
 def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Whether `update_rows` is sure to leave the weights of all other rows as they are."""
+    """Tell whether `update_rows` is sure to leave the weights of all other rows as they are."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
@@ -328,7 +328,7 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 def _new_entry(
     optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
 ) -> Tensor:
-    """An entry that a lazy update has begun, zero in the rows that were not updated."""
+    """Return an entry that a lazy update has begun, zero in the rows that were not updated."""
     if optimizer.elementwise:
         return room(name, value).view(weight.shape)
     if len(value) != count:

@@ -258,7 +258,7 @@ class Optimizer:
         return described
 
     def plain_hyper(self) -> dict[str, Any]:
-        """The options that a parameter group may set, with their present values as plain numbers."""
+        """Return the options that a parameter group may set, with their present values as plain numbers."""
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def without_scheduler(self) -> Optimizer:
@@ -268,14 +268,14 @@ class Optimizer:
         return alone
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
+        """Tell whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
 
         Otherwise it counts as a dense one that is zero elsewhere. `hyper` is as for `update`.
         """
         return False
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Whether `update` wants a row-sparse gradient as a sparse tensor, with the whole key beside it."""
+        """Tell whether `update` wants a row-sparse gradient as a sparse tensor, with the whole key beside it."""
         return False
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
@@ -362,7 +362,7 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 
     def _valid_options(self) -> dict[str, Any]:
-        """The options that end up in `hyper`, under their group keys, with their defaults."""
+        """Return the options that end up in `hyper`, under their group keys, with their defaults."""
         valid = dict(_COMMON)
         for cls in reversed(type(self).__mro__):
             valid.update({ALIASES.get(key, key): v for key, v in vars(cls).get("defaults", {}).items()})
@@ -416,7 +416,7 @@ def _oddity(value: Any) -> Any:
 
 
 def count_dtype() -> torch.dtype:
-    """The dtype in which kernels are told the number of an update: the default one, unless that is too narrow."""
+    """Return the dtype in which kernels are told the number of an update: the default, unless too narrow."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 

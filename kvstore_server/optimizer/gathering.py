@@ -105,13 +105,13 @@ class Ordered(NamedTuple):
     """Whether the one before is another one."""
 
     def places(self) -> Tensor:
-        """Of each id that was given its position among the distinct ones, int64."""
+        """Return the position of each given id among the distinct ones, int64."""
         places = np.empty_like(self.order)
         places[self.order] = self.is_first.cumsum() - 1
         return torch.from_numpy(places)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of each distinct id the sum of its values, of which there is a row for each id, in the order given.
+        """Sum the values of each distinct id, of which there is a row for each id, in the order given.
 
         Values of ids that are distinct and ascending already are returned as they are, not copied.
         """

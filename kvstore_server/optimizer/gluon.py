@@ -30,7 +30,7 @@ _TINY = 1e-10
 
 
 def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Tensor:
-    """The entry `name` of the state; zeros like `weight` where it has none yet."""
+    """Return the entry `name` of the state; zeros like `weight` where it has none yet."""
     value = state.get(name)
     if not isinstance(value, Tensor):
         value = state[name] = torch.zeros_like(weight)
@@ -78,7 +78,7 @@ def fused_sgd(
 
 
 def _survives(lr: float, dtype: torch.dtype) -> bool:
-    """Whether 1 - (1 - lr), in double as kernels compute it, is `lr` as far as `dtype` can tell.
+    """Tell whether 1 - (1 - lr), in double as kernels compute it, is `lr` as far as `dtype` can tell.
 
     It is wrong by at most 2**-53 (by 2**-52 if lr is negative): too little for float32 from rates of 1e-8, and for
     float64 nothing from 0.5, but mostly too much below. An eighth of the epsilon is a quarter of what rounding does.
@@ -184,7 +184,7 @@ class _Elementwise(Optimizer):
     verified = True
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether there is an option `lazy_update`, and it is on; see `Optimizer.updates_rows`."""
+        """Tell whether there is an option `lazy_update`, and it is on; see `Optimizer.updates_rows`."""
         return bool(hyper.get("lazy_update"))
 
 
@@ -212,7 +212,7 @@ class _Momentum(_Elementwise):
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether `lazy_update` is on, or without momentum and decay other rows stay as they are in any case."""
+        """Tell whether `lazy_update` is on, or without momentum and decay other rows stay as they are in any case."""
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
 
@@ -549,7 +549,7 @@ class AdaGrad(_Elementwise):
             )
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether there is no weight decay; see `Optimizer.updates_rows`."""
+        """Tell whether there is no weight decay; see `Optimizer.updates_rows`."""
         return bool(hyper["weight_decay"] == 0.0)
 
 
@@ -619,7 +619,7 @@ class Ftrl(_Elementwise):
         torch.sub(z.clamp(-threshold, threshold), z, out=weight).div_(scale)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Always; see `Optimizer.updates_rows`."""
+        """Say always; see `Optimizer.updates_rows`."""
         return True
 
 
@@ -682,5 +682,5 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the bits of an unsigned 64-bit number."""
     return word - 2**64 if word >= 2**63 else word

@@ -52,7 +52,7 @@ class _TrustRatio(Optimizer):
         return direction.mul_(_ratio(length, l2_norm(direction)))
 
     def _length(self, weight: Tensor, hyper: Hyper) -> float:
-        """The norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 is none."""
+        """Return the norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 is none."""
         length = l2_norm(weight)
         if hyper["lower_bound"]:
             length = max(length, hyper["lower_bound"])
@@ -122,7 +122,7 @@ class LARS(Optimizer):
     never_negative = frozenset({"eta"})
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Whether `lazy_update` is set."""
+        """Tell whether `lazy_update` is set."""
         return bool(hyper["lazy_update"])
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
@@ -177,7 +177,7 @@ class GroupAdaGrad(Optimizer):
             )
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Always: a row without a gradient would not change anyway."""
+        """Say always: a row without a gradient would not change anyway."""
         return True
 
     def create_state(self, weight: Tensor) -> Values:
@@ -192,14 +192,14 @@ class GroupAdaGrad(Optimizer):
 
 
 def l2_norm(tensor: Tensor) -> float:
-    """The Euclidean norm of all elements, summed in float64 in blocks whose bounds are always the same."""
+    """Return the Euclidean norm of all elements, summed in float64 in blocks whose bounds are always the same."""
     size = _BLOCK if tensor.device.type == "cpu" else max(1, tensor.numel())
     blocks = torch.split(tensor.reshape(-1), size)
     return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))
 
 
 def _ratio(wanted: float, length: float) -> float:
-    """What to multiply a vector of `length` with to make it `wanted` long; 1 where either is 0 or not finite."""
+    """Return what to multiply a vector of `length` with to make it `wanted` long; 1 where either is 0 or not finite."""
     if not (0 < wanted < math.inf and 0 < length < math.inf):
         return 1.0
     return wanted / length

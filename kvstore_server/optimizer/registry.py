@@ -67,7 +67,7 @@ def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registere
 
 
 def known() -> Mapping[str, AnyClass]:
-    """The classes that `create` finds by name, under their names in lower case."""
+    """Return the classes that `create` finds by name, under their names in lower case."""
     return MappingProxyType(_registry)
 
 

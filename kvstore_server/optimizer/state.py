@@ -80,7 +80,7 @@ class States:
 
     @classmethod
     def of_slice(cls, piece: Slice, device: torch.device | str = "cpu") -> States:
-        """The state of a slice that was never updated."""
+        """Return the state of a slice that was never updated."""
         return cls(piece.dtype, piece.length, [(s.start, s.numel) for s in piece.segments], device)
 
     def add(self, segments: Sequence[tuple[int, int]]) -> None:
@@ -90,7 +90,7 @@ class States:
         self.entries += [self._share({})] * len(segments)
 
     def view(self, first: int, part: slice) -> State:
-        """The state of segments with equal steps and entries, from `first` on; per-element tensors are views.
+        """Return the state of segments with equal steps and entries, from `first` on; per-element tensors are views.
 
         Args:
             part: Their elements.
@@ -119,19 +119,19 @@ class States:
         self.steps[first:end] = state.step
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
-        """As `keep`, of one whole key: only the master has a number per element."""
+        """Do as `keep` with one whole key: only the master has a number per element."""
         master = None if state.master is None else state.master.view(-1)  # also of a key without dimensions
         self.keep(first, end, part, State({}, state.step, master))
         self.entries[first] = {**self.entries[first], **state.values}
 
     def cleared(self, name: str, like: Tensor, part: slice) -> Tensor:
-        """The memory of that name, zero in `part`; made now if there is none."""
+        """Return the memory of that name, zero in `part`; made now if there is none."""
         is_new = name not in self.tensors
         memory = self.tensor(name, like)[part]
         return memory if is_new else memory.zero_()
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """The memory of that name; a missing one is made, zero, in the dtype to compute in."""
+        """Return the memory of that name; a missing one is made, zero, in the dtype to compute in."""
         if name not in self.tensors:
             compute = torch.float64 if self.dtype == "float64" else torch.float32
             dtype = compute if like.is_floating_point() else like.dtype
@@ -169,7 +169,7 @@ class States:
         return sum(value.nbytes for value in [*self.tensors.values(), *own] if isinstance(value, Tensor))
 
     def _share(self, entries: Entries) -> Entries:
-        """The same mapping for all segments that have everything in memory, and under the same names."""
+        """Return the same mapping for all segments that have everything in memory, and under the same names."""
         if any(value is not Place.MEMORY for value in entries.values()):
             return entries
         return self._shared.setdefault(tuple(entries), entries)
@@ -323,10 +323,10 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _places(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
-    """The memory, start and number of elements of each segment."""
+    """Return the memory, start and number of elements of each segment."""
     return [(states, *states.segments[index]) for states, index in parts]
 
 
 def own(value: Any) -> Any:
-    """A copy of a tensor; anything else as it is."""
+    """Return a copy of a tensor; anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -186,7 +186,7 @@ class TorchOptimizer(Optimizer):
         return made if not self.is_foreign or step is None else {**made, OWN_COUNT: step}
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
+        """Tell whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
         return self.cls in _SPARSE_CAPABLE and not hyper.get("weight_decay")
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
@@ -237,7 +237,7 @@ class TorchOptimizer(Optimizer):
             state[OWN_COUNT] = step
 
     def _changes_rows_alone(self, group: Mapping[str, Any]) -> bool:
-        """Whether a sparse gradient changes, of weights and state, nothing but the rows that it has."""
+        """Tell whether a sparse gradient changes, of weights and state, nothing but the rows that it has."""
         plain = self.cls is optim.Adagrad or (self.cls is optim.SGD and not group["momentum"])
         return plain and not group["maximize"] and not isinstance(group["lr"], Tensor)
 
@@ -269,7 +269,7 @@ class TorchOptimizer(Optimizer):
         group: Mapping[str, Any],
         number: int,
     ) -> dict[str, Any]:
-        """The state as torch keeps it before update `number`: with its own step count, where it has any state."""
+        """Return the state as torch keeps it before update `number`: with its own count, where it has any."""
         given: dict[str, Any] = dict(state)
         if self.cls is optim.SGD and grad.is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
             # torch keeps the buffer of sparse gradients sparse, and cannot add a dense one to them.
@@ -329,7 +329,7 @@ class TorchOptimizer(Optimizer):
         return group
 
     def instance_of(self, params: list[Any]) -> optim.Optimizer:
-        """The optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
+        """Make the optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
             return _constructed(self.cls, params, self._options)
         except (
@@ -352,12 +352,12 @@ class TorchOptimizer(Optimizer):
 
 
 def torch_name(cls: TorchClass) -> str:
-    """The name under which a torch class is known to a store."""
+    """Return the name under which a torch class is known to a store."""
     return f"torch:{cls.__name__}"
 
 
 def is_torchs_own(cls: TorchClass) -> bool:
-    """Whether `cls` is a class of torch's that we know, not a foreign one or a subclass."""
+    """Tell whether `cls` is a class of torch's that we know, not a foreign one or a subclass."""
     return cls in ELEMENTWISE or cls in WHOLE
 
 
@@ -372,7 +372,7 @@ def check_supported(cls: TorchClass) -> None:
 
 
 def _differs(value: Any, former: Any) -> bool:
-    """Whether an entry was replaced by another value; tensors count as other ones by identity."""
+    """Tell whether an entry was replaced by another value; tensors count as other ones by identity."""
     return value is not former and (isinstance(value, Tensor) or bool(value != former))
 
 
@@ -396,14 +396,14 @@ def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any])
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a group's entry can travel: a number, a text, None, or a tuple or list of such."""
+    """Tell whether a group's entry can travel: a number, a text, None, or a tuple or list of such."""
     if isinstance(value, tuple | list):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
-    """The options of a torch class with their defaults, from its constructor; None where that takes any."""
+    """Return the options of a torch class with their defaults, from its constructor; None where that takes any."""
     parameters = list(inspect.signature(cls).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
@@ -413,7 +413,7 @@ def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
 
 
 def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The constructor's arguments, as the groups and attributes have them; and why they are not those, if so."""
+    """Return the constructor's arguments, as the groups and attributes have them; and why they are not those, if so."""
     cls, kept = type(instance), {**vars(instance), **found}
     accepted = _signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}

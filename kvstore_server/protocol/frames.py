@@ -313,7 +313,7 @@ _SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "byte
 
 
 def _is_of_type(value: Any, declared: str) -> bool:
-    """Whether a value is of a type as messages declare them; numbers are finite, those in tuples of 64 bits."""
+    """Tell whether a value is of a type as messages declare them; numbers are finite, those in tuples of 64 bits."""
     expected: Any = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
     if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
         return False
@@ -394,7 +394,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
 
 
 def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...]]:
-    """What few contributions have: a form, hyper-parameters, absent keys."""
+    """Return what few contributions have: a form, hyper-parameters, absent keys."""
     extra = unpack_control(packed)
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
         raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
@@ -487,7 +487,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.State:
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
-    """The bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
+    """Return the bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
     total = len(frame)
     listed = sizes.tolist()  # as Python's numbers, whose sum cannot wrap around to the right one
     if min(listed, default=0) < 0 or sum(listed) != total:

@@ -199,7 +199,7 @@ class BornGradients:
             put_pages(address, nbytes, tray.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
 
     def part(self) -> None:
-        """In a process that was forked: what is written to gradients here is seen here alone, and none are born."""
+        """Part from the parent in a forked process: writes to gradients are seen here alone, and none are born."""
         self._last = {}
         for run in self._runs:
             self._map_run(run, self._homes[run.key], self._trays[run.pieces[0].server], is_shared=False)

@@ -187,7 +187,7 @@ class Client:
         return list(answer.parts)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each server's counters for this namespace, in server order."""
+        """Return each server's counters for this namespace, in server order."""
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Info)]
 
@@ -207,7 +207,7 @@ class Client:
         self._session.call_all([(server, body) for server in range(self.num_servers)])
 
     def recorded(self, server: int) -> tuple[list[Event], int]:
-        """What a server has recorded so far, in order, and how many later events it has dropped."""
+        """Return what a server has recorded so far, in order, and how many later events it has dropped."""
         events: list[Event] = []
         total, dropped = 1, 0
         while len(events) < total:
@@ -227,7 +227,7 @@ class Client:
         self._session.trace = None if trace is None else SessionTrace(trace)
 
     def poll(self) -> list[dict[str, Any] | None]:
-        """As `stats`, but None for a server that does not answer or no longer knows this worker; does not raise.
+        """Do as `stats`, but None for a server that does not answer or no longer knows this worker; does not raise.
 
         Blocks up to `dead_after` seconds if there are any.
         """

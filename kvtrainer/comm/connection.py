@@ -391,7 +391,7 @@ class _Heartbeats:
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
-    """A connected socket of that routing id, which queues up to so many messages each way; 0 means any number."""
+    """Connect a socket of that routing id, which queues up to so many messages each way; 0 means any number."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)
     socket.setsockopt(zmq.SNDHWM, sent)

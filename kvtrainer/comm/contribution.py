@@ -78,7 +78,7 @@ class Contribution(NamedTuple):
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:
-        """Whether this rank gives the numbers of a slice of a table (by position), or of some of its keys."""
+        """Tell whether this rank gives the numbers of a slice of a table (by position), or of some of its keys."""
         first = piece.segments[0].key
         if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
             return False  # rows go with the first of several slices
@@ -87,7 +87,7 @@ class Contribution(NamedTuple):
         return not self.absent or any(segment.key not in self.absent for segment in piece.segments)
 
     def of(self, positions: Sequence[int]) -> Contribution:
-        """The part in a round of some of the tables, which have no rows."""
+        """Return the part in a round of some of the tables, which have no rows."""
         return self._replace(
             tables=[self.tables[at] for at in positions],
             values=None if self.values is None else [self.values[at] for at in positions],
@@ -263,7 +263,7 @@ class Layout:
         return self._place[table.index, piece.index]
 
     def itemsize(self, form: bytes, slot: int) -> int | None:
-        """The bytes of one element of a slice that is sent in a form, as of Contribute; None if it cannot be cut."""
+        """Return the bytes of an element of a slice in a form, as of Contribute; None if it cannot be cut."""
         at = self.slots[slot]
         dtype, compressor = self.pieces[at].dtype, self.tables[self.table[at]].compressor
         if not form:
@@ -275,7 +275,7 @@ class Layout:
         )
 
     def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, Encoded]]) -> list[int]:
-        """The slices, by position, that a rank gives which leaves some out or has some encoded."""
+        """Return the slices, by position, that a rank gives which leaves some out or has some encoded."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:
             pairs = enumerate(zip(self.table, self.pieces, strict=True))
@@ -284,7 +284,7 @@ class Layout:
         return sorted(self._plain[1].union([at for at in places if at is not None]))
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
-        """Where the slices end that rows are of, which came back for one: without any, all of the key."""
+        """Say where the slices end that rows are of, which came back for one: without any, all of the key."""
         return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._stack_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
@@ -315,6 +315,6 @@ class Memory:
 
 
 def _ends(where: Sequence[object]) -> list[int]:
-    """Of each item, where those end that are equal to it and beside it."""
+    """Say for each item where those end that are equal to it and beside it."""
     sizes = [len(list(own)) for _, own in itertools.groupby(where)]
     return np.repeat(np.cumsum(sizes), sizes).tolist()

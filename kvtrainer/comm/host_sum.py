@@ -141,7 +141,7 @@ class HostSum:
         return not halves
 
     def _place(self, dtype: str, like: Tensor) -> Tensor:
-        """Where sums go; on the others they do not go anywhere."""
+        """Say where sums go; on the others they do not go anywhere."""
         if not self._is_leader:
             return like
         known = self._sums.get(dtype)

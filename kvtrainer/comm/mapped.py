@@ -123,7 +123,7 @@ class MappedWeights:
             self._note_change()
 
     def refresh(self) -> None:
-        """A round has ended: copy what is shown and cannot be mapped."""
+        """Copy what is shown and cannot be mapped, as a round has ended."""
         self.copy_ends()
         self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
 

@@ -70,11 +70,11 @@ class Backoff:
         self._next, self._left = 1, 0
 
     def fail(self) -> None:
-        """It went wrong."""
+        """Note that it went wrong."""
         self._left, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
 
     def succeed(self) -> None:
-        """It went well: the next time that it does not, one round does without it."""
+        """Note that it went well: the next time that it does not, one round does without it."""
         self._next = 1
 
     def skips(self) -> bool:

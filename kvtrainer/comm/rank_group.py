@@ -45,7 +45,7 @@ _memories: MutableMapping[dist.ProcessGroup, RankMemory | None] = WeakKeyDiction
 
 
 def current_group() -> RankGroup | None:
-    """The default process group; None where there is none, or only this rank."""
+    """Return the default process group; None where there is none, or only this rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return RankGroup()
@@ -78,7 +78,7 @@ class Buckets:
             )
 
     def elements(self, itemsize: int) -> int | None:
-        """The most elements of that many bytes that are summed in one collective; None for any number."""
+        """Return the most elements of that many bytes that are summed in one collective; None for any number."""
         if self.size_mb == -1 or not self.coalesce:
             return None
         nbytes = BUCKET if self.size_mb is None else int(self.size_mb * _MB)
@@ -120,7 +120,7 @@ class RankGroup:
         return self._backends.get("cpu") == "gloo" and (device.type == "cpu" or self.has_nccl)
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
+        """Return the tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
         sent = mine.to(self._place(mine.device)).contiguous()
         memory = self.memory_for(mine.device)
         with self.errors("exchange what they hold"):
@@ -132,7 +132,7 @@ class RankGroup:
         return [one.to(mine.device) for one in found]
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of all ranks, by rank; they may differ in length."""
+        """Return the bytes of all ranks, by rank; they may differ in length."""
         lengths = [int(one) for one in self.all_gather(torch.tensor([len(mine)]))]
         padded = bytearray(max(1, *lengths))
         padded[: len(mine)] = mine

@@ -229,7 +229,7 @@ class Leg:
         return plain
 
     def drop_former(self, table: int) -> None:
-        """What has come of new weights of a table was taken back: they all come again."""
+        """Drop what has come of new weights of a table, which was taken back: they all come again."""
         layout = self.layout
         self.may_go = True
         self.coming[table], self.came[table] = int(layout.num_resident[table]), -1
@@ -393,7 +393,7 @@ class Round:
         return found
 
     def legs_of(self, table: RemoteTable) -> Iterator[tuple[Leg, int]]:
-        """The legs that a table has, and its position there."""
+        """Return the legs that a table has, and its position there."""
         for leg in self.legs:
             at = leg.layout.position.get(table.numbers.get(leg.server, -1))
             if at is not None:
@@ -410,7 +410,7 @@ class Round:
             self.error = error
 
     def is_lost(self, table: RemoteTable) -> bool:
-        """Whether the round of a table, which is over, was not applied on every server, as far as is known here."""
+        """Tell whether the round of a table, which is over, was not applied on every server, as far as is known."""
         return any(at in leg.open or at in leg.failed for leg, at in self.legs_of(table))
 
     def finish(self, leg: Leg, tables: Iterable[int]) -> None:
@@ -596,7 +596,7 @@ def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Te
 
 
 def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
-    """The numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
+    """Return the numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
     if piece.index in contribution.born:
@@ -630,7 +630,7 @@ def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> 
 
 
 def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:
-    """A slice with its padding, which the end of an arena may lack."""
+    """Return a slice with its padding, which the end of an arena may lack."""
     length, found = layout.pieces[at].length, _given(contribution, layout, at)
     if len(found) == length:
         return found
@@ -640,7 +640,7 @@ def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:
 
 
 def _part(arenas: Arenas, piece: Slice) -> Tensor:
-    """The numbers of a slice in arenas that the Plan has laid out."""
+    """Return the numbers of a slice in arenas that the Plan has laid out."""
     flat = arenas[piece.dtype]
     return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 

@@ -427,7 +427,7 @@ class Rounds:
                 self._send_again(round_, leg, lost)
 
     def _take_failure(self, round_: Round, leg: Leg, failure: m.Failed) -> None:
-        """One round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
+        """Note that one round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
         error = from_wire(failure.code, failure.text)
         # That somebody gave up is not the cause where another one is known, least of all that this worker did.
         if round_.error is None or (
@@ -479,7 +479,7 @@ class Rounds:
             round_.finish(leg, [at])
 
     def _take_veto(self, round_: Round, leg: Leg, at: int, veto: m.Vetoed) -> None:
-        """Some ranks have vetoed the round, or its sum was decided against: no weights will come."""
+        """Note that ranks have vetoed the round, or decided against its sum: no weights will come."""
         table = leg.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         leg.skipped.add(at)
@@ -492,7 +492,7 @@ class Rounds:
             self._skip(round_, table)
 
     def _skip(self, round_: Round, table: RemoteTable) -> None:
-        """A rank has vetoed the round on one server; where another one holds it, it is to end in the same way.
+        """Skip a round, which a rank has vetoed on one server, on those that hold it, too.
 
         That takes a rank of which one process has vetoed and died, and another one has stepped in for it.
         """
@@ -641,7 +641,7 @@ def _take_early(leg: Leg, _: int, reply: m.ReplyBody) -> None:
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
-    """Why one cannot go on with a table of which the servers were told otherwise than this worker decided."""
+    """Say why one cannot go on with a table of which the servers were told otherwise than this worker decided."""
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
@@ -655,7 +655,7 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
 
 
 def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
-    """Why one cannot go on with a table, if its servers are not known to agree about the round."""
+    """Say why one cannot go on with a table, if its servers are not known to agree about the round."""
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
     applied = [server for server, fate in outcome.items() if fate]
@@ -682,7 +682,7 @@ class InVain:
         self._rounds = 0
 
     def count(self, was_useful: bool) -> None:
-        """A round is committed, in which some of what was sent counts, or nothing."""
+        """Count a round that is committed, in which some of what was sent counts, or nothing."""
         self._rounds = 0 if was_useful else self._rounds + 1
         if self._rounds == _IN_VAIN:
             _log.warning(
@@ -735,11 +735,11 @@ class Ahead:
         return numbers
 
     def note(self, piece: Slice) -> None:
-        """The slice that was put together last goes out."""
+        """Note that the slice that was put together last goes out."""
         self.sent[piece.index] = self._memory[piece.index][: piece.used]
 
     def end(self, kept: Collection[int]) -> None:
-        """The round is committed, with some of the slices that were sent."""
+        """Note that the round is committed, with some of the slices that were sent."""
         self._vain.count(bool(kept))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:

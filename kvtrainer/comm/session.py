@@ -73,7 +73,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self, server: int) -> str:
-        """The server's name in error messages."""
+        """Return the server's name in error messages."""
 
     @abstractmethod
     def sockets(self, server: int) -> tuple[bytes, ...]:
@@ -90,7 +90,7 @@ class Transport(ABC):
 
     @abstractmethod
     def last_sign(self, server: int) -> float:
-        """When a server last answered such a message; on the clock of the session, 0 if it never did."""
+        """Say when a server last answered such a message; on the clock of the session, 0 if it never did."""
 
     def is_far(self, server: int) -> bool:
         """Tell whether a network lies between this process and a server."""
@@ -275,7 +275,7 @@ class Session:
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
 
     def describe(self, server: int) -> str:
-        """The server's name in error messages."""
+        """Return the server's name in error messages."""
         return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
@@ -284,7 +284,7 @@ class Session:
         return None if channel is None else channel.weights_at(place)
 
     def next_number(self, handler: Handler | None = None) -> int:
-        """A new request number; its replies go to `handler` until `forget` is called."""
+        """Return a new request number; its replies go to `handler` until `forget` is called."""
         self._last_number += 1
         if handler is not None:
             self._handlers[self._last_number] = handler
@@ -453,7 +453,7 @@ class Session:
         return True
 
     def late(self, waiting: Collection[Asked], what: str) -> DeadlineError:
-        """The error of servers that have not done in time what everybody waits for."""
+        """Return the error of servers that have not done in time what everybody waits for."""
         late = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
         return DeadlineError(
             f"{late} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
@@ -472,7 +472,7 @@ class Session:
             _log.warning("rank %d has waited %.0f s: %s%s", self.options.rank, waited, reasons[0], more)
 
     def is_silent(self, server: int, since: float, now: float) -> bool:
-        """Whether a server that must answer has said nothing for long enough to be asked again.
+        """Tell whether a server that must answer has said nothing for long enough to be asked again.
 
         A server that is still sending a large answer is not: asking it again would make it send all of it twice. One
         that never answered may still have to start.
@@ -566,7 +566,7 @@ class SessionTrace:
         self._open: dict[int, _Open] = {}
 
     def sent(self, server: int, number: int, body: m.RequestBody) -> None:
-        """A request, or a part of it, goes out."""
+        """Note that a request, or a part of it, goes out."""
         known = self._open.get(number)
         if known is None:
             now = self.trace.clock()
@@ -583,14 +583,14 @@ class SessionTrace:
             known.args.setdefault("first_round", round_)
 
     def received(self, reply: m.Reply) -> None:
-        """A server answers."""
+        """Note that a server answers."""
         known = self._open.get(reply.number)
         if known is not None:
             known.last = self.trace.clock()
             known.args["bytes_in"] += payload_out(reply.body)
 
     def ended(self, number: int) -> None:
-        """Nobody waits for answers to a request any more."""
+        """Note that nobody waits for answers to a request any more."""
         known = self._open.pop(number, None)
         if known is not None:
             category = ROUNDS if "rounds" in known.args else CALLS
@@ -599,10 +599,10 @@ class SessionTrace:
             )
 
     def waited(self, start: float) -> None:
-        """The session has waited since `start`."""
+        """Note that the session has waited since `start`."""
         self.trace.add("wait", CALLS, start, _WAITING, {})
 
 
 def lane_name(lane: int) -> str:
-    """What a lane of a worker's trace shows."""
+    """Return what a lane of a worker's trace shows."""
     return "waiting" if lane == _WAITING else f"requests ({lane})"

@@ -36,7 +36,7 @@ class Residuals(Generic[Place]):
         self._spare: dict[Place, Tensor] = {}
 
     def pair(self, place: Place, numel: int, dtype: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The residual of a gradient, zeros at first, and memory for the next one; None where nothing is ever lost."""
+        """Return a gradient's residual, zeros at first, and memory for the next; None where nothing is ever lost."""
         kind = self._codec.residual_dtype(dtype)
         if kind is None:
             return None, None
@@ -45,7 +45,7 @@ class Residuals(Generic[Place]):
         return kept, torch.empty_like(kept) if spare is None else spare
 
     def accept(self, place: Place) -> None:
-        """The round of a gradient was applied."""
+        """Move the residual on: the round of a gradient was applied."""
         if place in self.kept:
             self._spare[place] = self.kept[place]
         self.kept[place] = self.following.pop(place)
@@ -116,14 +116,14 @@ class Compressor:
         self._bytes = {}
 
     def accept(self) -> None:
-        """The round was applied: what it did not say is left for the next one."""
+        """Keep for the next round what this one, which was applied, did not say."""
         for place in list(self._residuals.following):
             self._residuals.accept(place)
         self._read |= self._bytes
         self._bytes = {}
 
     def residuals(self) -> dict[int, Tensor]:
-        """The residual of every key (by index) that has one, in the key's shape; copies."""
+        """Return the residual of every key (by index) that has one, in the key's shape; copies."""
         found: dict[int, Tensor] = {}
         for piece in self._plan.slices:
             kept = self._residuals.kept.get(piece.index)
@@ -226,7 +226,7 @@ class RemoteTable:
         return self.round > round_ and self._tables.failed.get(self.index) != round_
 
     def slot_of(self, piece: Slice) -> int:
-        """The number of a slice on its server."""
+        """Return the number of a slice on its server."""
         if self._at is None:
             self._at = {
                 p.index: at
@@ -250,7 +250,7 @@ class RemoteTable:
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:
-        """Nobody knows any more what is in the arena of items that are `kept`."""
+        """Forget what is in the arena of items that are `kept`."""
         self._tables.held[:, self.index] = -1
 
 

@@ -311,7 +311,7 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
 
 
 def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
-    """The error of a value that has not the shape or dtype of its key."""
+    """Return the error of a value that has not the shape or dtype of its key."""
     return ShapeMismatchError(
         f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
     )

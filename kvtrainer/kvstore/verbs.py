@@ -731,7 +731,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- optimizer and compression
 
     def _settled(self, key: Key) -> RemoteTable:
-        """The table of a key, after this worker's own push of it."""
+        """Return the table of a key, after this worker's own push of it."""
         if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
             self._refuse(key, [key])
         table = self._entries[key].table
@@ -739,7 +739,7 @@ class TableKVStore(KVStoreBase):
         return table
 
     def _set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
-        """As LocalKVStore.set_updater."""
+        """Do as LocalKVStore.set_updater."""
         if not callable(updater):
             raise ConfigurationError(
                 f"an updater is a function of (key, merged, stored), got {updater!r:.80}"

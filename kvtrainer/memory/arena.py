@@ -302,7 +302,7 @@ class WriteWatch:
         self._sums = self._sums_now()
 
     def _place_of(self, key: int) -> tuple[int, int]:
-        """Where a key, which is alone on its lines, begins and ends among the words of its dtype."""
+        """Say where a key, which is alone on its lines, begins and ends among the words of its dtype."""
         begin = self._plan.key_offsets[key] * SIZES[self._plan.specs[key].dtype]
         end = begin + self._parameters[key].nbytes
         return begin // _WORD, -(-end // ALIGNMENT) * ALIGNMENT // _WORD
@@ -369,7 +369,7 @@ class WriteWatch:
 
 
 def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
-    """For each turn, cut the blocks that are looked at in it, and the rest behind all blocks, into what is summed."""
+    """Cut the blocks that are looked at in each turn, and the rest behind all blocks, into what is summed."""
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:
         return [[words.view(-1, 1)]]
@@ -522,7 +522,7 @@ class KeptSums:
         self._by_turn = self._sums.view(-1, TURNS, _NEIGHBOURS)
 
     def is_same(self, turn: int) -> bool:
-        """Whether nobody has written to what is looked at in this turn: a part of 1 KiB in each 64, and the rest."""
+        """Tell whether nobody has written to what this turn looks at: a part of 1 KiB in each 64, and the rest."""
         at = turn % TURNS
         # A sum of all that is looked at in a block takes a third of the time that sums of its parts take.
         kept = torch.stack(self._by_turn[:, at].unbind(-1)).sum(0)
@@ -530,7 +530,7 @@ class KeptSums:
         return is_same and torch.equal(self._rest.sum(-1), self._rest_sums)
 
     def note(self, ids: Tensor) -> None:
-        """The Trainer has written these rows."""
+        """Note that the Trainer has written these rows."""
         begins = ids.numpy() * self._row_nbytes
         first, last = begins >> _KEPT_SHIFT, (begins + (self._row_nbytes - 1)) >> _KEPT_SHIFT
         span = int((last - first).max(initial=0)) + 1

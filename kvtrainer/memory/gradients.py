@@ -117,7 +117,7 @@ class GradientTracker:
                 self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
-        """For each parameter, whether it is `among` those asked for and has a gradient that no `consume` took yet.
+        """Tell for each parameter whether it is `among` those and has a gradient that no `consume` took yet.
 
         That is a gradient that a backward pass has added to since, or another object than the one that was consumed (so
         one that the caller assigned). Edits in place change nothing: clipping, unscaling, zeroing.
@@ -149,7 +149,7 @@ class GradientTracker:
         self._seen = None
 
     def participating(self) -> list[bool]:
-        """For each parameter, whether it requires a gradient and its `grad_req` is not 'null'; watches those.
+        """Tell for each parameter whether it requires a gradient and its `grad_req` is not 'null'; watches those.
 
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
@@ -193,7 +193,7 @@ class GradientTracker:
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
-        """No longer look for the shapes of lazy parameters after the forward passes of modules."""
+        """Stop looking for the shapes of lazy parameters after the forward passes of modules."""
         if self._forward_handle is not None:
             self._forward_handle.remove()
             self._forward_handle = None

@@ -262,7 +262,7 @@ class Memory:
             device.tracker.attach()
 
     def participating(self) -> list[bool]:
-        """For each parameter, whether it takes part in training on any device.
+        """Tell for each parameter whether it takes part in training on any device.
 
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
@@ -270,7 +270,7 @@ class Memory:
         return _any_of([device.tracker.participating() for device in self.devices])
 
     def fresh_by_device(self, with_zeros: bool = False) -> list[list[bool]]:
-        """For each device, which of its replicas take part and have a new gradient; arguments as of `fresh`."""
+        """Tell for each device which of its replicas take part and have a new gradient; arguments as of `fresh`."""
         trackers = [device.tracker for device in self.devices]
         return [one.fresh(one.participating(), with_zeros) for one in trackers]
 
@@ -280,7 +280,7 @@ class Memory:
         with_zeros: bool = False,
         summed: Sequence[bool] | None = None,
     ) -> list[bool]:
-        """For each parameter, whether it takes part and has a new gradient on any device.
+        """Tell for each parameter whether it takes part and has a new gradient on any device.
 
         Args:
             is_strict: whether every parameter that takes part must have one, and so must all of its replicas. Of
@@ -356,7 +356,7 @@ class Memory:
             device.gather(own, lends)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
-        """As `gather`, of gradients on the first device that `scatter` has replaced by sums."""
+        """Do as `gather`, with gradients on the first device that `scatter` has replaced by sums."""
         self._is_summed = True
         self.devices[0].gather(present)
 

@@ -44,10 +44,10 @@ class Owner(Protocol):
     """The Trainer of a row-sparse parameter."""
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """The present values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
+        """Fetch the values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
-        """The present values of rows (any ids that there are), where they can be read in their place, on the CPU."""
+        """Read the values of rows (any ids that there are), where they can be read in their place, on the CPU."""
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep values, which the store shall have when they are published."""
@@ -146,7 +146,7 @@ class RowSparseParameter(Parameter):
         return gathered.view(*shape, *of_row)
 
     def detach(self) -> Tensor:
-        """All values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
+        """Return all values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
         owner = self._owner() if self._owner is not None else None
         if self._is_placed:
             if owner is None:
@@ -188,11 +188,11 @@ class RowSparseParameter(Parameter):
             )
 
     def _place(self) -> None:
-        """The values are in the store from now on, and no longer here."""
+        """Let go of the values, which are in the store from now on."""
         self._init, self._is_placed = None, True
 
     def _source(self) -> Source:
-        """The values to begin with."""
+        """Return the values to begin with."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
             filled = torch.empty(self.shape, dtype=dtype)
@@ -209,7 +209,7 @@ class RowSparseParameter(Parameter):
         return repr(self._label) if self._label else f"a RowSparseParameter of shape {list(self.shape)}"
 
     def _moved(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """Where, or as which dtype, rows are to come: the elements are not here to be moved."""
+        """Note where, or as which dtype, rows are to come: the elements are not here to be moved."""
         scalar: Tensor = getattr(torch.zeros((), dtype=self.dtype, device=self.device), name)(*args, **kwargs)
         if self._owner is not None and (scalar.dtype, scalar.device) != (self.dtype, self.device):
             raise RowSparseError(
@@ -270,7 +270,7 @@ class RowSparseParameter(Parameter):
 
 
 def is_row_sparse(parameter: object) -> TypeGuard[RowSparseParameter]:
-    """Whether it is a RowSparseParameter; much quicker than isinstance, which for parameters runs code of torch's."""
+    """Tell whether it is a RowSparseParameter; isinstance, which for parameters runs code of torch's, is slow."""
     return issubclass(type(parameter), RowSparseParameter)
 
 
@@ -309,7 +309,7 @@ class RowTables:
         return iter(self._parameters)
 
     def key_of(self, parameter: RowSparseParameter) -> int:
-        """The key of which this is a replica."""
+        """Return the key of which this is a replica."""
         return self._keys[id(parameter)]
 
     def want(self, rows: Any) -> None:
@@ -332,7 +332,7 @@ class RowTables:
         }
 
     def take_wanted(self) -> dict[int, Tensor]:
-        """The rows to be fetched, which are from now on no longer wanted."""
+        """Return the rows to be fetched, which are from now on no longer wanted."""
         wanted, self.wanted = self.wanted, {}
         return wanted
 
@@ -341,15 +341,15 @@ class RowTables:
         self.given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
 
     def first(self) -> Tables:
-        """The values of all keys, with which the store begins."""
+        """Return the values of all keys, with which the store begins."""
         return {**{key: first._source for key, (first, *_) in self._parameters.items()}, **self.changed()}
 
     def changed(self) -> Tables:
-        """The values of the keys that were given new ones."""
+        """Return the values of the keys that were given new ones."""
         return {key: partial(_source_of, flat) for key, flat in self.given.items()}
 
     def are_placed(self) -> None:
-        """The store has the values now."""
+        """Note that the store has the values now."""
         self.given.clear()
         for parameter in chain.from_iterable(self._parameters.values()):
             parameter._place()

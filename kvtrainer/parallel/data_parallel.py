@@ -201,7 +201,7 @@ class DataParallel(Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> DataParallel:
-        """As torch's, for all replicas."""
+        """Do as torch's, for all replicas."""
         if mode and self.mode == "test":
             raise ConfigurationError("the DataParallel was built with mode='test'; build one with 'train'")
         self.training = mode
@@ -210,18 +210,18 @@ class DataParallel(Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
-        """As torch's, for all replicas."""
+        """Do as torch's, for all replicas."""
         for replica in self.replicas:
             replica.requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for all replicas."""
+        """Do as torch's, for all replicas."""
         for replica in self.replicas:
             replica.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> DataParallel:
-        """As torch's: initialises replica 0, which the others then equal."""
+        """Initialise replica 0 as torch does; the others equal it then."""
         self.module.apply(fn)
         self.broadcast()
         return self

@@ -395,7 +395,7 @@ class Binding:
         return Outcome(frozenset(), False)
 
     def _take_awaited(self, layout: Memory, came: set[int], error: BaseException | None) -> None:
-        """The round that was begun is over; some weights (by key) had come before."""
+        """Take in the round that was begun and is over; some weights (by key) had come before."""
         self.awaited = None
         if error is not None:
             layout.accept_writes(self.has_weights)
@@ -498,7 +498,7 @@ class Binding:
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
-        """The exchange, if it is there and compresses."""
+        """Return the exchange, if it is there and compresses."""
         return self.holder if self.is_started and self.selection.codec is not None else None
 
     def profiler(self) -> Profiler:

@@ -68,13 +68,13 @@ class Overlap:
         memory.tracker.listen(self._arrived)
 
     def begin_round(self) -> None:
-        """A step sends what is left; the gradients that come from now on are those of the next one."""
+        """Leave what is left to the step; the gradients that come from now on are those of the next one."""
         self._needed = [now or before for now, before in zip(self._passes, self._needed, strict=True)]
         self._passes, self._missing = [0] * len(self._passes), list(self._num_keys)
         self._thread = threading.get_ident()
 
     def _arrived(self, key: int) -> None:
-        """A backward pass has added to the gradient of a key (by index)."""
+        """Note that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         self._passes[key] += 1
@@ -331,7 +331,7 @@ def _before_call(settle: weakref.WeakMethod[Callable[[], None]], module: Module,
 
 
 def _leave(awaited_ref: weakref.ref[Awaited]) -> None:
-    """The process ends: what was sent must have got there. One that dies of an error lets others know instead."""
+    """See to it that what was sent has got there, as the process ends; one that dies of an error lets others know."""
     awaited = awaited_ref()
     if awaited is not None and getattr(sys, "last_value", None) is None:
         try:

@@ -411,7 +411,7 @@ class BucketOverlap:
         return frozenset(found)
 
     def end_round(self, dense: frozenset[int] | None = None) -> None:
-        """The gradients that come from now on are those of the next round.
+        """Take the gradients that come from now on for those of the next round.
 
         Args:
             dense: keys (by index) of which all elements were summed in this one; None if none were.
@@ -447,7 +447,7 @@ class BucketOverlap:
         self._bucket_of = {key: at for at, layout in enumerate(layouts) for key in layout.keys}
 
     def _arrived(self, key: int) -> None:
-        """A backward pass has added to the gradient of a key (by index)."""
+        """Note that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         with self._lock:

@@ -254,7 +254,7 @@ def _warn_of_workers(store: Traits) -> None:
 
 
 def group_too_late(when: str) -> ConfigurationError:
-    """The error of a process group that came after something that would have needed it."""
+    """Return the error of a process group that came after something that would have needed it."""
     return ConfigurationError(
         f"torch.distributed was initialised after {when}, which therefore knows this process alone; call "
         "init_process_group first"
@@ -408,7 +408,7 @@ def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | N
 def _reducer_for(
     kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
 ) -> str:
-    """The reducer that the parameters or the store ask for. Raises ConfigurationError where it cannot be used."""
+    """Find the reducer that parameters or store ask for. Raises ConfigurationError where it cannot be used."""
     own = kvstore.reducer if isinstance(kvstore, DeviceKVStore) else AUTO
     if AUTO not in (own, replicas.reducer) and own != replicas.reducer:
         raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,20 @@ def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports() -> None:
             ours = [text for text in texts if str(text).startswith(("kvtrainer", "kvstore_server"))]
             found.update((str(path.relative_to(packages[0].parent)), text) for text in ours)
     assert found == BY_NAME
+
+
+def test_a_docstring_of_a_function_says_what_to_expect_and_is_no_clause() -> None:
+    wrong = []
+    for package in (kvtrainer, kvstore_server):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                text = (ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef) else ""
+                is_property = any(
+                    "property" in ast.unparse(one) for one in getattr(node, "decorator_list", ())
+                )
+                if (
+                    re.match("What|Whether|Which|Who|How|Where|When|Why|Of |The |An? ", text)
+                    and not is_property
+                ):
+                    wrong.append(f"{path.name}: {text.splitlines()[0]}")
+    assert wrong == []
