@@ -7,6 +7,8 @@ can never complete a round alone. Where a rank stands in the open round of a tab
     -----------------  -------------------------------------------  -----------------------------------------------
     given              slice that is not here, higher generation    given (the slice is kept, and does not count)
     given              slice of the same or a lower generation      given (other bytes are counted as a mismatch)
+    given              part of a slice                              given (the slice is here with its last part)
+    given              announcement                                 given (noted; the round may begin)
     given              commit, slices lack                          given (refused, and the slices are named)
     given              commit, all slices are here                  committed
     given              commit that begins anew                      given, without what is of generation 0
@@ -16,12 +18,15 @@ can never complete a round alone. Where a rank stands in the open round of a tab
 
 and where the round of a table stands:
 
-    open               every member has committed                   complete: it is applied, or held if ranks want that
-    open, held         fails: deadline, lost rank, abort, error     failed, with one error for all; the next one is open
-    complete, held     applied                                      applied; the next one is open
+    open               every rank has announced what fits together  begun: slices that all have given are applied
+    begun              a rank says otherwise, or its process ends   open: what was applied is taken back, but what fits
+    open, begun        every member has committed                   complete: it is applied, or held if ranks want that
+    open, begun, held  fails: deadline, lost rank, abort, error     failed, with one error for all; the next one is open
+    complete, held     applied, vetoed, or skipped by a decision    applied, perhaps to no effect; the next one is open
     applied, the last  undone: another server has failed it         failed
 
 Slices of rounds that are over are ignored, of rounds to come refused; a commit of a round that is over hears its end.
+When a round is begun, and what is taken back, `slicewise` decides.
 
 Synchronous rounds have all ranks as members. Without them only the first round of a table, which gives it its values,
 is for all; from then on each rank has a *lane*, the same arrays with one member. A process that takes a rank over

@@ -39,6 +39,27 @@ def test_keys_may_be_initialised_in_any_order_which_differs_between_workers(jobs
     assert jobs.results(3, 3, body, type=type) == [[[float(key)] for key in range(10)]] * 3
 
 
+@pytest.mark.parametrize("type", ["dist_sync_device", "p3"])
+def test_workers_may_push_and_pull_keys_in_other_groups_and_in_another_order(
+    jobs: Servers, type: str
+) -> None:
+    groups = ([[0, 1, 2, 3], [4]], [[4, 2], [0], [3, 1]], [[3], [2, 1, 0, 4]])
+    shape = (300, 100)  # on all servers
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        own, others = groups[rank], groups[(rank + 1) % 3]
+        kv.init(list(range(5)), [torch.zeros(shape)] * 5)
+        outs = {key: torch.empty(shape) for key in range(5)}
+        for round_ in range(3):
+            for keys in own:
+                kv.push(keys, [torch.full(shape, float(10**rank * (key + round_))) for key in keys])
+            for keys in others:
+                kv.pull(keys, out=[outs[key] for key in keys])
+        return [seen([outs[key]]) for key in range(5)]
+
+    assert jobs.results(3, 3, body, type=type) == [[[111.0 * (key + 2)] for key in range(5)]] * 3
+
+
 @pytest.mark.parametrize("type", SYNC_AND_ASYNC)
 @pytest.mark.parametrize(
     ("count", "repeats"),
