@@ -6,6 +6,7 @@ Workers that need no process of their own are stores in the test's process, one 
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import select
@@ -342,9 +343,6 @@ def new_name() -> str:
     return uuid.uuid4().hex[:12]
 
 
-_HELD: list[socket.socket] = []
-
-
 def held_port() -> int:
     """Take a port of loopback that the system gives to nobody else as long as this process lives.
 
@@ -353,7 +351,7 @@ def held_port() -> int:
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
-    _HELD.append(holder)
+    atexit.register(holder.close)
     return int(holder.getsockname()[1])
 
 
