@@ -3,8 +3,8 @@
     python examples/ray_digits.py --workers 2 --servers 2 --kill-after 12
 
 The loop is that of digits.py. After each epoch rank 0 gives Ray a checkpoint. With `--kill-after` a worker ends itself
-then, once, as if its host had failed; the job goes on from the checkpoint, and ends with the weights of a plain PyTorch
-loop all the same. Needs `pip install 'kvtrainer[ray,examples]'`.
+once Ray has it, as if its host had failed; the job goes on from the checkpoint, and ends with the weights of a plain
+PyTorch loop all the same. Needs `pip install 'kvtrainer[ray,examples]'`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def train(config: dict[str, Any]) -> None:
             kept = Checkpoint.from_directory(folder) if trainer.rank == 0 else None
             ray.train.report({"epoch": epoch + 1, "accuracy": accuracies[-1]}, checkpoint=kept)
         if trainer.rank == 1 and len(starts) == 1 and epoch + 1 == config["kill_after"]:
+            # Ray takes what is reported every few seconds: without the checkpoint all would begin, and end, again.
+            if not ray.train.get_all_reported_checkpoints(timeout_s=60):
+                raise TimeoutError("Ray has taken no checkpoint within 60 s")
             os.kill(os.getpid(), 9)
     trainer.close()
 

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -24,6 +23,7 @@ import kvtrainer
 from kvtrainer.launcher.job import parse_hosts
 from tests.support.limits import JOB_LIMIT, LIMIT
 from tests.support.pages import Block, blocks_of, commands_of, link_checkout, shell
+from tests.support.processes import held_port
 from tests.test_documents import DOCS, ELSEWHERE, PAGES
 from tests.test_readme import WITH_CODE
 
@@ -198,11 +198,10 @@ def on_a_terminal(
 
 
 def check_dashboard(folder: Path, environ: dict[str, str]) -> None:
-    """Run the command with a page for browsers, on a free port: it says what is shown, and the page is there."""
+    """Run the command with a page for browsers, on a port of its own: it says what is shown, and the page is there."""
     [command] = commands_of(DASHBOARD)
     write_script(folder, "50_000")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(held_port())
     shown = [re.sub(r"(tcp:\S+:)\d+", r"\1N", line).replace("8000", port) for line in shown_after(DASHBOARD)]
     with on_a_terminal(command.replace("8000", port).split(), folder, len(shown), environ) as printed:
         assert sorted(re.sub(r"(tcp:\S+:)\d+", r"\1N", line) for line in printed) == sorted(shown)
@@ -251,11 +250,9 @@ def test_the_start_page_sets_up_an_environment_with_all_that_it_needs(tmp_path: 
 
 
 def test_torchrun_starts_workers_beside_a_server_as_the_page_of_stores_says(tmp_path: Path) -> None:
-    """On a free port; its workers train what the start page's do."""
+    """On a port of its own; its workers train what the start page's do."""
     write_script(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    code = f"trap 'kill %1' EXIT\n{SERVERS.code.replace('5555', port)}"
+    code = f"trap 'kill %1' EXIT\n{SERVERS.code.replace('5555', str(held_port()))}"
     printed = shell(code, tmp_path, PYTHONPATH=str(ROOT)).splitlines()
     assert [line for line in printed if "loss" in line] == ["loss 0.072"] * 2
 

@@ -55,7 +55,8 @@ def test_the_page_says_what_was_found() -> None:
     digits, characters, gan = found("digits"), found("characters"), found("gan")["seen"]
     assert digits["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
     assert found("ray")["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
-    assert f"(Here that was of epoch {found('ray')['starts'][1]}:" in PAGE
+    assert found("ray")["starts"] == [0, 12]
+    assert "After twelve epochs," in PAGE
     assert f"Both reach {digits['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
     assert f"accuracy reaches {found('cnn')['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
     assert f"costs {characters['held_out']:.2f} bits" in PAGE

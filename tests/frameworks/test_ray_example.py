@@ -32,15 +32,13 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_digits_are_read_as_by_a_plain_loop_although_an_actor_is_killed(tmp_path: Path) -> None:
     script, out = ROOT / "examples/ray_digits.py", tmp_path / "found.json"
-    options = ["--epochs", str(EPOCHS), "--kill-after", "2", "--out", str(out)]
+    options = ["--epochs", str(EPOCHS), "--kill-after", "1", "--out", str(out)]
     done = run(tmp_path, sys.executable, str(script), *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(out.read_text())
     _, expected = example("digits_plain").train(EPOCHS)
     assert found["accuracy"] == pytest.approx(expected, abs=2 / 360)
-    first, again = found["starts"]
-    assert first == 0
-    assert 1 <= again <= 2
+    assert found["starts"] == [0, 1]
 
 
 def test_the_commands_of_the_page_of_examples_go_on_as_the_page_says(tmp_path: Path) -> None:
@@ -53,7 +51,7 @@ def test_the_commands_of_the_page_of_examples_go_on_as_the_page_says(tmp_path: P
     assert f".venv-ray/bin/{command}" in done.stdout.splitlines()
     pattern = r"^begun after epoch 0 and after epoch (\d+); held-out accuracy ([\d.]+)%$"
     [(again, accuracy)] = re.findall(pattern, done.stdout, re.MULTILINE)
-    assert 11 <= int(again) <= 12
+    assert int(again) == 12
     [said] = re.findall(r"Both reach ([\d.]+) %", (ROOT / "docs/examples.md").read_text())
     assert float(accuracy) == pytest.approx(float(said), abs=1.0)
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import pytest
 
 from kvtrainer.errors import ServerLostState, ServerUnreachableError, WorkerLostError
-from tests.support.dmlc import free_port
 from tests.support.faulty_worker import Loop, Training
 from tests.support.limits import DEAD_AFTER, LIMIT
 from tests.support.processes import (
@@ -25,6 +24,7 @@ from tests.support.processes import (
     Processes,
     assert_serve,
     eventually,
+    held_port,
     new_name,
     together,
 )
@@ -222,7 +222,7 @@ def test_a_server_is_killed_or_stopped(processes: Processes, start: Jobs, is_kil
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_server_is_killed_and_started_again(processes: Processes, start: Jobs, how: str) -> None:
-    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", f"tcp://127.0.0.1:{free_port()}"]]
+    flags = [["--bind", "tcp://127.0.0.1:0"], ["--bind", f"tcp://127.0.0.1:{held_port()}"]]
     servers = processes.servers(2, each=flags)
     jobs = start(servers, how)
     servers[1].signal(signal.SIGKILL)

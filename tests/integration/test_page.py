@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import sys
 import urllib.parse
 import urllib.request
@@ -16,7 +15,7 @@ import pytest
 
 from tests.support.browser import WITH_CHROMIUM, in_browser
 from tests.support.limits import LIMIT
-from tests.support.processes import ROOT, Processes, eventually
+from tests.support.processes import ROOT, Processes, eventually, held_port
 
 WORKER = """
 import os, signal, sys, torch, kvtrainer
@@ -82,8 +81,7 @@ def prometheus(page: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     config = folder / "prometheus.yml"
     scrape = {"job_name": "training", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
     config.write_text(json.dumps({"scrape_configs": [scrape]}))  # JSON is YAML
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{held_port()}"
     flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}", f"--web.listen-address={address}"]
     with Processes() as processes:
         processes.start([program, *flags])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import sys
 
 from tests.support.limits import LIMIT
-from tests.support.processes import Process, Processes
+from tests.support.processes import Process, Processes, held_port
 
 PREFACE = """
 import os, sys, torch, kvtrainer
@@ -27,7 +25,7 @@ class DmlcJob:
         self._script = PREFACE + script
         self._env = {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": str(free_port()),
+            "DMLC_PS_ROOT_PORT": str(held_port()),
             "DMLC_NUM_WORKER": str(workers),
             "DMLC_NUM_SERVER": str(servers),
             "KVSTORE_CONNECT_TIMEOUT": str(LIMIT),
@@ -38,16 +36,3 @@ class DmlcJob:
     def start(self, role: str, **env: str) -> Process:
         command = [sys.executable, "-c", self._script]
         return self._processes.start(command, env={**self._env, "DMLC_ROLE": role, **env})
-
-
-def free_port() -> int:
-    """A port that is free, and that the system gives to nobody who asks for any: those are above 32767."""
-    generator = random.SystemRandom()
-    while True:
-        port = generator.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port

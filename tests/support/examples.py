@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.dmlc import free_port
 from tests.support.jobs import run_program
+from tests.support.processes import held_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def run_with_ranks(name: str, folder: Path, *options: str) -> str:
     variables = f"""
 import os
 place = {{"RANK": os.environ.pop("KVSTORE_RANK"), "WORLD_SIZE": os.environ.pop("KVSTORE_NUM_WORKERS")}}
-os.environ.update(place, TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+os.environ.update(place, TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="{held_port()}")
 """
     return run_program(["-c", variables + _program(name), *options], folder, 2, 0)
 

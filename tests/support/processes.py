@@ -6,10 +6,12 @@ Workers that need no process of their own are stores in the test's process, one 
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -339,6 +341,18 @@ def assert_serve(servers: Sequence[Process | str]) -> None:
 def new_name() -> str:
     """A namespace that nobody else uses."""
     return uuid.uuid4().hex[:12]
+
+
+def held_port() -> int:
+    """Take a port of loopback that the system gives to nobody else as long as this process lives.
+
+    It is bound, and nobody listens: whoever may reuse addresses, as servers do, can listen there all the same.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    atexit.register(holder.close)
+    return int(holder.getsockname()[1])
 
 
 def eventually(condition: Callable[[], bool], seconds: float = LIMIT) -> bool:

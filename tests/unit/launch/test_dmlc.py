@@ -18,9 +18,8 @@ from kvstore_server.server import Server, ServerOptions, make_server
 from kvtrainer import dmlc, env
 from kvtrainer.dmlc import DmlcJob, SchedulerClient, read_dmlc
 from kvtrainer.scheduler import Scheduler
-from tests.support.dmlc import free_port
 from tests.support.limits import FOREVER, LIMIT
-from tests.support.processes import Call, config_of_server, raised, serving
+from tests.support.processes import Call, config_of_server, held_port, raised, serving
 
 DMLC = {
     "DMLC_PS_ROOT_URI": "127.0.0.1",
@@ -145,7 +144,7 @@ def test_a_worker_claims_the_rank_that_is_said_first(
 
 
 def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> None:
-    environ = in_role("worker", DMLC_PS_ROOT_PORT=str(free_port()))
+    environ = in_role("worker", DMLC_PS_ROOT_PORT=str(held_port()))
     with pytest.raises(
         ConnectTimeoutError, match=r"the scheduler at tcp://127.0.0.1:\d+ did not answer within 0.3 s"
     ):
