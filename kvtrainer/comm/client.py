@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -182,9 +183,12 @@ class Client:
         self.settle()
         timeout = self.options.timeout + self.options.dead_after
         answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
-        self._barriers += 1
         assert isinstance(answer, m.Gathered)
-        return list(answer.parts)
+        parts = list(answer.parts)
+        self._barriers += (
+            1  # last: a barrier that is repeated after an interrupt has been passed, and is answered at once
+        )
+        return parts
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each server's counters for this namespace, in server order."""
@@ -276,15 +280,24 @@ class Loopback(Transport):
         self, engines: Sequence[Engine], clock: Callable[[], float], peer: bytes = bytes(SECRET_BYTES)
     ) -> None:
         self.num_servers = len(engines)
-        self.is_busy = False
-        """Whether an engine runs a request; who asks is then called by that request."""
+        self._sending: FrameType | None = None
+        """The call of `send` that has begun and, unless it was interrupted, not ended."""
         self._engines = list(engines)
         self._clock = clock
         self._peer = peer
         self._replies: deque[tuple[int, m.Reply]] = deque()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an engine runs a request that has called whoever asks."""
+        # An interrupt may come before a flag falls, however early that is. The stack does not lie.
+        caller = None if self._sending is None else sys._getframe()
+        while caller is not None and caller is not self._sending:
+            caller = caller.f_back
+        return caller is not None
+
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        self.is_busy = True
+        self._sending = sys._getframe()
         try:
             for body in divided(request.body, sys.maxsize):
                 one = request._replace(body=body)
@@ -292,7 +305,7 @@ class Loopback(Transport):
                     if out.peer == self._peer:
                         self._replies.append((server, out.reply))
         finally:
-            self.is_busy = False
+            self._sending = None
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         return self._replies.popleft() if self._replies else None

@@ -426,6 +426,13 @@ class Round:
         if not leg.open and leg in self.open:
             self.open.remove(leg)
 
+    def resume(self) -> None:
+        """Get ready to be waited for again after an interrupt, which may have lost what had just come."""
+        self.open[:] = [leg for leg in self.open if leg.open]
+        for leg in self.open if self.contribution.outs is not None else ():
+            for at in leg.open:
+                leg.drop_former(at)
+
     def write(self, leg: Leg, gone: Collection[int], book: Tables) -> None:
         """Bring new weights to their places, except those of some tables (by index), and note their versions.
 

@@ -256,12 +256,19 @@ class Rounds:
             read = contribution.of(known)
             self.pull(read.tables, read.outs or ())
 
-    def wait(self, round_: Round, anew: bool = False, holds: Callable[[Leg], bool] | None = None) -> None:
+    def wait(
+        self,
+        round_: Round,
+        anew: bool = False,
+        holds: Callable[[Leg], bool] | None = None,
+        may_wait_again: bool = False,
+    ) -> None:
         """Block until the round is over; new weights are then in `outs`.
 
         Args:
             anew: Servers have their time from now on, not since the start: nobody has listened to them meanwhile.
             holds: Only while this holds of a leg on which something is still to be said; the round may go on then.
+            may_wait_again: An interrupt does not give the round up: the call that began it has returned.
 
         Raises:
             KVStoreError: what the servers reported, the same on every worker of the round.
@@ -277,6 +284,9 @@ class Rounds:
             if not self._session.wait(waiting, again, round_.started):
                 raise self._session.late(waiting, round_.describe_end())
         except BaseException as error:
+            if may_wait_again and not isinstance(error, Exception):
+                round_.resume()
+                raise
             self._end(round_, error)
             round_.note(error)
             raise
@@ -329,7 +339,7 @@ class Rounds:
                     f"the end of a round of {table.name!r} was interrupted, so it may count in part. Restart the job "
                     "from its last saved states"
                 )
-            self.wait(round_)
+            self.wait(round_, may_wait_again=True)
         if table.index in self.tables.broken:
             raise self.tables.broken[table.index]
 

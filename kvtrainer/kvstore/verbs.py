@@ -17,13 +17,20 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, make_codec
 from kvstore_server.commands import LONGEST, check_head
-from kvstore_server.errors import ConfigurationError, KeyNotFoundError, OptimizerError, ServerUnreachableError
+from kvstore_server.errors import (
+    ConfigurationError,
+    KeyNotFoundError,
+    KVStoreError,
+    OptimizerError,
+    ServerUnreachableError,
+)
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import INTEGERS, Slice, TensorSpec
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.client import Client, LocalEngine
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rank_group import RankGroup
+from kvtrainer.comm.round import Round
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
@@ -108,6 +115,8 @@ class TableKVStore(KVStoreBase):
         self._codec: Codec | None = None
         """How sums of replicas are compressed on their way to servers."""
         self._entries: dict[Key, Entry] = {}
+        self._given: list[tuple[RemoteTable, int]] = []
+        """Table and round of what a push gives, until it returns; an interrupt leaves them to the next one."""
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
         self._profiler: Profiler | None = None
@@ -492,6 +501,8 @@ class TableKVStore(KVStoreBase):
         client, optimizer, by_rows = self._client, self._optimizer, []
         try:
             entries, given = self._find(*read_values(key, value, "value"))
+            if self._given:
+                self._tell_interrupted()
             arenas: list[dict[str, Tensor]] | None = None
             others: list[tuple[Tensor, Tensor]] = []
             if out is not None:
@@ -529,17 +540,40 @@ class TableKVStore(KVStoreBase):
             else:
                 values.append({entry.spec.dtype: merged})
         tables = [entry.table for entry in entries]
-        ticket = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
-        if self._engine is None and arenas is None:
-            return
+        for table in tables if client.rounds.open else ():
+            client.rounds.settle(table)
+        self._given = [(table, table.round) for table in tables]
         try:
-            client.rounds.wait(ticket)
+            ticket = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
+            if self._engine is not None or arenas is not None:
+                self._wait(ticket, entries)
+        except Exception:
+            self._given = []  # the loop is told
+            raise
+        for target, flat in others:
+            target.copy_(flat.view(target.shape))
+        self._given = []
+
+    def _wait(self, ticket: Round, entries: Sequence[Entry]) -> None:
+        """Wait for a round of keys; what was kept back of them moves if it was applied."""
+        try:
+            self._client.rounds.wait(ticket)
         finally:
             if self._replicas is not None:
                 applied = [entry for entry in entries if not ticket.is_lost(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
-        for target, flat in others:
-            target.copy_(flat.view(target.shape))
+
+    def _tell_interrupted(self) -> None:
+        """Raise KVStoreError, once, if a push that was interrupted counts: a loop would give the same again."""
+        for table, _ in self._given:
+            self._client.rounds.settle(table)
+        names = [table.name for table, number in self._given if table.stands(number)]
+        self._given = []
+        if names:
+            raise KVStoreError(
+                f"a push of {', '.join(map(repr, names[:3]))}{', …' if len(names) > 3 else ''} was interrupted when it "
+                "had been given, so it counts: do not repeat it. This call has given nothing; push what comes next"
+            )
 
     def _sum_over_ranks(
         self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]

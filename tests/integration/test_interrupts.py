@@ -1,8 +1,11 @@
-"""Real steps that Ctrl-C breaks off: all workers end with the weights of an undisturbed run, or the loop is told."""
+"""Real steps and verbs that Ctrl-C breaks off: all workers end as an undisturbed run does, or the loop is told."""
 
 from __future__ import annotations
 
+import linecache
+import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvtrainer import Trainer
+from kvtrainer import Trainer, optimizer
 from kvtrainer.errors import KVStoreError, StaleGradientError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.interrupts import Interrupt, Line, lines_of
+from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
 EVERY = 40
@@ -108,3 +112,128 @@ def test_weights_that_come_later_are_read_although_their_arrival_was_interrupted
         for line, one in zip(ends, outcomes, strict=True)
         if one[0] is not None and not all(map(torch.equal, one[0], wanted[0] or ()))
     ] == []
+
+
+# ---------------------------------------------------------------- verbs
+
+KEYS = ["a", "b"]
+
+
+def give(kv: DistKVStore, verb: str, number: int, rank: int, out: list[Tensor]) -> None:
+    """Make one of a loop's calls, with gradients of its own for each step and rank."""
+    grads = [torch.arange(1.0, 41.0) * (number + 1) + rank, torch.ones(3) * (2 * number + rank)]
+    if verb == "push":
+        kv.push(KEYS, grads)
+    elif verb == "pull":
+        kv.pull(KEYS, out=out)
+    elif verb == "pushpull":
+        kv.pushpull(KEYS, grads, out=out)
+    else:
+        kv.barrier()
+
+
+def exchange(
+    jobs: Servers, verbs: tuple[str, ...], broken: str, line: Line | None
+) -> tuple[list[list[Tensor] | None], list[Line]]:
+    """Make four steps of verbs; of rank 0's third one a verb is interrupted before a line, and made again.
+
+    Returns what each worker has in the end, or None where its loop was told; and the lines of that verb.
+    """
+    lines: list[Line] = []
+
+    def body(kv: DistKVStore, rank: int) -> list[Tensor] | None:
+        out = [torch.zeros(40), torch.zeros(3)]
+        kv.init(KEYS, out)
+        kv.set_optimizer(optimizer.create("sgd", learning_rate=0.5))
+        try:
+            for number in range(STEPS):
+                for verb in verbs:
+                    call = partial(give, kv, verb, number, rank, out)
+                    if rank or number != 2 or verb != broken:
+                        call()
+                        continue
+                    try:
+                        lines.extend(dict.fromkeys(lines_of(call, line)))
+                    except Interrupt:
+                        call()
+            kv.barrier()
+        except KVStoreError as error:
+            kv.__exit__(type(error), error, None)
+            return None
+        return [one.clone() for one in out]
+
+    return jobs.results(2, 2, body, timeout=SECONDS), lines
+
+
+@pytest.mark.parametrize(
+    ("verbs", "broken"),
+    [
+        (("push", "pull"), "push"),
+        (("push", "pull"), "pull"),
+        (("pushpull",), "pushpull"),
+        (("push", "barrier", "pull"), "barrier"),
+    ],
+    ids=["push", "pull", "pushpull", "barrier"],
+)
+def test_a_verb_that_is_repeated_after_an_interrupt_counts_once_or_the_loops_are_told(
+    jobs: Servers, verbs: tuple[str, ...], broken: str
+) -> None:
+    wanted, lines = exchange(jobs, verbs, broken, None)
+    assert None not in wanted
+    went_on = 0
+    for line in lines[:: EVERY // 2]:
+        for found, whole in zip(exchange(jobs, verbs, broken, line)[0], wanted, strict=True):
+            went_on += found is not None
+            assert whole is not None
+            assert found is None or all(map(torch.equal, found, whole)), line
+    assert went_on > 0
+
+
+def line_with(text: str, lines: list[Line]) -> Line:
+    """The last of some lines in which a text stands."""
+    return [line for line in lines if text in linecache.getline(*line)][-1]
+
+
+def test_a_push_that_counts_although_it_was_interrupted_is_told_of_by_the_next_one_alone(
+    jobs: Servers,
+) -> None:
+    _, lines = exchange(jobs, ("push", "pull"), "push", None)
+    line = line_with("self._given = []", lines)
+
+    def body(kv: DistKVStore, rank: int) -> Tensor:
+        kv.init("a", torch.zeros(2))
+        kv.set_optimizer(optimizer.create("sgd", learning_rate=1.0))
+        for number in range(3):
+            if rank == 0 and number == 1:
+                with pytest.raises(Interrupt):
+                    lines_of(lambda: kv.push("a", torch.ones(2)), line)
+                with pytest.raises(KVStoreError, match="'a'"):
+                    kv.push("a", torch.full((2,), 100.0))
+            else:
+                kv.push("a", torch.ones(2))
+        kv.pull("a", out=(out := torch.empty(2)))
+        return out
+
+    assert [one.tolist() for one in jobs.results(2, 2, body)] == [[-6.0, -6.0]] * 2
+
+
+def test_an_interrupted_pull_leaves_the_push_before_it_under_way(jobs: Servers) -> None:
+    """It was given up, on every worker, and only the other one was told."""
+    has_come = threading.Event()
+
+    def body(kv: DistKVStore, rank: int) -> float:
+        kv.init("a", torch.zeros(1))
+        if rank == 1:
+            assert has_come.wait(LIMIT)
+        kv.push("a", torch.ones(1))
+        out = torch.empty(1)
+        if rank == 0:
+            with pytest.raises(Interrupt):
+                lines_of(lambda: kv.pull("a", out=out), wait)
+            has_come.set()
+        kv.pull("a", out=out)
+        return out.item()
+
+    _, lines = exchange(jobs, ("push", "pull"), "pull", None)
+    wait = line_with("got = self.transport.receive(pause)", lines)
+    assert jobs.results(2, 2, body) == [2.0, 2.0]

@@ -18,7 +18,7 @@ import zmq
 
 import kvtrainer
 from kvtrainer.comm import connection
-from kvtrainer.errors import ConfigurationError, ServerStoppingError
+from kvtrainer.errors import ConfigurationError, ServerStoppingError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER
 from tests.support.processes import Members, Process, Processes, eventually, new_name, round_of, together
@@ -94,6 +94,22 @@ def test_a_worker_shares_memory_by_itself_with_the_servers_of_its_host(
     store = members.join(jobs.of(2), 0, 1, new_name())
     assert sorted(channels_of(store)) == [0, 1]
     assert not caplog.records
+
+
+def test_a_worker_that_leaves_unread_answers_behind_is_heard_to_leave(processes: Processes) -> None:
+    """Its server wrote to a channel that had ended, gave it up, and with it the word that the worker leaves."""
+    [server] = processes.servers(1)
+    with Members() as members:
+        pair = members.pair([server])
+        together(*(lambda kv=kv: kv.init("a", torch.zeros(3)) for kv in pair))
+        pair[1].push("a", torch.ones(3))
+        pair[1]._client.stats()  # the server has read the push
+        server.freeze()
+        pair[0].push("a", torch.ones(3))
+        pair[0]._client.close(ValueError("enough"))
+        server.signal(signal.SIGCONT)
+        with pytest.raises(WorkerLostError, match="enough"):
+            pair[1].pushpull("a", torch.ones(3))
 
 
 def test_a_job_goes_on_over_tcp_when_its_channel_breaks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from linecache import getline
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvtrainer.errors import (
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.engines import client_of
+from tests.support.interrupts import Interrupt, lines_of
 from tests.support.local_stores import SHAPE, full, local, pulled
 
 STR_KEYS, INT_KEYS = ["b", "c", "d"], [5, 7, 11]
@@ -322,3 +324,14 @@ def test_counters_tell_the_rounds_of_each_key() -> None:
     assert store.num_servers == 1
     assert store.num_dead_nodes() == 0
     store.barrier()
+
+
+def test_a_store_that_was_interrupted_as_a_request_ended_is_not_called_by_that_request() -> None:
+    """Its mark of a request under way stayed, so it refused everything as re-entrance."""
+    store = local(["w"])
+    lines = lines_of(lambda: store.push("w", full(1)))
+    ends = [line for line in lines if line[0].endswith("client.py") and "_sending = None" in getline(*line)]
+    with pytest.raises(Interrupt) as kept:  # with its traceback, and so the frame of the request
+        lines_of(lambda: store.push("w", full(2)), ends[-1])
+    assert pulled(store, "w").equal(full(2))
+    assert kept.tb is not None
