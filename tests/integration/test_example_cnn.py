@@ -87,6 +87,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     check_close(torch.load(tmp_path / "weights.pt"), written_out())
 
 
+@pytest.mark.full
 def test_it_reads_97_of_100_held_out_digits(capsys: pytest.CaptureFixture[str]) -> None:
     example("cnn").main([])
     lines = capsys.readouterr().out.splitlines()

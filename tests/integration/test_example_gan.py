@@ -83,6 +83,7 @@ def test_two_workers_and_two_servers_take_turns_with_both_trainers(tmp_path: Pat
     assert updates == {"generator": 22, "discriminator": 22}
 
 
+@pytest.mark.full
 def test_drawn_digits_are_read_as_what_they_should_be_and_come_close_to_real_ones(tmp_path: Path) -> None:
     """The example itself fails unless the distance falls to a fifth; it falls to about a tenth."""
     results = tmp_path / "gan.json"

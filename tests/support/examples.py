@@ -21,9 +21,12 @@ def example(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def run_with_servers(name: str, folder: Path, *options: str) -> str:
-    """Run an example with two workers and two servers to its end; gives what they printed."""
-    return run_program(["-c", _program(name), *options], folder, 2, 2)
+def run_with_servers(name: str, folder: Path, *options: str, **numbers: float) -> str:
+    """Run an example with two workers and two servers to its end; gives what they printed.
+
+    `numbers` take the place of constants of the example.
+    """
+    return run_program(["-c", _program(name, numbers), *options], folder, 2, 2)
 
 
 def run_with_ranks(name: str, folder: Path, *options: str) -> str:
@@ -33,13 +36,15 @@ import os
 place = {{"RANK": os.environ.pop("KVSTORE_RANK"), "WORLD_SIZE": os.environ.pop("KVSTORE_NUM_WORKERS")}}
 os.environ.update(place, TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
 """
-    return run_program(["-c", variables + _program(name), *options], folder, 2, 0)
+    return run_program(["-c", variables + _program(name, {}), *options], folder, 2, 0)
 
 
-def _program(name: str) -> str:
+def _program(name: str, numbers: dict[str, float]) -> str:
     folder = str(ROOT / "examples")
     return f"""
-import runpy, sys
+import sys
 sys.path.insert(0, {folder!r})
-runpy.run_module({name!r}, run_name="__main__")
+import {name} as example
+vars(example).update({numbers!r})
+example.main()
 """
