@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.support.stores import Servers, servers
 INT8: dict[str, Any] = {"pull": "int8"}
 RATE = 2.0**-7
 SIZE = 300_000
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def whole(seed: int, size: int) -> Tensor:

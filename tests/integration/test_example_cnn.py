@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.examples import ROOT, example, run_with_ranks, run_with_servers
+from tests.support.examples import NEEDS_DIGITS, ROOT, example, run_with_ranks, run_with_servers
 
-pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
+pytestmark = NEEDS_DIGITS
 CONFIG = ["--config", str(ROOT / "examples" / "cnn.json")]
 Weights = Mapping[str, Tensor]
 

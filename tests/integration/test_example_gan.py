@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import kvtrainer
-from tests.support.examples import ROOT, example, run_with_servers
+from tests.support.examples import NEEDS_DIGITS, ROOT, example, run_with_servers
 
-pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
+pytestmark = NEEDS_DIGITS
 CONFIG = ["--config", str(ROOT / "examples" / "gan.json")]
 SHORT = ["--epochs", "4", "--stop"]
 

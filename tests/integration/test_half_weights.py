@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,10 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 ROUNDS = 4
 HALF: dict[str, Any] = {"pull": "bf16"}
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def sixteenths(seed: int, size: int, bits: int) -> Tensor:
@@ -34,8 +27,9 @@ def rounded(weights: Tensor) -> Tensor:
     return weights.to(torch.bfloat16).float()
 
 
-@pytest.mark.parametrize("params", [HALF, {"type": "bf16", "pull": "bf16"}])
-@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize(
+    ("size", "params"), [(100, HALF), (300_000, HALF), (300_000, {"type": "bf16", "pull": "bf16"})]
+)
 def test_workers_have_the_rounding_of_weights_that_servers_go_on_with(
     jobs: Servers, size: int, params: dict[str, Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,10 @@ from tests.support.dmlc import free_port
 from tests.support.jobs import run_program
 
 ROOT = Path(__file__).parents[2]
+NEEDS_DIGITS = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,
+    reason="the data are not installed: pip install scikit-learn",
+)
 
 
 def example(name: str) -> ModuleType:
