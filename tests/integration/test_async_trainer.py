@@ -199,17 +199,6 @@ def test_every_contribution_is_an_update_of_its_own(
             assert_close(made[rank].values(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [None, True])
-def test_an_optimizer_that_is_told_not_to_aggregate_runs_on_the_servers(
-    jobs: Servers, update_on_kvstore: bool | None
-) -> None:
-    options = {"learning_rate": 0.5, "aggregate_num": 1}
-    with workers(jobs, "dist_async", "sgd", options, update_on_kvstore=update_on_kvstore) as made:
-        made[1].step(0)
-        expected = {name: start_of(name).double().numpy() - 0.5 * g for name, g in gradients(0).items()}
-        assert_close(made[1].values(), expected)
-
-
 def scheduled(begin: int = 0) -> Iterator[float]:
     """The learning rates of the updates 1, 2, 3, … of FactorScheduler(2, 0.5), as MXNet 1.9.1 gives them."""
     rates = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]
@@ -333,45 +322,3 @@ def test_a_limit_of_each_element_leaves_the_row_sparse_gradient_of_the_loop_as_i
         return [rows.weight.grad.to_dense()[1].tolist(), rows.weight[1].tolist()]
 
     assert jobs.results(1, 1, body, type=type) == [[[3.0, 3.0], [-0.5, -0.5]]]
-
-
-@pytest.mark.parametrize("type", ["dist_sync", *ASYNCHRONOUS])
-def test_two_trainers_share_a_store_as_generator_and_critic_do(jobs: Servers, type: str) -> None:
-    def body(kv: DistKVStore, rank: int) -> tuple[list[float], list[float], list[float]]:
-        nets = [torch.full((128, 64), start, requires_grad=True) for start in (10.0 + rank, 20.0 + rank)]
-        rates = (1.0, 0.5)
-        trainers = [
-            kvtrainer.Trainer([("w", net)], "sgd", {"learning_rate": rate, "momentum": 0.0}, kvstore=kv)
-            for net, rate in zip(nets, rates, strict=True)
-        ]
-        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
-        kv.init("w", torch.zeros(3))
-        for at in range(6):
-            for which in (1, 0) if at % 3 else (1, 1):  # the critic more often
-                (nets[which] * (rank + 1.0)).sum().backward()  # type: ignore[no-untyped-call]
-                trainers[which].step(1)
-            kv.push("w", torch.ones(3))
-        kv.barrier()
-        for trainer in trainers:
-            trainer.set_data({}) if type == "dist_sync" else _read_all(trainer)
-        out = torch.empty(3)
-        kv.pull("w", out)
-        kv.barrier()
-        return one_of(nets[0]), one_of(nets[1]), one_of(out)
-
-    # Generator: 4 steps, critic: 8; three is the sum of what both workers contribute in a step.
-    assert jobs.results(2, 2, body, type=type) == [([10.0 - 12.0], [20.0 - 12.0], [12.0])] * 2
-
-
-def one_of(tensor: Tensor) -> list[float]:
-    """The one value of all elements, or all values that there are."""
-    values: list[float] = tensor.unique().tolist()  # type: ignore[no-untyped-call]
-    return values
-
-
-def _read_all(trainer: kvtrainer.Trainer) -> None:
-    """A contribution of nothing, which brings the weights."""
-    for group in trainer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    trainer.step(1)

@@ -71,17 +71,3 @@ def test_a_row_sparse_gradient_and_a_clipped_one_leave_rounded_weights_too(jobs:
     for (mine, want), (theirs, _) in zip(first, second, strict=True):
         assert torch.equal(mine, want)
         assert torch.equal(mine, theirs)
-
-
-def test_weights_that_are_published_come_back_rounded_on_every_worker(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        w = Parameter(torch.zeros(3))
-        trainer = Trainer({"w": w}, "sgd", {"learning_rate": 1.0}, kv, HALF)
-        trainer.update_params(w.sum())
-        trainer.set_data({"w": torch.tensor([1.0, 1.001, 2.0 + rank])})
-        published = w.tolist()
-        trainer.update_params((w * 0.0).sum())
-        return published + w.tolist()
-
-    want = [1.0, torch.tensor(1.001).to(torch.bfloat16).item(), 2.0]
-    assert jobs.results(2, 2, body) == [want * 2] * 2
