@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,22 +62,10 @@ def _applied(store: DistKVStore) -> list[int]:
     return [row["rounds_applied"] for stats in store.server_stats() for row in stats["tables"]]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda kv: kv.push("w", torch.ones(4)), ShapeMismatchError, r"'w' .*\[3\].*\[4\]"),
-        (lambda kv: kv.pushpull("w", torch.ones(3), out=torch.ones(2)), ShapeMismatchError, r"\[2\]"),
-        (lambda kv: kv.push(["w", "v"], [torch.ones(3)] * 2), KeyNotFoundError, "'v'"),
-        (lambda kv: kv.init("w", torch.ones(3)), ConfigurationError, "'w'"),
-        (lambda kv: kv.set_optimizer("adagrid"), UnknownNameError, "adam"),
-    ],
-)
-def test_a_wrong_call_is_refused_before_anything_is_sent(
-    pair: Pair, call: Callable[[DistKVStore], None], error: type[Exception], text: str
-) -> None:
+def test_a_wrong_call_is_refused_before_anything_is_sent(pair: Pair) -> None:
     other = Call(lambda: round_of(pair[0], "w", torch.ones(3)))
-    with pytest.raises(error, match=text):
-        call(pair[1])
+    with pytest.raises(ShapeMismatchError, match=r"'w' .*\[3\].*\[4\]"):
+        pair[1].push("w", torch.ones(4))
     assert other.is_running
     # The round of the other worker goes on as if nothing had happened.
     assert round_of(pair[1], "w", torch.ones(3)).tolist() == [2.0] * 3
