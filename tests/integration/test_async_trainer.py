@@ -322,3 +322,45 @@ def test_a_limit_of_each_element_leaves_the_row_sparse_gradient_of_the_loop_as_i
         return [rows.weight.grad.to_dense()[1].tolist(), rows.weight[1].tolist()]
 
     assert jobs.results(1, 1, body, type=type) == [[[3.0, 3.0], [-0.5, -0.5]]]
+
+
+@pytest.mark.parametrize("type", ["dist_sync", *ASYNCHRONOUS])
+def test_two_trainers_share_a_store_as_generator_and_critic_do(jobs: Servers, type: str) -> None:
+    def body(kv: DistKVStore, rank: int) -> tuple[list[float], list[float], list[float]]:
+        nets = [torch.full((128, 64), start, requires_grad=True) for start in (10.0 + rank, 20.0 + rank)]
+        rates = (1.0, 0.5)
+        trainers = [
+            kvtrainer.Trainer([("w", net)], "sgd", {"learning_rate": rate, "momentum": 0.0}, kvstore=kv)
+            for net, rate in zip(nets, rates, strict=True)
+        ]
+        kv.set_optimizer(kvtrainer.optimizer.create("test", learning_rate=-1.0))
+        kv.init("w", torch.zeros(3))
+        for at in range(6):
+            for which in (1, 0) if at % 3 else (1, 1):  # the critic more often
+                (nets[which] * (rank + 1.0)).sum().backward()  # type: ignore[no-untyped-call]
+                trainers[which].step(1)
+            kv.push("w", torch.ones(3))
+        kv.barrier()
+        for trainer in trainers:
+            trainer.set_data({}) if type == "dist_sync" else _read_all(trainer)
+        out = torch.empty(3)
+        kv.pull("w", out)
+        kv.barrier()
+        return one_of(nets[0]), one_of(nets[1]), one_of(out)
+
+    # Generator: 4 steps, critic: 8; three is the sum of what both workers contribute in a step.
+    assert jobs.results(2, 2, body, type=type) == [([10.0 - 12.0], [20.0 - 12.0], [12.0])] * 2
+
+
+def one_of(tensor: Tensor) -> list[float]:
+    """The one value of all elements, or all values that there are."""
+    values: list[float] = tensor.unique().tolist()  # type: ignore[no-untyped-call]
+    return values
+
+
+def _read_all(trainer: kvtrainer.Trainer) -> None:
+    """A contribution of nothing, which brings the weights."""
+    for group in trainer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    trainer.step(1)
