@@ -39,12 +39,12 @@ def test_a_script_of_the_page_runs_as_a_job(code: str, tmp_path: Path) -> None:
 
 def test_of_uneven_examples_a_sampler_repeats_one_and_join_sees_each_once(tmp_path: Path) -> None:
     """As the page says of its first two scripts."""
-    told = f"""
+    told = """
 import json, pathlib
-pathlib.Path({str(tmp_path)!r}, f"{{trainer.rank}}.json").write_text(json.dumps(seen))
+pathlib.Path(f"{trainer.rank}.json").write_text(json.dumps(seen))
 """
     for code, dealt in zip(PLAIN, ([7, 7], [7, 6]), strict=True):
-        run_program(["-c", code + told], tmp_path, 2, 2)
+        run_program(["-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}{told}"], tmp_path, 2, 2)
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         assert [len(one) for one in seen] == [2 * count for count in dealt]
         for epoch in range(2):
