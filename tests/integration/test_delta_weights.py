@@ -282,10 +282,9 @@ def test_workers_that_want_different_forms_are_told(jobs: Servers, forms: Sequen
     def body(kv: DistKVStore, rank: int) -> list[float]:
         weight, form = Parameter(torch.zeros(3)), forms[rank]
         trainer = Trainer([weight], "sgd", {}, kv, form and {"pull": form})
-        with pytest.raises(
-            PlanMismatchError, match=f"{forms[0]}.* rank 0.*{forms[1]}|rank 0 .*{forms[0]}.*{forms[1]}"
-        ):
+        with pytest.raises(PlanMismatchError) as told:
             steps(trainer, weight, [torch.ones(3)])
+        assert all(str(one) in str(told.value) for one in forms)  # whoever came first is named first
         return weight.tolist()
 
     assert jobs.results(2, 2, body) == [[0.0] * 3] * 2
