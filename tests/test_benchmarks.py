@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.support.limits import LIMIT
+import pytest
+
+from tests.support.processes import Processes
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 QUESTIONS = (
@@ -28,6 +29,7 @@ QUESTIONS = (
 )
 HELP = """
 import contextlib, io, runpy, sys
+sys.path.insert(0, ".")
 for name in sys.argv[1:]:
     sys.argv, said = [name, "--help"], io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
@@ -36,18 +38,34 @@ for name in sys.argv[1:]:
 """
 
 
+TINY = """
+import sys
+sys.path.insert(0, ".")
+import dense_sync, limits, suite
+suite.measure_limits = lambda: limits.Limits(*[1e9] * 6)  # of the machine: seconds of copying
+sys.exit(dense_sync.main())
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    """Run a script among the benchmarks to its end; what it printed."""
+    with Processes() as processes:
+        process = processes.start([sys.executable, "-c", script, *arguments], cwd=FOLDER)
+        code, errors = process.end()
+        assert code == 0, errors
+        assert process.popen.stdout is not None
+        return process.popen.stdout.read().decode()
+
+
 def test_every_question_has_a_help() -> None:
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.')\n{HELP}", *QUESTIONS]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout.split() == [f"{name}.py" for name in QUESTIONS], done.stderr
+    assert run(HELP, *QUESTIONS).split() == [f"{name}.py" for name in QUESTIONS]
 
 
+@pytest.mark.full
 def test_a_tiny_run_checks_weights_names_a_missing_peer_and_writes_three_files(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "dense_sync.py"), "--out", str(tmp_path / "found")]
-    command += ["--systems", "kvtrainer,mpich", "--mpi-env", str(tmp_path / "none"), "--starts", "step"]
-    command += ["--servers", "1", "--mib", "0.25", "--rounds", "2", "--repetitions", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
+    options = ["--out", str(tmp_path / "found"), "--systems", "kvtrainer,mpich", "--starts", "step"]
+    options += ["--mpi-env", str(tmp_path / "none"), "--servers", "1", "--mib", "0.25", "--rounds", "2"]
+    run(TINY, *options, "--repetitions", "1")
     [sample] = json.loads((tmp_path / "found.json").read_text())["samples"]
     assert (sample["system"], len(sample["rounds"])) == ("kvtrainer", 2)
     assert sample["usage"]["peak_rss"] > sample["usage"]["pss"] > 0

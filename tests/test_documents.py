@@ -51,15 +51,20 @@ def _code(name: str) -> list[Block]:
     return [block for block in blocks_of(DOCS / name) if block.language in ("python", "sh")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in PAGES if f"docs/{name}" not in WITH_CODE and name not in ELSEWHERE and _code(name)],
-)
+FOLLOWED = [
+    (name, "torchrun" if name == "start.md" else "")
+    for name in PAGES
+    if f"docs/{name}" not in WITH_CODE and name not in ELSEWHERE and _code(name)
+]
+"""Pages, and the commands that are left to the full run: those of torch alone, whose processes take long to start."""
+
+
+@pytest.mark.parametrize(("name", "left"), [*FOLLOWED, pytest.param("start.md", "", marks=pytest.mark.full)])
 def test_a_page_can_be_followed_from_its_top_to_its_end(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_page(DOCS / name, tmp_path) == len(_code(name))
+    assert run_page(DOCS / name, tmp_path, left) == len(_code(name))
 
 
 def test_all_pages_are_in_the_navigation() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_server import __version__
-from kvtrainer import launch
+from tests.support.jobs import run_program
 from tests.support.limits import LIMIT
 
 ROOT = Path(__file__).parent.parent
@@ -39,18 +39,16 @@ def test_every_python_block_runs(
 
 
 def test_the_readmes_python_blocks_are_also_workers_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     """With "dist_sync" in the place of stores of one process, as the README says."""
-    monkeypatch.chdir(tmp_path)
     blocks = [re.sub('"(local|device)"', '"dist_sync"', code) for name, code in BLOCKS if name == "README.md"]
     assert len(blocks) >= 3
     assert all('"dist_sync"' in code for code in blocks)
+    folder = f"import os; os.chdir({str(tmp_path)!r})"
     lines = [f"exec(compile({code!r}, 'block {at}', 'exec'), {{}})" for at, code in enumerate(blocks)]
-    (tmp_path / "blocks.py").write_text("\n".join([*lines, "print('done')", ""]))
-    code = launch.main(["-n", "2", "-s", "1", sys.executable, "blocks.py"])
-    out, err = capfd.readouterr()
-    assert (code, sorted(out.splitlines())) == (0, ["[w0] done", "[w1] done"]), err
+    output = run_program(["-c", "\n".join([folder, *lines, "print('done')"])], tmp_path, 2, 1)
+    assert output.splitlines().count("done") == 2
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.frameworks.jobs import ROOT, launch
+from tests.support.jobs import run_program
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/frameworks.md").read_text(), re.DOTALL)
 FRAMEWORKS = ("lightning", "skorch", "transformers", "accelerate")
@@ -38,11 +39,12 @@ def test_a_script_of_the_page_runs_as_a_job(code: str, tmp_path: Path) -> None:
 
 def test_of_uneven_examples_a_sampler_repeats_one_and_join_sees_each_once(tmp_path: Path) -> None:
     """As the page says of its first two scripts."""
-    told = "\nimport json, pathlib; pathlib.Path(f'{trainer.rank}.json').write_text(json.dumps(seen))\n"
+    told = """
+import json, pathlib
+pathlib.Path(f"{trainer.rank}.json").write_text(json.dumps(seen))
+"""
     for code, dealt in zip(PLAIN, ([7, 7], [7, 6]), strict=True):
-        (tmp_path / "train.py").write_text(code + told)
-        done = launch(tmp_path / "train.py", tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_program(["-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}{told}"], tmp_path, 2, 2)
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
         assert [len(one) for one in seen] == [2 * count for count in dealt]
         for epoch in range(2):

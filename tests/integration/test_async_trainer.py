@@ -199,17 +199,6 @@ def test_every_contribution_is_an_update_of_its_own(
             assert_close(made[rank].values(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("update_on_kvstore", [None, True])
-def test_an_optimizer_that_is_told_not_to_aggregate_runs_on_the_servers(
-    jobs: Servers, update_on_kvstore: bool | None
-) -> None:
-    options = {"learning_rate": 0.5, "aggregate_num": 1}
-    with workers(jobs, "dist_async", "sgd", options, update_on_kvstore=update_on_kvstore) as made:
-        made[1].step(0)
-        expected = {name: start_of(name).double().numpy() - 0.5 * g for name, g in gradients(0).items()}
-        assert_close(made[1].values(), expected)
-
-
 def scheduled(begin: int = 0) -> Iterator[float]:
     """The learning rates of the updates 1, 2, 3, … of FactorScheduler(2, 0.5), as MXNet 1.9.1 gives them."""
     rates = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.examples import example, run_with_servers
 
-STEPS = 12
+STEPS = 6
 
 
 @functools.cache

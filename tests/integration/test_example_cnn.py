@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.examples import ROOT, example, run_with_ranks, run_with_servers
+from tests.support.examples import NEEDS_DIGITS, ROOT, example, run_with_ranks, run_with_servers
 
-pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
+pytestmark = NEEDS_DIGITS
 CONFIG = ["--config", str(ROOT / "examples" / "cnn.json")]
 Weights = Mapping[str, Tensor]
 
@@ -87,6 +87,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     check_close(torch.load(tmp_path / "weights.pt"), written_out())
 
 
+@pytest.mark.full
 def test_it_reads_97_of_100_held_out_digits(capsys: pytest.CaptureFixture[str]) -> None:
     example("cnn").main([])
     lines = capsys.readouterr().out.splitlines()

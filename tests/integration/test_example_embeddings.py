@@ -11,9 +11,10 @@ from tests.support.examples import example, run_with_servers
 
 
 def test_two_workers_and_two_servers_learn_what_a_plain_loop_learns(tmp_path: Path) -> None:
-    out, embeddings = tmp_path / "found.json", example("embeddings")
-    run_with_servers("embeddings", tmp_path, "--out", str(out))
+    """The example trains the plain loop beside it, and fails where weights differ by more than rounding."""
+    out = tmp_path / "found.json"
+    said = run_with_servers("embeddings", tmp_path, "--out", str(out), EVERY=100)
     found = json.loads(out.read_text())
-    _, losses = embeddings.plain(*embeddings.load())
-    assert found["loss"] == pytest.approx(losses, abs=1e-4)
-    assert 0 < found["touched"] < embeddings.ROWS / 50
+    assert "all checks passed" in said
+    assert found["loss"] == pytest.approx(found["plain_pytorch"], abs=1e-4)
+    assert 0 < found["touched"] < example("embeddings").ROWS / 50

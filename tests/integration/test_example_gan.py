@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import kvtrainer
-from tests.support.examples import ROOT, example, run_with_servers
+from tests.support.examples import NEEDS_DIGITS, ROOT, example, run_with_servers
 
-pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
+pytestmark = NEEDS_DIGITS
 CONFIG = ["--config", str(ROOT / "examples" / "gan.json")]
 SHORT = ["--epochs", "4", "--stop"]
 
@@ -83,6 +83,7 @@ def test_two_workers_and_two_servers_take_turns_with_both_trainers(tmp_path: Pat
     assert updates == {"generator": 22, "discriminator": 22}
 
 
+@pytest.mark.full
 def test_drawn_digits_are_read_as_what_they_should_be_and_come_close_to_real_ones(tmp_path: Path) -> None:
     """The example itself fails unless the distance falls to a fifth; it falls to about a tenth."""
     results = tmp_path / "gan.json"

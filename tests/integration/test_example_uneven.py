@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.examples import run_with_servers
+from tests.support.examples import NEEDS_DIGITS, run_with_servers
 
-pytest.importorskip("sklearn", reason="the data are not installed: pip install scikit-learn")
+pytestmark = NEEDS_DIGITS
 STALEST = {"dist_sync": 0, "dist_ssp": 1, "dist_async": None}
 """So many updates of the other worker may come between a read of weights and their change, with a staleness of 0."""
 

@@ -141,19 +141,6 @@ def test_different_optimizers_fail_the_round_on_both_and_the_next_agreeing_round
     assert [out.tolist() for out in _rounds(pair)] == [[-1.0] * 3] * 2
 
 
-def test_a_learning_rate_that_differs_in_a_kvstore_fails_the_round_and_names_both_numbers(pair: Pair) -> None:
-    together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
-    optimizers = [kvtrainer.optimizer.create("sgd", learning_rate=0.5) for _ in pair]
-    together(*(lambda s=s, o=o: s.set_optimizer(o) for s, o in zip(pair, optimizers, strict=True)))
-    assert [out.tolist() for out in _rounds(pair)] == [[-1.0] * 3] * 2
-    optimizers[1].set_learning_rate(0.25)
-    texts = raised(_rounds(pair), PlanMismatchError)
-    assert all("lr=0.5 on rank 0 and 0.25 on rank 1" in text for text in texts), texts
-    assert _weights(pair) == [-1.0] * 3
-    optimizers[0].set_learning_rate(0.25)
-    assert [out.tolist() for out in _rounds(pair)] == [[-1.5] * 3] * 2
-
-
 def test_a_learning_rate_that_differs_between_trainers_fails_the_step_and_changes_nothing(pair: Pair) -> None:
     weights = [torch.nn.Parameter(torch.zeros(3)) for _ in pair]
     trainers = [
@@ -176,19 +163,6 @@ def test_a_learning_rate_that_differs_between_trainers_fails_the_step_and_change
         weight.grad = None
     assert [result.updated for result in steps()] == [True, True]
     assert [w.tolist() for w in weights] == [[-1.5] * 3] * 2
-
-
-def test_weights_that_come_back_rounded_on_one_rank_alone_are_refused_and_nothing_changes(pair: Pair) -> None:
-    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in pair]
-    trainers = [
-        kvtrainer.Trainer({"w": w}, "sgd", kvstore=s, compression_params=params)
-        for w, s, params in zip(weights, pair, (None, {"pull": "bf16"}), strict=True)
-    ]
-    for weight in weights:
-        weight.sum().backward()
-    texts = raised(together(*(lambda t=t: t.step(1) for t in trainers)), PlanMismatchError)
-    assert all("['pull'] is None on rank 0 and bf16 on rank 1" in text for text in texts), texts
-    assert [w.tolist() for w in weights] == [[0.0] * 3] * 2
 
 
 def test_a_second_process_of_a_rank_shuts_the_older_one_out(members: Members, servers: list[Process]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,10 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 ROUNDS = 4
 HALF: dict[str, Any] = {"pull": "bf16"}
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as started:
-        yield started
 
 
 def sixteenths(seed: int, size: int, bits: int) -> Tensor:
@@ -34,8 +27,9 @@ def rounded(weights: Tensor) -> Tensor:
     return weights.to(torch.bfloat16).float()
 
 
-@pytest.mark.parametrize("params", [HALF, {"type": "bf16", "pull": "bf16"}])
-@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize(
+    ("size", "params"), [(100, HALF), (300_000, HALF), (300_000, {"type": "bf16", "pull": "bf16"})]
+)
 def test_workers_have_the_rounding_of_weights_that_servers_go_on_with(
     jobs: Servers, size: int, params: dict[str, Any]
 ) -> None:
@@ -77,17 +71,3 @@ def test_a_row_sparse_gradient_and_a_clipped_one_leave_rounded_weights_too(jobs:
     for (mine, want), (theirs, _) in zip(first, second, strict=True):
         assert torch.equal(mine, want)
         assert torch.equal(mine, theirs)
-
-
-def test_weights_that_are_published_come_back_rounded_on_every_worker(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        w = Parameter(torch.zeros(3))
-        trainer = Trainer({"w": w}, "sgd", {"learning_rate": 1.0}, kv, HALF)
-        trainer.update_params(w.sum())
-        trainer.set_data({"w": torch.tensor([1.0, 1.001, 2.0 + rank])})
-        published = w.tolist()
-        trainer.update_params((w * 0.0).sum())
-        return published + w.tolist()
-
-    want = [1.0, torch.tensor(1.001).to(torch.bfloat16).item(), 2.0]
-    assert jobs.results(2, 2, body) == [want * 2] * 2

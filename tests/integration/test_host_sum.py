@@ -7,7 +7,7 @@ are small whole numbers, whose sums are exact in any order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.errors import ConfigurationError, DeadlineError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import impatient
-from tests.support.stores import Servers, servers
+from tests.support.stores import Servers
 
 SIZES = (3, 20_003, 1, 300)
 PLACE, SMALL = 16 << 10, 1 << 10
@@ -30,12 +30,6 @@ PLACE, SMALL = 16 << 10, 1 << 10
 Hosts = Sequence[str]
 """Of each rank."""
 PAIRS = ("a", "a", "b", "b")
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[Servers]:
-    with servers() as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)

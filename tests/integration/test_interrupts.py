@@ -20,7 +20,7 @@ from tests.support.interrupts import Interrupt, Line, lines_of
 from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
-EVERY = 40
+EVERY = [100, pytest.param(20, marks=pytest.mark.full)]
 """Of the lines of a step so many are passed over: a job takes a fifth of a second."""
 SECONDS = 15.0
 """Nobody waits longer for a worker that was interrupted while it told the others that it leaves."""
@@ -84,14 +84,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_of_two_workers_and_two_servers_is_made_once_by_both_or_the_loops_are_told(
-    jobs: Servers, case: str
+    jobs: Servers, case: str, every: int
 ) -> None:
     wanted, lines = train(jobs, None, CASES[case])
     assert None not in wanted
     went_on = 0
-    for line in lines[::EVERY]:
+    for line in lines[::every]:
         for found, whole in zip(train(jobs, line, CASES[case])[0], wanted, strict=True):
             went_on += found is not None
             assert whole is not None

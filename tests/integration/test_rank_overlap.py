@@ -394,7 +394,14 @@ def train(rank: int, ranks: int, place: str, transport: str) -> Results:
     return found
 
 
-@pytest.fixture(scope="module", params=[(2, "tcp"), (3, "tcp"), (3, "shm")], ids=["2-tcp", "3-tcp", "3-shm"])
+WAYS = [
+    pytest.param((2, "tcp"), id="2-tcp"),
+    pytest.param((3, "shm"), id="3-shm"),
+    pytest.param((3, "tcp"), id="3-tcp", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, bool]:
     """A job, and whether its sums are the same to the bit with overlap."""
     folder = tmp_path_factory.mktemp("trained")

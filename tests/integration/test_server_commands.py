@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvtrainer.errors import CommandError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER
 from tests.support.processes import FORGETFUL, Members, Processes, eventually, impatient, new_name, together
@@ -37,20 +36,6 @@ def test_every_server_runs_each_command_of_each_worker_once(jobs: Servers) -> No
     # Three workers sent five each before the last one.
     assert first[2:] == ["0/2 16", "1/2 16"]
     assert all(other[0].startswith("0/2 ") and other[1].startswith("1/2 ") for other in others)
-
-
-def test_one_server_that_fails_a_command_is_named_and_all_go_on(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        with pytest.raises(CommandError, match=r"command 8 \(body 'key'\).*1: LookupError"):
-            kv.send_command_to_servers(8, "key")
-        with pytest.raises(CommandError, match=r"server 0.*command 0 \(body 'x'\).*for: 7, 8, 9"):
-            kv.send_command_to_servers(0, "x")
-        kv.init("w", torch.zeros(3))
-        out = torch.empty(3)
-        kv.pushpull("w", torch.ones(3), out=out)
-        return out.tolist()
-
-    assert jobs.results(2, 2, body) == [[2.0] * 3] * 2
 
 
 def _profiled_job(kv: DistKVStore, folder: Path) -> list[float]:

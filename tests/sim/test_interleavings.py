@@ -20,9 +20,9 @@ from tests.sim.mutants import ASYNC, SHOWN_BY, SYNC, mutated
 from tests.sim.schedule import run_async_seed, run_seed
 
 SEEDS, ASYNC_SEEDS = 1_000, 200
-MUTANT_SEEDS = 500
-BLOCK, ASYNC_BLOCK = 500, 100
-READS = 20_000
+MUTANT_SEEDS = 250
+BLOCK, ASYNC_BLOCK = 250, 50
+READS = 10_000
 """In every block of asynchronous schedules so many reads are compared with the bound."""
 EVERYTHING = {
     "applied",
@@ -111,9 +111,9 @@ def run_block(run: Run, seeds: range) -> Counter[str]:
 
 
 def blocks(seeds: int, block: int) -> list[Any]:
-    """Where each block of schedules starts; half of them are for the full run."""
+    """Where each block of schedules starts; all but the first quarter are for the full run."""
     starts = range(0, seeds, block)
-    return [pytest.param(at, marks=() if at < seeds // 2 else pytest.mark.full) for at in starts]
+    return [pytest.param(at, marks=() if at < seeds // 4 else pytest.mark.full) for at in starts]
 
 
 @pytest.mark.parametrize("start", blocks(SEEDS, BLOCK))

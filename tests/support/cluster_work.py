@@ -44,15 +44,16 @@ def fail(how: str) -> None:
     sys.exit(how)
 
 
-def sum_of_ranks(is_to_fail: bool = False) -> list[float]:
+def sum_and_fail() -> None:
+    """Sum on servers; then rank 1 fails with the sum, and rank 0 waits for it in the next round."""
     import torch
 
     import kvtrainer
 
     kv = kvtrainer.kvstore.create("dist_sync")
     kv.init("w", torch.zeros(2))
-    if is_to_fail and kv.rank == 1:
-        raise LookupError("on purpose")
     out = torch.empty(2)
-    kv.pushpull("w", torch.full((2,), 10.0**kv.rank), out=out)
-    return list(out.tolist())
+    for _ in range(2):
+        kv.pushpull("w", torch.full((2,), 10.0**kv.rank), out=out)
+        if kv.rank == 1:
+            raise LookupError(f"on purpose, after {out.tolist()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,10 @@ from tests.support.jobs import run_program
 from tests.support.processes import held_port
 
 ROOT = Path(__file__).parents[2]
+NEEDS_DIGITS = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None,
+    reason="the data are not installed: pip install scikit-learn",
+)
 
 
 def example(name: str) -> ModuleType:
@@ -21,9 +26,12 @@ def example(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def run_with_servers(name: str, folder: Path, *options: str) -> str:
-    """Run an example with two workers and two servers to its end; gives what they printed."""
-    return run_program(["-c", _program(name), *options], folder, 2, 2)
+def run_with_servers(name: str, folder: Path, *options: str, **numbers: float) -> str:
+    """Run an example with two workers and two servers to its end; gives what they printed.
+
+    `numbers` take the place of constants of the example.
+    """
+    return run_program(["-c", _program(name, numbers), *options], folder, 2, 2)
 
 
 def run_with_ranks(name: str, folder: Path, *options: str) -> str:
@@ -33,13 +41,15 @@ import os
 place = {{"RANK": os.environ.pop("KVSTORE_RANK"), "WORLD_SIZE": os.environ.pop("KVSTORE_NUM_WORKERS")}}
 os.environ.update(place, TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="{held_port()}")
 """
-    return run_program(["-c", variables + _program(name), *options], folder, 2, 0)
+    return run_program(["-c", variables + _program(name, {}), *options], folder, 2, 0)
 
 
-def _program(name: str) -> str:
+def _program(name: str, numbers: dict[str, float]) -> str:
     folder = str(ROOT / "examples")
     return f"""
-import runpy, sys
+import sys
 sys.path.insert(0, {folder!r})
-runpy.run_module({name!r}, run_name="__main__")
+import {name} as example
+vars(example).update({numbers!r})
+example.main()
 """

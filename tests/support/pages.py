@@ -34,12 +34,15 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(language, file or None, code) for language, file, code in _FENCE.findall(page.read_text())]
 
 
-def run_page(page: Path, folder: Path) -> int:
+def run_page(page: Path, folder: Path, left: str = "") -> int:
     """Do in `folder`, which is the working directory, what the page says, from its top to its end.
 
     Blocks of Python share one namespace; those with a title are files. One that tries something, to show an error, must
     meet one. Blocks of `sh` are run, and the `text` after one must be among the lines that it printed. Other blocks
     have tests of their own, `tests/test_console.py` names them.
+
+    Args:
+        left: Commands that begin so are not run.
 
     Returns how many blocks of Python and of `sh` it has done.
     """
@@ -52,7 +55,7 @@ def run_page(page: Path, folder: Path) -> int:
             (folder / block.file).write_text(block.code + _ENDS.get(block.file, ""))
         elif block.language == "python":
             exec(compile(_insisting(block.code), f"a block of {page.name}", "exec"), names)
-        elif block.language == "sh":
+        elif block.language == "sh" and not (left and block.code.startswith(left)):
             printed = shell(block.code, folder).splitlines()
             continue
         elif block.language == "text" and printed is not None:

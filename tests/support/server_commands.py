@@ -17,14 +17,6 @@ def note(body: str, context: CommandContext) -> str:
     return f"{context.server}/{context.num_servers} {len(_bodies)}"
 
 
-@commands.register(8)
-def fail(body: str, context: CommandContext) -> str:
-    """Raise, on server 1 alone."""
-    if context.server == 1:
-        raise LookupError(f"no {body} here")
-    return "fine"
-
-
 @commands.register(9)
 def modules(body: str, context: CommandContext) -> str:
     """The modules that this server has imported."""

@@ -24,7 +24,7 @@ from kvtrainer.errors import (
     WorkerLostError,
     WorkerTraceback,
 )
-from tests.support.cluster_work import fail, place, say, sum_of_ranks
+from tests.support.cluster_work import fail, place, say, sum_and_fail
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT
 from tests.support.processes import Call, eventually
@@ -79,10 +79,11 @@ def test_without_cloudpickle_a_lambda_is_refused_with_what_to_install(
 def test_runs_of_one_cluster_meet_on_its_servers_and_a_failed_one_leaves_nothing_for_the_next() -> None:
     with local_cluster(workers=2, servers=1, linger=LIMIT) as cluster:
         before = cluster.servers
-        assert cluster.run(sum_of_ranks) == [[11.0, 11.0]] * 2
+        for _ in range(2):
+            assert [found[2] for found in cluster.run(place)] == [*before] * 2
         assert cluster.servers == before
-        with pytest.raises(LookupError, match="on purpose") as caught:
-            cluster.run(sum_of_ranks, is_to_fail=True)
+        with pytest.raises(LookupError, match=r"on purpose, after \[11.0, 11.0\]") as caught:
+            cluster.run(sum_and_fail)
         cause = caught.value.__cause__
         assert isinstance(cause, WorkerTraceback)
         assert cause.rank == 1
