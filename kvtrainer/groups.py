@@ -77,7 +77,7 @@ class ParameterGroups:
         self.optimizer.hyper = live[0] if len(live) == 1 else dict(self.defaults)
 
     def follow_instance(self) -> None:
-        """Take over the groups of the torch instance, if any. Loading a state_dict replaces them.
+        """Take over the groups of the torch instance, if any. Loading a state_dict makes new ones.
 
         Raises:
             ConfigurationError: they have other parameters.
@@ -365,7 +365,7 @@ def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
 
 
 def _wrapped_in_ddp(ids: set[int]) -> int:
-    """Count these tensors that are parameters of a DistributedDataParallel module."""
+    """Count the parameters of DistributedDataParallel modules among these tensors."""
     kind = torch.nn.parallel.DistributedDataParallel
     things = gc.get_objects()
     # By type, not by isinstance: some objects run code when they are asked for their class. And by distinct types,

@@ -337,7 +337,7 @@ class Fp16OptimizerHook(OptimizerHook):
     copy_params_to_fp16 = staticmethod(copy_params_to_fp16)
 
     def _attach_autocast(self, model: torch.nn.Module, trainer: Any) -> None:
-        """Run the model's forward pass in the Trainer's context, which ends if it raises."""
+        """Run the model's forward pass in the Trainer's context, left also if it raises."""
         self._autocast.close()
         local = threading.local()
 

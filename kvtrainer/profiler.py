@@ -35,7 +35,7 @@ _IMPROPER = "improper profiler config passed from worker: "
 
 
 def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ...]]:
-    """Return the file and the event categories that `profiler.set_config` names.
+    """Return the file and the event categories that settings of `set_config` name.
 
     Raises:
         ConfigurationError: a key is unknown, a value wrong, or the file's folder does not exist.

@@ -668,7 +668,7 @@ class Trainer(torch.optim.Optimizer):
         return tuple(self._pipeline.schedules)
 
     def end_epoch(self, metric: float | None = None) -> None:
-        """Advance the schedules that go by epoch or by a metric (ReduceLROnPlateau).
+        """Advance schedules that go by epoch or by a metric, such as ReduceLROnPlateau.
 
         Raises:
             ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
@@ -784,7 +784,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Take over what `save_states` saved, with any kvstore and any number of servers.
+        """Take over what `save_states` saved, with any kvstore and any number of servers. It may be another job's.
 
         Call it on every worker, with the same file. The numbers in the file win over those that the Trainer was built
         with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not in the file.

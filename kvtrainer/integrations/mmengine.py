@@ -535,7 +535,7 @@ def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
 
 
 def mmengine_globals() -> AbstractContextManager[Any]:
-    """Let torch.load(weights_only=True) read mmengine's checkpoints in this context.
+    """Let torch.load(weights_only=True) also read mmengine's checkpoints while open.
 
     It allows HistoryBuffer and the numpy types that are in one, which hold numbers and run nothing. A HistoryBuffer's
     statistics are pickled as attributes of its class: of `getattr` nothing else is allowed.

@@ -304,7 +304,7 @@ class Events:
         del self._readers[fd]
 
     def turn(self, seconds: float) -> None:
-        """Wait for an event, then handle all that are there. It waits `seconds`, but at most one second."""
+        """Wait for an event, then handle all that are there. It waits at most `seconds`, and at most one second."""
         poll = select.poll()
         for fd, (_, pausable) in self._readers.items():
             if not (pausable and self.output.full):

@@ -196,7 +196,7 @@ def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy with torch.cuda.comm between distinct CUDA devices. Elsewhere the targets take turns."""
+    """Copy with torch.cuda.comm between distinct CUDA devices. Elsewhere it copies to one after the other."""
     if are_distinct_cuda([source.device, *(target.device for target in targets)]):
         comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
     else:

@@ -369,7 +369,7 @@ class BaseStrategy(ABC):
         return self._trainer().state_dict()
 
     def scheduler_state_dict(self) -> list[dict[str, Any]] | dict[str, list[dict[str, Any]]]:
-        """Return the state of every schedule of the Trainer, or of several by name."""
+        """Return the states of a Trainer's schedules, or of several Trainers' by name."""
         self._trainer()
         states = {name: [one.state_dict() for one in t.schedules] for name, t in self._trainers.items()}
         return states.get("", states)
