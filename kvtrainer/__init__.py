@@ -1,4 +1,4 @@
-"""A Gluon-style imperative trainer for PyTorch over local and parameter-server key-value stores."""
+"""A Gluon-style trainer for PyTorch over local and parameter-server stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gluon's loss scaling, for gradients in half precision, such as `torch.autocast` makes::
+"""Gluon's loss scaling, for half-precision gradients, as of `torch.autocast`::
 
     kvtrainer.amp.init_trainer(trainer)
     ...
@@ -54,7 +54,7 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
 
 @contextmanager
 def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
-    """Yield the loss, or a list of the losses, multiplied by the Trainer's loss scale, to call `backward` on.
+    """Yield the loss times the Trainer's loss scale, to call `backward` on. Of several losses it yields a list.
 
     The next `step` or `update` divides the gradients by the scale. A loss of half precision may overflow itself; keep
     it in float32, as torch.autocast does.
@@ -126,7 +126,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale unless that was done, and let the Trainer make the step, which all workers skip if one overflows.
+        """Unscale unless that was done, and let the Trainer step. If one worker overflows, all skip the step.
 
         Returns:
             The Trainer's StepResult; with another optimizer what its `step` returns, None where it was skipped.
@@ -163,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, where an empty one, which a disabled scaler saves, changes nothing."""
+        """Load the state. An empty one, which a disabled scaler saves, changes nothing."""
         if state_dict:
             super().load_state_dict(state_dict)
 
@@ -182,5 +182,5 @@ def _is_trainer(optimizer: object) -> bool:
 
 
 def _fresh(trainer: Any) -> list[Tensor]:
-    """Return the parameters, of every device, whose gradients the coming step would use."""
+    """Return the parameters of all devices whose gradients the coming step would use."""
     return [parameter for _, parameter in trainer._named_fresh()]

@@ -56,7 +56,7 @@ def find_unused_parameters(loss: Any, named_parameters: Any) -> list[Unused]:
 def report_anomalies(
     loss: Any, named_parameters: Any, mode: bool | str = "log", logger: logging.Logger | None = None
 ) -> list[Unused]:
-    """Log every parameter that `find_unused_parameters` finds, or raise if there is one.
+    """Log the parameters that `find_unused_parameters` finds, or raise if any.
 
     Args:
         loss, named_parameters: as of `find_unused_parameters`.

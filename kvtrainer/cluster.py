@@ -95,7 +95,7 @@ class LocalCluster:
         self._start()
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
-        """Run a function on every worker, each a fresh process, and return what it returned, by rank.
+        """Run a function on every worker, and return what it returned, by rank. Each worker is a fresh process.
 
         Workers find rank, count and servers in their environment, so `kvstore="dist_sync"` is all that a Trainer needs.
         What they print appears here at once, each line with the rank before it. Function, arguments and results
@@ -197,7 +197,7 @@ class LocalCluster:
 def _failure(
     failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[Outcome | None]
 ) -> Exception:
-    """Return the error of a failed run, whose cause is what workers say about it, if any does.
+    """Return the error of a failed run. Its cause is what workers say about it, if any does.
 
     Args:
         failed: What was seen to fail first. One that could not say anything is the likeliest cause of all.
@@ -494,7 +494,7 @@ def _pass_on(child: Child, fd: int) -> None:
 
 
 def _show(target: int, tag: str, line: bytes) -> None:
-    """Write a line to where this program's output goes now, which in a notebook is no descriptor but a page."""
+    """Write a line to where this program's output goes now. In a notebook that is a page, no descriptor."""
     stream = sys.stdout if target == 1 else sys.stderr
     with suppress(OSError, ValueError):  # nobody reads any more; the processes must not wait for that
         stream.write(f"{tag}{line.decode(errors='replace')}\n")

@@ -1,4 +1,4 @@
-"""Configurations as dicts, in the forms of MMCV and mmengine, and the Trainer's arguments that they stand for.
+"""A Trainer's arguments from configurations: dicts in the forms of MMCV and mmengine.
 
 A constructor of one's own makes a torch optimizer of a model and two configurations; `constructor` names it::
 
@@ -113,7 +113,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError, naming them, if there are arguments that this class of Trainers does not take."""
+    """Raise ConfigurationError if this class of Trainers does not take an argument. It names those."""
     takes = inspect.signature(trainer).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
         names = [name for name in dict.fromkeys([*takes, *ARGUMENTS]) if name != "params"]
@@ -167,7 +167,7 @@ def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return lr_config, momentum_config and param_scheduler, each with the length of the training if that is known."""
+    """Return lr_config, momentum_config and param_scheduler. Each has the training's length, if that is known."""
     runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
     length: dict[str, Any] = {}
     for part in (cfg, runner, {"max_epochs": cfg.get("total_epochs")}, loop):
@@ -219,7 +219,7 @@ def _is_slip(name: str, known: Sequence[str]) -> bool:
 def optimizer_arguments(
     model: Any, cfg: Any, paramwise_cfg: Any = None, constructor: Any = None
 ) -> dict[str, Any]:
-    """Return a Trainer's arguments for an optimizer's configuration, or for one that is built already.
+    """Return a Trainer's arguments for an optimizer's configuration. It may be a built optimizer, too.
 
     Args:
         cfg: "type" and options, and possibly "constructor" and "paramwise_cfg".
@@ -234,7 +234,7 @@ def optimizer_arguments(
 
 
 def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
-    """Return a Trainer's arguments for an `optim_wrapper` of mmengine, as `read_wrapper` reads it.
+    """Return a Trainer's arguments for an `optim_wrapper` of mmengine. `read_wrapper` reads it.
 
     Raises:
         ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
@@ -474,7 +474,7 @@ def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ArgumentTypeError unless this is a dict whose keys a function takes by name; says what is similar."""
+    """Raise ArgumentTypeError unless this is a dict of arguments of the function. It says what is similar."""
     check.mapping(what, given, error=ArgumentTypeError)
     takes = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in takes):

@@ -64,7 +64,7 @@ def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float
 
 
 def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a Trainer that trains as Detectron does with this configuration.
+    """Return a Trainer's arguments to train as Detectron does with a configuration.
 
     The optimizer is Gluon's 'sgd', which has the learning rate inside its momentum as caffe2 has. SCALE_MOMENTUM
     becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.

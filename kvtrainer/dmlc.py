@@ -158,7 +158,7 @@ def serve_role(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> None:
-    """Serve until the job is over in a scheduler or a server, as `kvtrainer.env.serve_role` says."""
+    """Serve, in a scheduler or server, until the job is over, as in `env.serve_role`."""
     if rank is not None or env.text_of(environ, env.RANK) or env.text_of(environ, env.ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)
@@ -355,7 +355,7 @@ class SchedulerClient:
         self._connection.begin([(0, session)])
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Say that this process ends, or that it cannot go on, so that nobody waits for it."""
+        """Tell that this process ends, or cannot go on, so that nobody waits for it."""
         self._send(m.Leave("its process ended" if error is None else describe(error), error is None))
 
     def close(self) -> None:

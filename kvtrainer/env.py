@@ -1,4 +1,4 @@
-"""The topology of a job, and its time limits, as read from options and environment variables.
+"""A job's topology and time limits, read from options and environment variables.
 
 A worker has to know three things: which worker it is, how many there are, and where the servers listen. An option
 given in code wins over the environment; what neither of them says is an error, never a guess. The environment is an
@@ -86,7 +86,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Which worker this process is, among how many, and the addresses of the servers by their index."""
+    """This worker's rank, the number of workers, and the servers' addresses by index."""
 
     rank: int
     num_workers: int
@@ -102,7 +102,7 @@ def find_topology(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> Topology:
-    """Return the topology as `read_topology` does, or as the scheduler of a job for MXNet's launcher says it.
+    """Return the topology as `read_topology` does, or as the scheduler says it. MXNet's launcher starts that one.
 
     The scheduler is asked where DMLC_ROLE is set and nothing else names the servers; this blocks until all processes
     are there, up to `connect_timeout` seconds. In a scheduler or a server this does not return: see `serve_role`.
@@ -162,7 +162,7 @@ def read_topology(
 
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
-    """Return rank and number of workers, as `read_topology` does, with the same errors."""
+    """Return rank and number of workers, and raise, as `read_topology` does."""
     is_said = rank is not None and num_workers is not None
     source = SOURCES[0] if is_said else _source(environ) or SOURCES[0]
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
@@ -185,7 +185,7 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
 def read_servers(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
-    """Return the servers' addresses, None where neither the argument nor KVSTORE_SERVERS names any."""
+    """Return the servers' addresses. None if neither the argument nor KVSTORE_SERVERS names any."""
     listed = text_of(environ, SERVERS) or None if servers is None else servers
     if listed is None:
         return None
@@ -209,7 +209,7 @@ def read_servers(
 
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return how many workers the environment says there are, and the variable that says so; None without any.
+    """Return the number of workers and the variable that says it, or None without any.
 
     A launcher counts only if it also tells this process which of them it is.
     """
@@ -229,7 +229,7 @@ def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
 
 
 def parse_address(text: str) -> str:
-    """Return `text`, a `tcp://host:port` or bare `host:port`, as `tcp://host:port` with a lower-case host.
+    """Return an address as `tcp://host:port`, in lower case. The text may be a bare `host:port`.
 
     Raises:
         ConfigurationError: any other scheme, no host, or no port in 1..65535. An IPv6 host needs brackets.

@@ -68,7 +68,7 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
 
 
 def level_of_user() -> int:
-    """Count how many frames above the caller the script is that has called this package; a warning points there."""
+    """Count the frames from the caller up to the script. A warning points there: at what called this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtrainer":
         frame, level = frame.f_back, level + 1
@@ -80,7 +80,7 @@ class ParameterMovedError(KVStoreError):
 
 
 class WeightsWrittenError(KVStoreError):
-    """The loop wrote weights that a store holds otherwise, and that the next step would overwrite."""
+    """The loop changed weights that a store holds. The next step would overwrite the changes."""
 
     @classmethod
     def of(cls, names: Sequence[str], total: int) -> WeightsWrittenError:
@@ -118,7 +118,7 @@ class RowIdError(ConfigurationError, IndexError):
 
 
 class RowSparseError(KVStoreError, RuntimeError):
-    """A row-sparse parameter was used in a way that its values, which live in a store, do not allow."""
+    """A row-sparse parameter was used in a way that values in a store do not allow."""
 
 
 class BackwardTwiceError(KVStoreError, RuntimeError):
@@ -126,7 +126,7 @@ class BackwardTwiceError(KVStoreError, RuntimeError):
 
 
 class ConcurrentCallError(KVStoreError, RuntimeError):
-    """A Trainer or a store was called by a thread while another one was in a call of it."""
+    """A thread called a Trainer or a store while another thread was in a call of it."""
 
 
 class AmpNotInitializedError(ConfigurationError):
@@ -162,7 +162,7 @@ class TorchNameWarning(UserWarning):
 
 
 class NotInitializedError(KVStoreError, RuntimeError):
-    """A parameter has no shape yet, because the lazy module that it belongs to has seen no input."""
+    """A parameter has no shape yet, because its lazy module has seen no input."""
 
 
 class StateFileError(KVStoreError, OSError):
@@ -173,7 +173,7 @@ class StateFileError(KVStoreError, OSError):
 
 
 class ClusterError(KVStoreError, RuntimeError):
-    """A process of a local cluster has ended without a word, or with one that cannot be raised here."""
+    """A process of a local cluster ended without an error that can be raised here."""
 
 
 class WorkerTraceback(KVStoreError):
@@ -209,7 +209,7 @@ class CheckpointKeyError(KVStoreError, KeyError):
 
 
 class RegistryError(ConfigurationError, KeyError):
-    """A name cannot be registered, or a configuration does not say which name it means."""
+    """A name cannot be registered, or a configuration does not say which one it means."""
 
 
 class UnregisteredNameError(RegistryError, UnknownNameError):
@@ -225,7 +225,7 @@ class CustomImportError(ConfigurationError, ImportError):
 
 
 class FailedImportWarning(UserWarning):
-    """A module of `custom_imports` could not be imported, which the configuration allows. Warned, not raised."""
+    """A module of `custom_imports` could not be imported. The configuration allows that: warned, not raised."""
 
 
 class UnmatchedRuleWarning(UserWarning):

@@ -41,7 +41,7 @@ Named = tuple[Sequence[str | None], Sequence[Tensor | Sequence[Tensor]]]
 
 
 class ParameterGroups:
-    """The groups of a Trainer, which say the truth about options, and the optimizer that the options are for.
+    """A Trainer's groups and the optimizer of their options. What the groups say of options is the truth.
 
     Args:
         names: of the parameters of each group, without replicas.
@@ -77,7 +77,7 @@ class ParameterGroups:
         self.optimizer.hyper = live[0] if len(live) == 1 else dict(self.defaults)
 
     def follow_instance(self) -> None:
-        """Take over the groups of the torch instance, if there is one, which loading a state_dict replaces.
+        """Take over the groups of the torch instance, if any. Loading a state_dict makes new ones.
 
         Raises:
             ConfigurationError: they have other parameters.
@@ -148,7 +148,7 @@ class ParameterGroups:
 
     @contextmanager
     def without_replicas(self) -> Iterator[None]:
-        """While it is open the groups have the first replicas alone, whose state stands for that of all."""
+        """Leave only first replicas in the groups while it is open. Their state stands for that of all."""
         kept = [{name: group[name] for name in _LISTS & group.keys()} for group in self.live]
         for group, names in zip(self.live, self.names, strict=True):
             group.update({name: group[name][: len(names)] for name in _LISTS & group.keys()})
@@ -161,7 +161,7 @@ class ParameterGroups:
 
 
 class UpdateCounter:
-    """Count updates and, where the optimizer has a lr_scheduler, set the learning rate of all groups.
+    """A counter of updates, which sets learning rates by a lr_scheduler. The optimizer may have one, for all groups.
 
     As in MXNet, the learning rate of an update is `lr_scheduler(n)`, where n counts from `begin_num_update` and is the
     greatest update count of all keys. Every worker evaluates the scheduler; the counts, and so the rates, are equal.
@@ -230,7 +230,7 @@ class UpdateCounter:
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
-    """Tell whether it is a torch class that we do not know, whose groups may have any entries."""
+    """Tell whether it is a torch class that we do not know. Its groups may have any entries."""
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
@@ -346,7 +346,7 @@ def _expected(got: Any) -> str:
 
 
 def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
-    """Raise ConfigurationError if some of a Trainer's parameters belong to a DistributedDataParallel module.
+    """Raise ConfigurationError if DistributedDataParallel wraps any of the parameters.
 
     Nothing in a parameter tells. All objects of the process are looked through, but only where there is a process
     group, without which nobody can have wrapped anything.
@@ -365,7 +365,7 @@ def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
 
 
 def _wrapped_in_ddp(ids: set[int]) -> int:
-    """Count how many of these tensors are parameters of a DistributedDataParallel module."""
+    """Count the parameters of DistributedDataParallel modules among these tensors."""
     kind = torch.nn.parallel.DistributedDataParallel
     things = gc.get_objects()
     # By type, not by isinstance: some objects run code when they are asked for their class. And by distinct types,
@@ -376,7 +376,7 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
 
 
 def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
-    """Return torch parameter groups with names, and options under torch's keys, checked.
+    """Return torch parameter groups with names, and options, checked, by torch's keys.
 
     Args:
         params: As `collect` takes them, `first` too.

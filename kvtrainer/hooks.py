@@ -58,7 +58,7 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Return a priority from 0 (first) to 100, given as a number or by its name in any case.
+    """Return a priority from 0 (first) to 100. It is given as a number, or by its name in any case.
 
     Raises:
         UnregisteredNameError: there is none of that name; also a KeyError.
@@ -243,7 +243,7 @@ class OptimizerHook(Hook):
         return None
 
     def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
-        """Log, in the runner's log if it has one, every parameter that is not in the loss, or raise."""
+        """Log every parameter that is not in the loss, or raise. It logs to the runner's log if it has one."""
         model, logger = getattr(runner, "model", None), getattr(runner, "logger", None)
         if isinstance(model, torch.nn.Module) and not isinstance(model, DataParallel):
             report_anomalies(loss, model, self.detect_anomalous_params, logger)
@@ -274,7 +274,7 @@ class OptimizerHook(Hook):
 
 
 class Fp16OptimizerHook(OptimizerHook):
-    """An OptimizerHook that scales the loss, and lets the model compute in half precision where that is safe.
+    """An OptimizerHook that scales the loss. The model computes in half precision where that is safe.
 
     While the run lasts, `runner.model` computes its forward pass as `trainer.context()` says: under torch.autocast.
     The scaler's state is in `runner.meta["fp16"]["loss_scaler"]` after every batch, so in every checkpoint, and is
@@ -309,7 +309,7 @@ class Fp16OptimizerHook(OptimizerHook):
         """Takes away what `before_run` has attached to the model."""
 
     def before_run(self, runner: Any) -> None:
-        """Set the Trainer's options, take the scaler's state from `runner.meta`, and switch autocast on."""
+        """Set the Trainer's options, load the scaler's state, and switch autocast on. The state is in `runner.meta`."""
         trainer = trainer_of(runner)
         self._check_alone(trainer)
         super().before_run(runner)
@@ -337,7 +337,7 @@ class Fp16OptimizerHook(OptimizerHook):
     copy_params_to_fp16 = staticmethod(copy_params_to_fp16)
 
     def _attach_autocast(self, model: torch.nn.Module, trainer: Any) -> None:
-        """Surround the model's forward pass by the Trainer's context, also where it raises."""
+        """Run the model's forward pass in the Trainer's context, left also if it raises."""
         self._autocast.close()
         local = threading.local()
 
@@ -590,11 +590,11 @@ class CosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="CosineAnnealing"):
 
 
 class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="FlatCosineAnnealing"):
-    """`lr_config=dict(policy="FlatCosineAnnealing", start_percent=0.75, min_lr or min_lr_ratio)`."""
+    """`lr_config=dict(policy="FlatCosineAnnealing", start_percent=0.75, …)`. Also min_lr or min_lr_ratio."""
 
 
 class CosineRestartLrUpdaterHook(LrUpdaterHook, policy="CosineRestart"):
-    """`lr_config=dict(policy="CosineRestart", periods, restart_weights=[1], min_lr or min_lr_ratio)`."""
+    """`lr_config=dict(policy="CosineRestart", periods, restart_weights=[1], …)`. Also min_lr or min_lr_ratio."""
 
 
 class LinearAnnealingLrUpdaterHook(LrUpdaterHook, policy="LinearAnnealing"):
@@ -602,7 +602,7 @@ class LinearAnnealingLrUpdaterHook(LrUpdaterHook, policy="LinearAnnealing"):
 
 
 class CyclicLrUpdaterHook(LrUpdaterHook, policy="cyclic"):
-    """`lr_config=dict(policy="cyclic", target_ratio, cyclic_times, step_ratio_up, anneal_strategy, gamma)`."""
+    """`lr_config=dict(policy="cyclic", target_ratio, cyclic_times, …)`. Also step_ratio_up, anneal_strategy, gamma."""
 
 
 class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
@@ -642,11 +642,11 @@ class StepMomentumUpdaterHook(MomentumUpdaterHook, policy="step"):
 
 
 class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="CosineAnnealing"):
-    """`momentum_config=dict(policy="CosineAnnealing", min_momentum or min_momentum_ratio)`."""
+    """`momentum_config=dict(policy="CosineAnnealing", …)`. It takes min_momentum or min_momentum_ratio."""
 
 
 class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="LinearAnnealing"):
-    """`momentum_config=dict(policy="LinearAnnealing", min_momentum or min_momentum_ratio)`."""
+    """`momentum_config=dict(policy="LinearAnnealing", …)`. It takes min_momentum or min_momentum_ratio."""
 
 
 class CyclicMomentumUpdaterHook(MomentumUpdaterHook, policy="cyclic"):
@@ -654,7 +654,7 @@ class CyclicMomentumUpdaterHook(MomentumUpdaterHook, policy="cyclic"):
 
 
 class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, policy="OneCycle"):
-    """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, max_momentum=0.95, …)`."""
+    """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, …)`. max_momentum is 0.95 by default."""
 
 
 def _each(function: Callable[[Any], Any], values: Values) -> Values:

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
-    """Return the path of the workers' `python` if it has other modules than the one that runs this, else None."""
+    """Return the path of the workers' `python` if it has other modules than this one. Else None."""
     found = (
         shutil.which(command, path=environ.get("PATH")) if re.fullmatch(r"python[\d.]*", command) else None
     )

@@ -1,4 +1,4 @@
-"""Values of an epoch, and their averages weighted by how many samples each stands for."""
+"""Values of an epoch, and their averages, weighted by how many samples each is of."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LogBuffer:
             self.n_history.setdefault(name, deque(maxlen=self._window)).append(weight)
 
     def average(self, n: int = 0) -> None:
-        """Put the weighted mean of the latest `n` values of each name, or of all for 0, into `output`.
+        """Put the weighted mean of each name's latest `n` values into `output`; 0 means all.
 
         It is not a number where their weights sum to 0.
         """
@@ -65,7 +65,7 @@ class LogBuffer:
         self.ready = True
 
     def median(self, n: int = 0) -> None:
-        """Put the median of the latest `n` values of each name, or of all for 0, into `output`, unweighted.
+        """Put the unweighted median of each name's latest `n` values into `output`. 0 means all.
 
         It is not a number if one of them is not.
         """

@@ -1,4 +1,4 @@
-"""Gluon's learning-rate schedulers, for `lr_scheduler` among an optimizer's options::
+"""Gluon's learning-rate schedulers, for an optimizer's option `lr_scheduler`::
 
     schedule = kvtrainer.lr_scheduler.CosineScheduler(10_000, base_lr=0.1, warmup_steps=500)
     trainer = kvtrainer.Trainer(net.parameters(), "sgd", {"lr_scheduler": schedule})

@@ -12,7 +12,7 @@ from kvtrainer.errors import ConfigurationError
 
 
 def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Sum each loss over devices, where each device's was divided by how many devices there are.
+    """Sum each loss over devices. Each device's was divided by how many there are.
 
     Args:
         by_device: for every device the same names, with numbers or tensors of one element, which are waited for.

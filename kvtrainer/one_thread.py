@@ -29,7 +29,7 @@ class _Call:
 def by_one_thread(
     method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
-    """Raise ConcurrentCallError in a thread that calls a method while another thread is in one of the same object.
+    """Refuse a call while another thread is in one of the same object. It raises ConcurrentCallError.
 
     The thread that was first goes on as if nothing had happened. Calls inside of a call are free, and so is a call by
     another thread afterwards.

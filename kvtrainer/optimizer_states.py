@@ -67,7 +67,7 @@ class ShardUpdate:
         decision: Decision,
         lent: Mapping[int, Tensor],
     ) -> None:
-        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
+        """Update weights of `present` keys with scale · gradient. `decision` says how that is limited.
 
         `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero. Those that
         are `lent` lie elsewhere, are used only if nothing is decided, and left as they are.
@@ -107,7 +107,7 @@ class OptimizerStates:
         self.make_places()
 
     def make_places(self) -> None:
-        """Make what updates in this process, and hand pending state over to it, if the parameters have places."""
+        """Make what updates in this process, and hand it pending state. Only if parameters have places."""
         if self._memory.is_settled:
             self.here = [self._update_of(device) for device in self._memory.devices]
             self.hand_over()
@@ -140,7 +140,7 @@ class OptimizerStates:
 
     @property
     def joint(self) -> JointUpdate | None:
-        """The update of all parameters together, if there is one, which has the state of the optimizer itself."""
+        """The update of all parameters together, if any. It has the state of the optimizer itself."""
         holder = self.holder
         return holder if isinstance(holder, JointUpdate) else None
 
@@ -196,7 +196,7 @@ class OptimizerStates:
         self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
-        """Take over the state that a torch instance has got, by its own load_state_dict or before it came here."""
+        """Take over the state of a torch instance. It has loaded that, or had it before it came here."""
         instance = self._groups.instance
         if instance is not None and instance.state and self.joint is None:
             states = self.read(instance.state_dict())
@@ -241,7 +241,7 @@ class OptimizerStates:
         self.hand_over()
 
     def take_jointly(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the optimizer that updates all parameters together take over its own state_dict.
+        """Load the state_dict of the optimizer that updates all parameters together.
 
         Raises:
             StateMismatchError: it does not take it.
@@ -302,7 +302,7 @@ class OptimizerStates:
 
 
 def _check_form(groups: Any, states: Any) -> None:
-    """Raise StateMismatchError unless both have the form of a torch state_dict, whatever is in them."""
+    """Raise StateMismatchError unless both have the form of a torch state_dict. It looks at no content."""
     is_fit = isinstance(groups, list | tuple) and isinstance(states, Mapping)
     for group in groups if is_fit else ():
         members = group.get("params") if isinstance(group, Mapping) else None
@@ -413,7 +413,7 @@ class JointUpdate:
         decision: Decision,
         again: Callable[[], Any] | None,
     ) -> None:
-        """Update the weights of the keys that are `present` with scale · gradient, limited as `decision` says.
+        """Update weights of `present` keys with scale · gradient. `decision` says how that is limited.
 
         What raises leaves weights, state and groups as they were. The gathered gradients are used as scratch.
 
@@ -493,7 +493,7 @@ class JointUpdate:
 
     @staticmethod
     def _restore_float32(kept: dict[str, Any], given: Mapping[str, Any]) -> None:
-        """Take over what torch has rounded to the half precision of a parameter, while the class saw float32."""
+        """Take over in float32 what torch has rounded to a parameter's half precision. The class saw float32."""
         for name, value in kept.items():
             exact = given.get(name)
             if isinstance(value, Tensor) and isinstance(exact, Tensor) and is_half(value):
@@ -578,7 +578,7 @@ class JointUpdate:
 
     @contextmanager
     def _grouped(self, hypers: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """While it is open the optimizer's groups have the numbers of this step, multipliers included."""
+        """Give the optimizer's groups the numbers of this step while it is open. Multipliers are included."""
         live, former = self._groups(), self.instance.param_groups
         members: list[dict[int, list[int]]] = [{} for _ in live]
         for key, spec in enumerate(self._device.plan.specs):
@@ -638,7 +638,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Give state the class's own count of steps again, where a store has put its own in that place."""
+    """Give state the class's own count of steps again. A store has put its own in that place."""
     if OWN_COUNT not in state:
         return dict(state)
     entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}

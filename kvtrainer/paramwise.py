@@ -88,7 +88,7 @@ class Place:
 
 
 def places_in(model: Any) -> list[Place]:
-    """List the parameters of a model as often as modules hold them, in the model's order.
+    """List a model's parameters in its order, each as often as modules hold it.
 
     Takes a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or pairs of names and parameters; in place of
     a parameter there may be a list of replicas.
@@ -114,7 +114,7 @@ def places_in(model: Any) -> list[Place]:
 
 
 def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
-    """Iterate over a model, what is inside of it if that is all that it has, under one of these names, and so on."""
+    """Iterate over a model, what it wraps, and so on. It wraps what is all that it has, under one of these names."""
     inner: Module | None = model
     while inner is not None:
         yield inner
@@ -123,7 +123,7 @@ def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Mo
 
 
 def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
-    """Take a module, or one with replicas, out of what wraps it, as DistributedDataParallel and its like do."""
+    """Take a module out of what wraps it, such as DistributedDataParallel. It may be one with replicas."""
     if not isinstance(model, Module):
         return model
     inside = list(wrappers(model, names))
@@ -176,7 +176,7 @@ class ParamReport:
         return "\n".join(lines)
 
     def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
-        """Return the same with the options that groups have now, of the parameters that are in them.
+        """Return the report with the options that groups have now, of their parameters.
 
         Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
         """
@@ -203,7 +203,7 @@ def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
 
 
 def _table(rows: Sequence[ParamRow]) -> str:
-    """Show the learning rate, weight decay, and what else is not the same for all, in columns."""
+    """Show learning rate, weight decay, and other options that differ, in columns."""
     others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
     differing = [key for key in others if any(_of(row, key) != _of(rows[0], key) for row in rows)]
     columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
@@ -431,7 +431,7 @@ _KINDS: Mapping[str, Callable[[Place], bool]] = {
 
 
 def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of a parameter of which no rule speaks, as far as a group may say them."""
+    """Return the options of a parameter without rules that a group may have."""
     own = {ALIASES.get(key, key): value for key, value in given.items() if value is not None}
     known = defaults or own
     return {**(defaults or {}), **{key: value for key, value in own.items() if key in known}}
@@ -522,7 +522,7 @@ def _distinct(places: Iterable[Place], bypass: bool | None = None) -> list[Place
 
 
 def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
-    """Call a user's function for groups, and give their parameters the names that the model has."""
+    """Call a user's function for groups, and name their parameters as the model does."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):

@@ -35,7 +35,7 @@ _IMPROPER = "improper profiler config passed from worker: "
 
 
 def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ...]]:
-    """Return the file that settings of `profiler.set_config` name, and the categories of events that go into it.
+    """Return the file and the event categories that settings of `set_config` name.
 
     Raises:
         ConfigurationError: a key is unknown, a value wrong, or the file's folder does not exist.
@@ -60,7 +60,7 @@ def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ..
 
 
 class Profiler:
-    """Records what this worker and its servers do for one store or one Trainer, and writes it as Chrome traces.
+    """A profiler of a worker and its servers, for one store or Trainer. It writes Chrome traces.
 
     `profile_process` says of whom each call speaks: "worker" is this process, "server" means all servers. Every worker
     may make the same calls: for servers only those of rank 0 have an effect, and nobody waits for anybody.
@@ -162,7 +162,7 @@ def _server_lane(lane: int) -> str:
 
 
 def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
-    """Write the trace of a worker or server beside the path, with rank{index}_ before its name."""
+    """Write the trace of a worker or server beside the path. rank{index}_ is put before its name."""
     # MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")

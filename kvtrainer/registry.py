@@ -66,7 +66,7 @@ class Registry:
     def register(
         self, name: str | Sequence[str] | None = None, force: bool = False
     ) -> Callable[[_Entry], _Entry]:
-        """Return a decorator that registers a class or function under `name`, or several, or by default its own.
+        """Return a decorator that registers a class or function. Its name is `name`, or several, or its own.
 
         Args:
             force: Whether it may replace another one of that name.
@@ -208,7 +208,7 @@ def _constructors() -> dict[str, Any]:
 
 
 def _other_optimizers() -> dict[str, Any]:
-    """Collect torch's optimizers by class name, those that stores know by theirs, and Gluon's with "gluon:" too."""
+    """Collect torch's optimizers by class name, and those that stores know by theirs. Gluon's are "gluon:NAME", too."""
     kinds = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
     base = torch.optim.Optimizer
     found: dict[str, Any] = {n: cls for n, cls in kinds.items() if issubclass(cls, base) and cls is not base}
@@ -220,7 +220,7 @@ def _other_optimizers() -> dict[str, Any]:
 
 
 def _tell_stores(cls: Any) -> None:
-    """Let an optimizer class be found by servers too, in whose process the same module is imported.
+    """Register an optimizer class for servers, which import the same module.
 
     A torch class of which nothing is known is given whole keys, which is right for every class that treats its
     parameters one by one.

@@ -76,7 +76,7 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
 
 
 def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
-    """Raise StateMismatchError, which names every difference, unless the states fit this Trainer."""
+    """Raise StateMismatchError unless the states fit this Trainer. It names every difference."""
     problems = [
         *_optimizer_problems(saved.optimizer, pipeline),
         *_parameter_problems(saved, pipeline),

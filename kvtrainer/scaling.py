@@ -33,9 +33,9 @@ _MMCVS = {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor",
 
 
 class LossScaler:
-    """A power of two that halves at once when gradients overflow and doubles after 2000 clean steps in a row.
+    """A power of two, halved on overflow and doubled after 2000 clean steps in a row.
 
-    MXNet's numbers, except that MXNet halves one step late and so overflows twice.
+    MXNet's numbers, except that it halves at once; MXNet halves one step late and so overflows twice.
 
     Args:
         loss_scale: what to begin with; at most 2^24.
@@ -158,7 +158,7 @@ class TorchLossScaler(LossScaler):
             self._least = self.min_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that torch.amp.GradScaler can load, and `min_scale` if there is one."""
+        """Return plain numbers that torch.amp.GradScaler can load, and any `min_scale`."""
         values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
         numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
         return numbers if self.min_scale is None else {**numbers, "min_scale": self.min_scale}
@@ -321,7 +321,7 @@ def scaler_of(trainer: object) -> LossScaler:
 
 @torch.no_grad()
 def unscale(trainer: Any) -> None:
-    """Divide the Trainer's gradients by the loss scale now, so that they can be clipped; the step will not do it again.
+    """Divide the Trainer's gradients by the loss scale now, to clip them. The step will not do it again.
 
     With several workers call `trainer.allreduce_grads()` before it.
 
@@ -337,7 +337,7 @@ def unscale(trainer: Any) -> None:
 
 
 class PlainScaling(NamedTuple):
-    """What a plain torch.amp.GradScaler tells an optimizer whose step multiplies the gradients by a factor."""
+    """What a plain torch.amp.GradScaler tells an optimizer. Its step multiplies the gradients by the factor."""
 
     overflows: bool
     factor: float
@@ -367,7 +367,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScal
 
 
 def refuse_second_scaler(trainer: Any) -> None:
-    """Raise ConfigurationError if the Trainer's options leave no room for a scaler of the loop's own."""
+    """Raise ConfigurationError if the Trainer's options exclude a scaler of the loop."""
     if getattr(trainer, "loss_scaler", None) is not None:
         raise ConfigurationError(
             "the Trainer scales losses itself, because of amp=... or amp.init_trainer; leave out that or the GradScaler"

@@ -67,7 +67,7 @@ class _Member:
 
 
 class Scheduler:
-    """Brings `num_workers` workers and `num_servers` servers together, and keeps count of the workers that are left.
+    """A scheduler that brings workers and servers together and counts workers left.
 
     Args:
         timeout: Seconds after which those who are missing are given up.
@@ -129,7 +129,7 @@ class Scheduler:
         return []
 
     def is_over(self, now: float) -> bool:
-        """Say whether the job cannot begin, or every worker is done or silent for longer than `dead_after`."""
+        """Say whether the job cannot begin, or every worker is done or silent too long."""
         if not self.is_complete:
             return self.failure is not None
         return all(worker.is_done or now - worker.heard > self._dead_after for worker in self._of(WORKER))
@@ -255,7 +255,7 @@ class Scheduler:
             raise ConfigurationError(f"the scheduler has turned away {self._turned_away}")
 
     def _check_number(self, role: str, now: float) -> None:
-        """Refuse a process too many, unless one without a rank has fallen silent and makes room."""
+        """Refuse a process too many, unless one without a rank is silent and makes room."""
         while len(self._of(role)) > self._counts[role]:
             silent = [
                 peer

@@ -80,7 +80,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
 
 
 def _by_row(plan: Plan, key: int, state: State, is_dealt: bool = True) -> State:
-    """Put the rows of what has a number per element in the order of the table, or else in that of its slices."""
+    """Put rows of state in the order of the table, or else of its slices. What is not per element stays as it is."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:
         return state
@@ -220,7 +220,7 @@ def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[State
 
 
 def _copied(state: Mapping[str, Any]) -> State:
-    """Copy state, with a step count, which some torch optimizers do not keep, and without what they do not use."""
+    """Copy state with a step count and without unused entries. Some torch optimizers keep no count."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in used.items()}
     return {"step": torch.tensor(float(state.get("step", 1.0))), **copies}
@@ -229,9 +229,9 @@ def _copied(state: Mapping[str, Any]) -> State:
 def _name_own_count(
     state: State, given: Mapping[str, Any], options: Mapping[str, Any], spec: TensorSpec, optimizer: Optimizer
 ) -> None:
-    """Put the count that a foreign class keeps, which torch's form has as 'step', under its name in a store.
+    """Put the count that a foreign class keeps under its name in a store.
 
-    A class that keeps none has a 'step' from this form of the state alone.
+    torch's form has it as 'step'. A class that keeps none has a 'step' from this form of the state alone.
     """
     if OWN_COUNT in given or "step" not in given:
         return
@@ -405,7 +405,7 @@ def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise StateFileError unless the text says that it belongs to saved states which this release can read."""
+    """Raise StateFileError unless metadata is of saved states that this release reads."""
     if metadata.get("format") != FORMAT:
         raise StateFileError("it is a safetensors file, but of something else: save_states did not write it")
     if metadata.get("version") != VERSION:
@@ -543,7 +543,7 @@ def read_state_file(fname: Path) -> SavedStates:
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Lend the name of an empty file in the directory of `path`, and put it in the place of `path` in the end."""
+    """Lend the name of an empty file beside `path`, which replaces `path` in the end."""
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, f".states-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with open(temporary, "xb"):

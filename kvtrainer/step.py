@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepPipeline:
-    """The stages of a step, what they work on, and what they know from one step to the next.
+    """The stages of a step, what they work on, and what they keep from step to step.
 
     Args:
         groups: the options, and the optimizer.
@@ -317,7 +317,7 @@ class StepPipeline:
         return True
 
     def _decide(self) -> None:
-        """Decide where the optimizer runs, if that was left open until the first gradients are there."""
+        """Decide where the optimizer runs, if that was left open for the first gradients."""
         if self.link.is_open:
             grads = [p.grad for device in self.memory.devices for p in device.parameters]
             self.link.decide(any(grad is not None and grad.is_sparse for grad in grads))
@@ -386,7 +386,7 @@ class StepPipeline:
         return fresh
 
     def _scale_of(self, batch_size: float | None) -> float:
-        """Return the factor of gradients, before the mean over workers and without the loss scale."""
+        """Return the factor of gradients, without mean over workers and loss scale."""
         rescale = self.groups.optimizer.rescale_grad
         if batch_size is None:
             return rescale
@@ -396,9 +396,9 @@ class StepPipeline:
         return rescale / float(batch_size)
 
     def kept_scale(self, undone: float) -> float:
-        """Part of the loss scale to leave in the sums where workers update, so that float16 does not underflow.
+        """Part of the loss scale to leave in the sums, so that float16 does not underflow.
 
-        It is the same on all workers. What is compressed has lost it before.
+        It is for workers that update, and the same on all of them. What is compressed has lost it before.
 
         Args:
             undone: the factor that takes the loss scale out of this worker's gradients.
@@ -678,7 +678,7 @@ class StepPipeline:
         self.link.is_torn = False
 
     def count_lost(self) -> None:
-        """Count a round that failed while this worker waited, where the steps of others may have returned before.
+        """Count a round that failed while this worker waited. Only where steps of others may have returned before.
 
         Or counts, and what schedules make of them, would differ from then on, and with them every round would fail.
         """
@@ -722,7 +722,7 @@ def _check_joinable(pipeline: StepPipeline) -> None:
 
 
 def _follow_others(pipeline: StepPipeline) -> None:
-    """Take part in the others' rounds with nothing, until all workers have no more data."""
+    """Take part in the others' rounds with nothing until no worker has more data."""
     pipeline.ready()
     pipeline.prepare()
     _check_joinable(pipeline)

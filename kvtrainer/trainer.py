@@ -310,7 +310,7 @@ class Trainer(torch.optim.Optimizer):
         report.loss = report.loss if loss is None else float(loss)
 
     def log_to(self, writer: Any) -> None:
-        """Have the worker of rank 0 write numbers of every step to TensorBoard, or whatever takes scalars alike.
+        """Have rank 0 write numbers of every step to TensorBoard, or to another writer.
 
         Those are the learning rate, the loss that `report` was told, the norm of the gradient where it is measured, the
         loss scale, and the seconds in the step. Makes the store as `rank` does; other workers write nothing.
@@ -339,7 +339,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def wait(self) -> None:
-        """Block until the new weights of the last step are here, which `overlap_pull` lets come later.
+        """Block until the new weights of the last step are here. `overlap_pull` lets them come later.
 
         Whatever reads parameters through torch waits by itself. Call this before a fork; before code that does not ask
         torch's dispatch: C++ extensions, modules of torch.jit, and transforms of torch.func that take the parameters
@@ -383,7 +383,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def allreduce_grads(self) -> None:
-        """Replace every gradient by its sum over workers and replicas, to be changed before `update`; blocks.
+        """Replace every gradient by its sum over workers and replicas. Change it before `update`. Blocks.
 
         With a loss scaler, gradients that overflow on any worker stay as they are, and `update` skips the step. The
         gradient is limited by `update`. While backward passes are accumulated it does nothing.
@@ -457,7 +457,7 @@ class Trainer(torch.optim.Optimizer):
         return torch.autocast(device.type, precision.dtype)
 
     def backward(self, loss: Any) -> None:
-        """Run a backward pass of the loss, or of those in a list or dict, as of several replicas, as the options say.
+        """Run a backward pass of the loss, or of several replicas', as the options say. Several are a list or dict.
 
         The loss is multiplied by the loss scale, and divided by the number of backward passes that make one update.
         `step` undoes the former.
@@ -471,7 +471,7 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline.backward(loss)
 
     def update_params(self, loss: Any, batch_size: float | None = None) -> StepResult:
-        """`backward(loss)`, then `step(batch_size)`, which does nothing until a window of accumulation is full.
+        """`backward(loss)`, then `step(batch_size)`. The step does nothing until a window of accumulation is full.
 
         Without a batch size gradients are averaged over workers; `ignore_stale_grad` holds then. Raises as both do.
         """
@@ -524,7 +524,7 @@ class Trainer(torch.optim.Optimizer):
         return self._pipeline.accumulation
 
     def set_progress(self, iteration: int, max_iterations: int | None = None) -> None:
-        """Say how many backward passes were made before, and how many there will be in all.
+        """Set how many backward passes were made before, and how many there are in all.
 
         With accumulation a last window that is shorter then counts in full, and the last pass of all ends in an update.
 
@@ -631,7 +631,7 @@ class Trainer(torch.optim.Optimizer):
         return float(first["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of every group, from the next step on, wherever the optimizer runs.
+        """Set the learning rate of every group, from the next step on. The optimizer may run anywhere.
 
         Raises:
             SchedulerInUseError: the optimizer has a lr_scheduler.
@@ -668,7 +668,7 @@ class Trainer(torch.optim.Optimizer):
         return tuple(self._pipeline.schedules)
 
     def end_epoch(self, metric: float | None = None) -> None:
-        """Advance the schedules that go by epoch, and those that go by a metric, such as ReduceLROnPlateau.
+        """Advance schedules that go by epoch or by a metric, such as ReduceLROnPlateau.
 
         Raises:
             ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
@@ -688,7 +688,7 @@ class Trainer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """The optimizer state by parameter, wherever it is kept, with the entries of `state_dict`.
+        """The optimizer state by parameter, wherever it is, with `state_dict`'s entries.
 
         A snapshot: it is fetched each time that it is read, and blocks for that; changes of what was read have no
         effect. `state[parameter] = {...}` replaces the state of one parameter; on servers, do it on every worker.
@@ -723,7 +723,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over options and optimizer state, of this class or of the torch optimizer of the same kind.
+        """Take over options and optimizer state of a Trainer or a torch optimizer. It must be of the same kind.
 
         Call it on every worker, after building the Trainer. State for a store is handed over when the store is
         there: now, or at the first step.
@@ -768,7 +768,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save all that another Trainer needs, beside the weights, to go on as if never interrupted, in one file.
+        """Save in one file all that another Trainer needs, beside the weights, to go on. It is as if never interrupted.
 
         Optimizer state is in it by the name of the parameter, and the options of every group, wherever the optimizer
         runs; blocks while state is fetched. Any one worker may save between its steps: no round ends without it, so
@@ -784,7 +784,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Take over what `save_states` saved, here or elsewhere, with any kvstore and any number of servers.
+        """Take over what `save_states` saved, with any kvstore and any number of servers. It may be another job's.
 
         Call it on every worker, with the same file. The numbers in the file win over those that the Trainer was built
         with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not in the file.
@@ -843,7 +843,7 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a step or a `set_data`, so that a store may hold other weights than the model."""
+        """Whether there was a step or a `set_data`. A store may then hold other weights than the model."""
         return self._pipeline.link.is_started
 
     @by_one_thread
@@ -883,7 +883,7 @@ class Trainer(torch.optim.Optimizer):
         pipeline.memory.accept_writes(pipeline.link.has_weights)
 
     def pull_weights(self) -> dict[Tensor, Tensor]:
-        """Fetch the store's present weights by parameter, where workers' updates count one by one; blocks.
+        """Fetch the store's present weights by parameter, if updates count one by one; blocks.
 
         The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
         """
@@ -900,7 +900,7 @@ class Trainer(torch.optim.Optimizer):
 
     @contextmanager
     def snapshot(self) -> Iterator[dict[str, Tensor]]:
-        """Give copies of the weights by name, as the last step left them, for a thread or child process to read.
+        """Give copies of the weights by name, as the last step left them. A thread or child process may read them.
 
         Parameters change while another thread is in `step`, and a forked process sees those move that are mapped; the
         copies stay as they are until the block ends, and then are given back. Call it between steps. Parameters without
@@ -924,7 +924,7 @@ class Trainer(torch.optim.Optimizer):
 
     @by_one_thread
     def prefetch(self, row_ids: Any) -> None:
-        """Have the next `step` ask for rows of row-sparse parameters that the next batch needs; returns at once.
+        """Have the next `step` ask for the row-sparse rows of the next batch; returns at once.
 
         The step asks for all of them together when its round is over, and does not wait for them: they travel while the
         loop goes on, and `row_sparse_data` takes them. The numbers are those of a run without this call; where
@@ -994,7 +994,7 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def staleness(self) -> int:
-        """How many updates others made between the weights of this worker's last gradient and its own update.
+        """How many updates others made since the weights of this worker's last gradient. Its update ends the count.
 
         Always 0 with synchronous rounds. Of several servers the one with most counts.
         """

@@ -92,7 +92,7 @@ def clip_global_norm(
 def clip_global_norm(
     arrays: Iterable[Tensor | None], max_norm: float, check_isfinite: bool = True
 ) -> float | Tensor:
-    """Scale gradients in place so that the 2-norm of all of them together is at most `max_norm`.
+    """Scale gradients in place so that their joint 2-norm is at most `max_norm`.
 
     Every gradient is multiplied by `min(1, max_norm / (norm + 1e-8))`. When `norm` is infinite or not a number no
     gradient is changed (MXNet multiplies all the same, and leaves zeros and NaNs). With several workers, clip what is
@@ -164,7 +164,7 @@ def _checked_gradient(array: object) -> Tensor:
 
 
 def _global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm of all elements, as a 0-d float64 tensor on the first gradient's device."""
+    """Compute the 2-norm of all elements. It is a 0-d float64 tensor on the first gradient's device."""
     # Entries of one sparse gradient that share an index are summed before they are squared.
     flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
     norms = [

@@ -105,7 +105,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model as accelerate does, with rank 0's weights in the place of a wrapper."""
+        """Prepare a model as accelerate does, with rank 0's weights instead of a wrapper."""
         # A model that is only evaluated gets no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode:
@@ -159,7 +159,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         self.publish()
 
     def publish(self) -> None:
-        """Let the weights of rank 0 become those of the store, after something else has written them; collective."""
+        """Publish rank 0's weights to the store after something else wrote them; collective."""
         for one in self._trainers():
             if one.has_begun:
                 one.set_data()

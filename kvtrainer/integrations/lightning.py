@@ -134,7 +134,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self.workers.share(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make Trainers of the module's optimizers, and close those that were made for an earlier fit."""
+        """Make Trainers of the module's optimizers. Those of an earlier fit are closed."""
         for one in self._made:
             one.close()
         super().setup_optimizers(trainer)

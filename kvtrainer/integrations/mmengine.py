@@ -70,7 +70,7 @@ _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
 
 @OPTIM_WRAPPERS.register_module()
 class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
-    """Lets mmengine's loops, hooks and schedulers drive a Trainer, wherever its optimizer runs.
+    """A wrapper that lets mmengine's loops, hooks and schedulers drive a Trainer. Its optimizer may run anywhere.
 
     Accumulation, clipping and loss scaling are the Trainer's, over the gradients of all workers; on a CPU too.
     `scale_loss` leaves a loss as it is, because `backward` divides it.
@@ -141,7 +141,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         return self.optimizer.context()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Say how many backward passes were made before, and how many there will be in all."""
+        """Set how many backward passes were made before, and how many there are in all."""
         self.optimizer.set_progress(init_counts, max_counts)
         super().initialize_count_status(model, init_counts, max_counts)
 
@@ -175,9 +175,9 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, or that of mmengine's wrapper of an optimizer of the same kind and groups.
+        """Take over what `state_dict` gave, here or of mmengine's own wrapper.
 
-        Call it on every worker.
+        That one's optimizer must be of the same kind and groups. Call it on every worker.
         """
         given, notes = dict(state_dict), self.notes()
         scale = given.pop(_SCALER, None)
@@ -201,19 +201,19 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self._keep_marks(notes.get("groups", ()))
 
     def follow_defaults(self) -> None:
-        """Let the base settings begin anew with the Trainer's present defaults, as after scaling its learning rate."""
+        """Reset the base settings to the Trainer's present defaults. Scaling its learning rate needs that."""
         if self.base_param_settings is not None:
             self.base_param_settings.update(self.optimizer.defaults)
 
     def _keep_marks(self, groups: Any) -> None:
-        """Restore entries of the groups that the Trainer does not know, and so does not keep."""
+        """Restore entries of the groups that the Trainer does not know, so does not keep."""
         for group, marks in zip(self.optimizer.param_groups, groups, strict=False):
             for name, value in marks.items():
                 group.setdefault(name, value)
 
 
 def merge_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Put parameters of equal options into one group each, in the order of their first ones, in place.
+    """Merge groups of equal options in place, in the order of their first parameters.
 
     mmengine makes a group of every parameter, and the update of many small groups takes several times as long. An
     optimizer that has state already stays as it is.
@@ -293,7 +293,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return super()._wrap_model(model)
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
-        """Build a TrainerOptimWrapper over the strategy's kvstore, or an OptimWrapperDict of several.
+        """Build a TrainerOptimWrapper over the strategy's kvstore. Of several it makes an OptimWrapperDict.
 
         Args:
             optim_wrapper: As mmengine takes it, options of TrainerOptimWrapper included; or a torch optimizer.
@@ -315,7 +315,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return built
 
     def _over_trainers(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Any:
-        """Change the configuration of a wrapper, or of several, so that mmengine's building it makes a Trainer."""
+        """Change the configuration of a wrapper, or several, so that it builds a Trainer."""
         changed: Any = copy.copy(cfg)
         if "optimizer" not in cfg:
             for name, one in cfg.items():
@@ -361,7 +361,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return states.get("", states)
 
     def load_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Take over what `scheduler_state_dict` gave, with schedulers that may go on for longer.
+        """Take over what `scheduler_state_dict` gave. Schedulers may go on for longer now.
 
         One that was past its end, and now has a later one, makes up for the steps that it has missed.
 
@@ -535,7 +535,7 @@ def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
 
 
 def mmengine_globals() -> AbstractContextManager[Any]:
-    """Let torch.load(weights_only=True) also read checkpoints of mmengine itself, while the context is open.
+    """Let torch.load(weights_only=True) also read mmengine's checkpoints while open.
 
     It allows HistoryBuffer and the numpy types that are in one, which hold numbers and run nothing. A HistoryBuffer's
     statistics are pickled as attributes of its class: of `getattr` nothing else is allowed.

@@ -104,7 +104,7 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
 
 
 class KVStoreBackend(Backend):  # type: ignore[misc]
-    """Starts the servers as actors of a placement group, and tells workers where they are."""
+    """A backend that starts servers as actors, and tells workers where they are. The actors have a placement group."""
 
     _placement: Any = None
     _servers: Sequence[Any] = ()

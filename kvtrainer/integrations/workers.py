@@ -86,7 +86,7 @@ class Workers:
         return optimizer
 
     def limit(self, trainer: Trainer, clip_grad: Limit) -> None:
-        """Have a Trainer limit the gradient of all workers, as the framework would have limited this worker's.
+        """Have a Trainer limit all workers' gradient as a framework would limit one's.
 
         Args:
             clip_grad: as of the Trainer.
@@ -124,7 +124,7 @@ def become_ranks(
     processes: int,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Have the workers of a store be the ranks of a torch.distributed group, with the same numbers; collective, blocks.
+    """Make workers of a store ranks of torch.distributed, with equal numbers. Collective; blocks.
 
     Args:
         kvstore: Over which they agree; or its name, where each process is alone.
@@ -152,7 +152,7 @@ def become_ranks(
 
 
 def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Agree over the store where rank 0 listens, at an address that the servers are reached from, and meet there."""
+    """Agree over the store where rank 0 listens, and meet there. Servers are reached from that address."""
     listener, told = None, b""
     if agreement.rank == 0:
         host = host_towards(servers[0])  # the loopback's where the servers are here

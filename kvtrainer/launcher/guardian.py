@@ -60,7 +60,7 @@ class Guardian:
         self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
-        """Let go of a session whose leader has exited, unless the leader left processes behind.
+        """Forget a session whose leader has exited, unless it left processes behind.
 
         The kernel may give the number of an empty session to a stranger.
         """
@@ -86,7 +86,7 @@ class Guardian:
             self._pipe = -1
 
     def closed(self) -> bool:
-        """Say whether the guardian process has exited, which means that nothing is left of the job."""
+        """Say whether the guardian process has exited. Nothing is left of the job then."""
         return self._process.poll() is not None
 
     def _start(self) -> None:
@@ -113,7 +113,7 @@ class Guardian:
 
 
 def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
-    """Return what a process inherits with a mark, and as threads an equal share of the cores among `share` processes.
+    """Return what a process inherits, with a mark. Its threads are an equal share of the cores among `share` processes.
 
     Without it each would start a thread per core, and the threads of all of them would fight for the cores.
     """
@@ -139,7 +139,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 
 
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
-    """Return the pids of all processes in one of `sessions` or with `mark` in their environment.
+    """Return the pids of processes in `sessions`, or with `mark` in their environment.
 
     Zombies are left out. An empty mark matches nothing. Reads /proc.
     """

@@ -93,7 +93,7 @@ def place_servers(hosts: Sequence[Host], count: int) -> list[Host]:
 
 
 def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
-    """Return the address on which each server listens, tcp://host:0, so that all hosts of the job reach it.
+    """Return for each server a tcp://host:0 to listen on, which all hosts reach.
 
     Args:
         servers: Their hosts.
@@ -416,7 +416,7 @@ class Launcher:
         return bool(self._events.stop_signals)
 
     def _in_a_hurry(self) -> bool:
-        """Say whether the user pressed Ctrl-C once more, while the job was being stopped for a signal."""
+        """Say whether the user pressed Ctrl-C again while a signal was stopping the job."""
         signals = self._events.stop_signals
         return len(signals) > 1 and signals[-1] == signal.SIGINT
 

@@ -1,4 +1,4 @@
-"""The processes of a launched job, their output, and the one loop that waits for all of them, without a thread.
+"""The processes of a job, their output, and one loop that waits for all. It needs no thread.
 
 `Stream` cuts what comes out of one pipe of one process into lines. `Output` holds lines until they can be written to
 the launcher's own standard output and error without blocking, in bounded memory, so that a paused terminal cannot make
@@ -52,7 +52,7 @@ Put = Callable[[int, str, bytes], None]
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the processes of a job inherit of an environment, which may be that of a worker of another job."""
+    """Return what a job's processes inherit of an environment. It may be that of another job's worker."""
     kept = {name: value for name, value in environ.items() if name not in (RANK, NUM_WORKERS, SERVERS)}
     return {**_DEFAULTS, **kept}
 
@@ -118,7 +118,7 @@ class Child:
         return self.process.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all others of its group, unless it has been reaped."""
+        """Send a signal to the process and the rest of its group, unless it was reaped."""
         # A reaped leader's number may already be a stranger's.
         if self.process.returncode is None:
             with contextlib.suppress(PermissionError):  # it runs as another user now
@@ -304,7 +304,7 @@ class Events:
         del self._readers[fd]
 
     def turn(self, seconds: float) -> None:
-        """Wait at most `seconds` (and at most one second) for an event, then handle all that is there."""
+        """Wait for an event, then handle all that are there. It waits at most `seconds`, and at most one second."""
         poll = select.poll()
         for fd, (_, pausable) in self._readers.items():
             if not (pausable and self.output.full):

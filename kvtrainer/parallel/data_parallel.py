@@ -124,7 +124,7 @@ class DataParallel(Module):
         return scatter(batch, self.devices, self.batch_axis)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the replicas that got a part of the batch, as a list, while training.
+        """Return the outputs of the replicas that got a part of the batch, in training. They are a list.
 
         In evaluation mode, and where no gradients are computed: the output of the target's replica for all of it.
         """
@@ -277,7 +277,7 @@ def build_data_parallel_model(
     train: bool = True,
     **options: Any,
 ) -> DataParallel:
-    """Build a DataParallel as Detectron does, on devices or on the first `num_gpus` CUDA devices.
+    """Build a DataParallel as Detectron does, on devices or the first CUDA devices.
 
     Args:
         model: or a function that builds it for one device.

@@ -67,7 +67,7 @@ class Membership:
 
 
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
-    """Return the policy of the replicas in these groups, which may have COPIES yet, or be torch's."""
+    """Return the policy of the replicas in these groups. They may have COPIES yet, or be torch's."""
     replicas = (p for group in groups for p in group["params"] if hasattr(p, MEMBERSHIP))
     return next(filter(None, map(_policy, replicas)), LISTS)
 
@@ -78,7 +78,7 @@ def _policy(parameter: Tensor) -> ReplicaPolicy | None:
 
 
 def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
-    """Raise ConfigurationError unless the replicas of all parameters are distinct, alike, and on the same devices.
+    """Check that all replicas are distinct, alike, and on the same devices. Raises ConfigurationError otherwise.
 
     Args:
         parameters: by name, the replicas of each; those that are one are distinct.
@@ -123,7 +123,7 @@ def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
 
 
 def device_names(devices: Sequence[torch.device]) -> list[str]:
-    """Name each place in a list of replicas by its device, with its number where that is not enough."""
+    """Name the places of replicas by device. Where that is not enough, the place's number is added."""
     if len(set(devices)) == len(devices):
         return [str(device) for device in devices]
     return [f"{device} (replica {at})" for at, device in enumerate(devices)]
@@ -196,7 +196,7 @@ def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy with torch.cuda.comm between distinct CUDA devices, elsewhere to one target after the other."""
+    """Copy with torch.cuda.comm between distinct CUDA devices. Elsewhere it copies to one after the other."""
     if are_distinct_cuda([source.device, *(target.device for target in targets)]):
         comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
     else:
@@ -254,7 +254,7 @@ def make_reducer(
 
 
 def is_left_fold(name: str) -> bool:
-    """Return whether a reducer of that name always adds on the CPU from left to right, as without a choice."""
+    """Return whether this reducer always adds from left to right on the CPU. Without a choice it does."""
     return name in (AUTO, FLAT)
 
 

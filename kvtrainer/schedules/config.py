@@ -1,4 +1,4 @@
-"""Read schedules in the forms in which they are given, and bind them to an optimizer.
+"""Read schedules in the forms of configurations, and bind them to an optimizer.
 
 Configurations say them as MMCV's `policy`, mmengine's `type` or Detectron's SOLVER.
 
@@ -257,7 +257,7 @@ def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict
 
 
 def _resumed(spec: ScheduleSpec) -> Maker:
-    """Make sure, before it is bound, that the groups still know what they started from."""
+    """Return a maker that checks that the groups still know what they started from."""
 
     def checked(optimizer: torch.optim.Optimizer) -> ScheduleSpec:
         for index, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -388,7 +388,7 @@ def bind_schedules(
 def build_param_schedules(
     cfg: Any, optimizer: Any, default_args: Mapping[str, Any] | None = None
 ) -> list[BoundSchedule] | dict[str, list[BoundSchedule]]:
-    """Make the schedules of one optimizer, or of several by name, as mmengine's build_param_scheduler does.
+    """Make the schedules of one optimizer, or several by name. mmengine has it as build_param_scheduler.
 
     Args:
         cfg: One schedule or a list, as `bind_schedules` takes them. For several optimizers also a dict of these by the

@@ -1,4 +1,4 @@
-"""Formulas of scheduled values as pure functions, and their names and options in MMCV, Detectron and mmengine.
+"""Formulas of scheduled values as pure functions. Names and options are those of MMCV, Detectron and mmengine.
 
 A formula takes a Point, which says from where a value goes and how far it is, and its options by name. It keeps
 nothing, so a value never depends on how training came there. Where two systems differ in names alone there is one
@@ -81,7 +81,7 @@ def step(
 
 
 def multi_step(point: Point, *, milestones: Sequence[int], gamma: float = 0.1) -> float:
-    """Return `base * gamma**k` after k milestones, which count as often as they are given, and from 0 on."""
+    """Return `base * gamma**k` after k milestones. Each counts as often as it is given, and from 0 on."""
     return step(point, every=milestones, gamma=gamma)
 
 
@@ -108,7 +108,7 @@ def constant_then_base(point: Point, *, length: int, factor: float = 1.0 / 3.0) 
 def between_factors(
     point: Point, *, length: int, start_factor: float = 1.0 / 3.0, end_factor: float = 1.0
 ) -> float:
-    """Multiply `base` by a factor that goes in a straight line to another one, which is reached at `length`."""
+    """Multiply `base` by a factor that goes in a straight line to another one. It is reached at `length`."""
     return point.base * (start_factor + (end_factor - start_factor) * min(point.at, length) / length)
 
 
@@ -134,7 +134,7 @@ def cosine(point: Point, *, low: Low) -> float:
 
 
 def cosine_up_and_down(point: Point, *, T_max: float, low: Low) -> float:
-    """Go from `base` to the minimum in `T_max` and on to the initial value, again and again."""
+    """Go from `base` to the minimum in `T_max`, on to the initial value, and so on."""
     start = point.base if point.at <= T_max else point.initial
     return _half_cosine(start, low.of(point.initial), point.at / T_max)
 
@@ -150,7 +150,7 @@ def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float
 def cosine_restart(
     point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
-    """Repeat a half cosine, each with its period, whose way down from `base` is multiplied by its weight.
+    """Repeat a half cosine, each with its period. Its way down from `base` is multiplied by its weight.
 
     Raises:
         ConfigurationError: all periods are over.
@@ -177,10 +177,10 @@ def cyclic(
     anneal_strategy: str = "cos",
     gamma: float = 1.0,
 ) -> float:
-    """Cycle from `base` to `target_ratio[0] * base`, then on to `target_ratio[1] * base`, `cyclic_times`.
+    """Cycle `cyclic_times` from `base` up to a peak, then down to a low.
 
-    The way up takes a share `step_ratio_up` of the cycle. With a `gamma` of less than 1 the peak comes nearer to
-    `base` from cycle to cycle.
+    These are `target_ratio[0] * base` and `target_ratio[1] * base`. The way up takes a share `step_ratio_up` of the
+    cycle. With a `gamma` of less than 1 the peak comes nearer to `base` from cycle to cycle.
     """
     length = point.total // cyclic_times
     cycle, inside = divmod(point.at, length)
@@ -242,7 +242,7 @@ def steps_with_values(
 
 
 def warmup_factor(kind: str, at: int, length: int, ratio: float) -> float:
-    """Return the factor of the learning rate in a warm-up of `length` that begins at `ratio`; 1 after it.
+    """Return the factor of the learning rate in a warm-up from `ratio`; 1 after `length`.
 
     constant: `ratio`; linear: in a straight line to 1; exp: `ratio**(1 - at / length)`. Detectron's warm-ups are the
     first two.
@@ -267,7 +267,7 @@ _ANNEAL = {"cos": _half_cosine, "linear": _line}
 
 
 def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
-    """Find in which of some consecutive periods `at` is, and the share of it that is over."""
+    """Find which of consecutive periods `at` is in, and the share of it that is over."""
     start = 0
     for index, period in enumerate(periods):
         if at < start + period:
@@ -365,7 +365,7 @@ _ALIASES_OF_MMENGINE = {
 def make_policy(
     policy: str | Policy, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> Formula:
-    """Return the formula that a name, in any case and with or without underscores, and its options mean.
+    """Return the formula that a policy and its options mean. Case and underscores of a name do not count.
 
     Args:
         policy: A name; or a function (base, at, span) → value, which takes no options.
@@ -518,7 +518,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 
 
 def _misfit(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
-    """Say which options do not fit one another, the policy or the length of the schedule; empty if all do."""
+    """Say which options contradict one another, the policy or the span; empty if none."""
     if "target_ratio" in given:
         check.number(f"gamma of {label}", given["gamma"], above=0, most=1)
         if len(given["target_ratio"]) != 2:

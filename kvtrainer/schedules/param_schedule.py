@@ -49,7 +49,7 @@ class BoundSchedule(Protocol):
 
 
 def refuse_second_scheduler(optimizer: object) -> None:
-    """Raise SchedulerInUseError if the optimizer takes its learning rate from a scheduler of its own."""
+    """Raise SchedulerInUseError if the optimizer has a lr_scheduler of its own."""
     own = getattr(getattr(optimizer, "optimizer", None), "lr_scheduler", None)
     if own is not None:
         raise SchedulerInUseError(
@@ -118,7 +118,7 @@ class GroupValue:
         return float(value)
 
     def write(self, index: int, value: float) -> None:
-        """Put a scheduled value into this group, as small as `overrule` has made former ones."""
+        """Put a scheduled value into this group, as small as `overrule` made former ones."""
         self._scheduled[index] = value
         self._put(index, value * self._scales.get(index, 1.0))
 
@@ -246,12 +246,12 @@ class ScheduleSpec:
 
     @property
     def has_own_warmup_clock(self) -> bool:
-        """Whether the values go by epoch and the warm-up by step, and nothing says how long an epoch is."""
+        """Whether values go by epoch, the warm-up by step, and no epoch's length is known."""
         return self.warmup is not None and self.is_driven_by == "epoch" and not self.warmup_by_epoch
 
     @property
     def warmup_length(self) -> int:
-        """Length of the warm-up, in what advances it, or in steps where it has a clock of its own."""
+        """Length of the warm-up in what advances it. That is steps where it has a clock of its own."""
         per_unit = self.epoch_length if self.epoch_length is not None and self.warmup_by_epoch else 1
         return self.warmup_iters * per_unit if self.warmup is not None else 0
 
@@ -357,7 +357,7 @@ class ParamSchedule:
         return self.target.optimizer
 
     def writes_beside(self, other: ParamSchedule) -> bool:
-        """Return whether both write the same value of a group, and neither builds on the other."""
+        """Return whether both write one value of a group without building on each other."""
         if self.target is other.target or self.name != other.name:
             return False
         return self._indices is None or other._indices is None or bool(self._indices & other._indices)

@@ -1,4 +1,4 @@
-"""torch's schedulers as a Trainer advances and saves them, and lowering a value where a metric no longer improves."""
+"""torch's schedulers as a Trainer advances and saves them. One lowers a value where a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
 
 class TorchSchedule:
-    """Advance and save a scheduler of torch, or of anybody who has torch's interface, which stays as it is.
+    """A scheduler with torch's interface, advanced and saved by a Trainer. It stays as it is.
 
     Args:
         scheduler: Bound to the optimizer already.
@@ -60,7 +60,7 @@ class TorchSchedule:
         return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if it is the state of another kind of schedule, as far as that can be known."""
+        """Raise StateMismatchError if it is the state of another kind of schedule. Some kinds cannot be told apart."""
         mine, theirs = (
             {key for key in state if not key.startswith("_")} for state in (self.state_dict(), state_dict)
         )
@@ -78,7 +78,7 @@ class TorchSchedule:
 
 
 class PlateauSchedule:
-    """Multiply a value of the groups by a factor when a metric has stopped improving, within a window.
+    """A schedule that multiplies a value of the groups when a metric stops improving. It acts within a window.
 
     torch's ReduceLROnPlateau decides, over groups that stand for those of the optimizer, so momentum is lowered alike.
     What other schedules write afterwards is lowered in proportion.
@@ -167,7 +167,7 @@ class PlateauSchedule:
 
 
 def bound_by(one: Any, by: str) -> Any:
-    """Return a scheduler of torch's kind as a TorchSchedule that goes by that, if it does not say so itself.
+    """Return a scheduler of torch's kind as a TorchSchedule. It goes by `by`, unless it says itself by what.
 
     What is a BoundSchedule, or no scheduler at all, is returned as it is.
     """
@@ -209,7 +209,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """Write collections as lists, as JSON can hold them, which knows neither tuples nor keys but strings."""
+    """Write collections as lists, as JSON can hold them. It knows neither tuples nor keys but strings."""
     if isinstance(value, list):
         return [_packed(one) for one in value]
     if isinstance(value, tuple):

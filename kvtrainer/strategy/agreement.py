@@ -1,4 +1,4 @@
-"""Exchange bytes between workers beside gradients, from one to all or from all to all, over any store.
+"""Exchange bytes between workers, over any store: from one to all, or all to all.
 
 Every call is collective: all workers make it, in the same order, and it blocks. Where there are several workers it goes
 the way that the store goes: over the process group, over a server, or by a third-party store's own verbs.
@@ -91,7 +91,7 @@ class OverRanks(Agreement):
 
 
 class OverServers(Agreement):
-    """The workers of parameter servers, who come to barriers in a namespace of their own, and give bytes there."""
+    """The workers of parameter servers, who exchange bytes at barriers. They have a namespace of their own."""
 
     def __init__(self, store: DistKVStore) -> None:
         self.rank, self.size = store.rank, store.num_workers

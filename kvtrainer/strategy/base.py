@@ -37,7 +37,7 @@ _RUN = ("epoch_length", "max_epochs", "max_iters")
 
 
 class BaseStrategy(ABC):
-    """Sets a process up for training, and prepares, saves and resumes a model with its Trainers and schedules.
+    """A strategy that sets up a process, and prepares, saves and resumes a model. Trainers and schedules go with it.
 
     Making one is collective: every worker makes it, with the same arguments. Each part of a run is made by a method
     that a subclass may override.
@@ -174,7 +174,7 @@ class BaseStrategy(ABC):
         self._set_randomness(**(randomness or {}))
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
-        """Join the other processes of a launched job, or of dist_cfg's world_size, unless there is a process group."""
+        """Join the processes of a launched job, or of dist_cfg's world_size. Not where there is a process group."""
         return None
 
     def _meet(self) -> Agreement:
@@ -253,7 +253,7 @@ class BaseStrategy(ABC):
         return environment.describe_system(), {**given, **self.randomness, "seed": self.seed, **job}
 
     def build_model(self, model: nn.Module | Mapping[str, Any]) -> nn.Module:
-        """Return the model itself, or build it from a dict with the `type` of a registered one.
+        """Return the model, or build it from a dict with the `type` of a registered one.
 
         Raises:
             ArgumentTypeError: it is neither.
@@ -265,7 +265,7 @@ class BaseStrategy(ABC):
         return built
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
-        """Let the model initialise its weights, where it can, and give every worker rank 0's, with its buffers.
+        """Let the model initialise its weights if it can, and share those of rank 0. Buffers are shared, too.
 
         Not with init_weights_for_test_or_val=False in dispatch_kwargs, for a model that is loaded next.
         """
@@ -356,7 +356,7 @@ class BaseStrategy(ABC):
         return made
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the weights and buffers of the model, on the CPU, without the names of wrappers."""
+        """Return the model's weights and buffers on the CPU, without wrappers' names."""
         state = parts.unwrapped(self.model).state_dict()
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
@@ -369,7 +369,7 @@ class BaseStrategy(ABC):
         return self._trainer().state_dict()
 
     def scheduler_state_dict(self) -> list[dict[str, Any]] | dict[str, list[dict[str, Any]]]:
-        """Return the state of every schedule of the Trainer, or by name of each of several."""
+        """Return the states of a Trainer's schedules, or of several Trainers' by name."""
         self._trainer()
         states = {name: [one.state_dict() for one in t.schedules] for name, t in self._trainers.items()}
         return states.get("", states)

@@ -248,7 +248,7 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """Copy into plain dicts, lists and CPU tensors, which `torch.load(weights_only=True)` reads.
+    """Copy into plain dicts, lists and CPU tensors. `torch.load(weights_only=True)` reads those.
 
     Args:
         where: what to call the value in an error.
@@ -284,7 +284,7 @@ def tree_checksum(value: Any) -> str:
 
 
 def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by number, and all else as JSON, in which these numbers stand for them."""
+    """Return the tensors by number, and the rest as JSON with these numbers in it."""
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Find out who started a process, and set up its limits, threads, torch.distributed, random numbers and log."""
+"""Find who started a process, and set it up: limits, threads, torch.distributed, random numbers and log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def raise_file_limit(limit: int) -> None:
 def set_multi_processing(
     mp_start_method: str | None = None, opencv_num_threads: int | None = None, *, is_distributed: bool = False
 ) -> None:
-    """Set how child processes are started, OpenCV's threads, and one thread for each child of a distributed job.
+    """Set how child processes start, and OpenCV's threads. Each child of a distributed job gets one thread.
 
     What is None is left alone. Note that 'fork' copies neither the threads of CUDA nor those of a kvstore's sockets.
 
@@ -84,7 +84,7 @@ def set_multi_processing(
 
 
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
-    """Make the CUDA device of this process's number on its host the current one, where there is CUDA."""
+    """Choose the CUDA device of this process's number on its host, if there is CUDA."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
 
@@ -201,7 +201,7 @@ def begin_randomness(seed: int, deterministic: bool) -> None:
 
 
 def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's random numbers, on the CPU and on CUDA `devices`.
+    """Return the states of python's, numpy's and torch's random numbers. It includes those on CUDA `devices`.
 
     Tensors and plain numbers.
     """

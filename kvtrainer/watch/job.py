@@ -204,13 +204,13 @@ def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> 
 
 
 def _with_distances(workers: list[Worker]) -> list[Worker]:
-    """Have workers that make rounds of their own say how far they are behind the first of them."""
+    """Note how far workers with rounds of their own are behind the first of them."""
     first = max([one.round for one in workers], default=-1)
     return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
 def _waits(told: Sequence[Wait]) -> list[Wait]:
-    """Return the waits that servers have told of, those of one round that several of them have as one, the longest."""
+    """Return the waits that servers have told of. What several have for one round is one wait, the longest."""
     longest: dict[tuple[str, tuple[int, ...]], Wait] = {}
     for one in sorted(told, key=lambda wait: wait.seconds):
         longest[one.what, tuple(one.missing)] = one
@@ -218,7 +218,7 @@ def _waits(told: Sequence[Wait]) -> list[Wait]:
 
 
 def _late(job: Facts, rank: int) -> float:
-    """Return the seconds that others have waited for a rank so far, with the wait that is not over."""
+    """Return the seconds that others have waited for a rank, open wait included."""
     late: float = job["workers"][rank]["late"]
     return late + max([one["seconds"] for one in job["waits"] if rank in one["missing"]], default=0.0)
 

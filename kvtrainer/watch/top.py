@@ -118,7 +118,7 @@ def _show_live(views: Iterator[View]) -> int:
 
 
 def _serve(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
-    """Serve views over HTTP until Ctrl-C, or a signal, or the end of the parent process where one is named."""
+    """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent, if named."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
     page.run(until=lambda: parent not in (None, os.getppid()))
