@@ -356,11 +356,8 @@ class Server:
                 raise
             _log.info("a peer went away before its reply")
             return _Sent.NEVER
-        except (
-            BrokenPipeError,
-            ConnectionResetError,
-        ):  # what it said before it ended the channel has yet to be read
-            return _Sent.LATER
+        except (BrokenPipeError, ConnectionResetError):
+            return _Sent.LATER  # what it said before it ended the channel has yet to be read
         except OSError:  # ended by the worker, which may have others
             assert self._listener is not None
             self._listener.drop(peer)

@@ -185,9 +185,8 @@ class Client:
         answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
         assert isinstance(answer, m.Gathered)
         parts = list(answer.parts)
-        self._barriers += (
-            1  # last: a barrier that is repeated after an interrupt has been passed, and is answered at once
-        )
+        # Last: a barrier that is repeated after an interrupt has been passed, and is answered at once.
+        self._barriers += 1
         return parts
 
     def stats(self) -> list[dict[str, Any]]:
