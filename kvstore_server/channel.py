@@ -113,7 +113,7 @@ def make_memory(nbytes: int) -> int:
 
 
 class Places:
-    """Gives out places of a memory, the lowest that is free first, so that what was used is used again."""
+    """An allocator of places in a memory. It gives the lowest free one, so that what was used is used again."""
 
     def __init__(self, nbytes: int) -> None:
         self.used = 0
@@ -149,7 +149,7 @@ class Places:
 
 
 class Shelf:
-    """Weights of a server, in memory that all its workers can read and none of them can change.
+    """A server's weights in memory that all its workers can read and none can change.
 
     Args:
         leases: Is told which weights somebody reads.
@@ -629,7 +629,7 @@ def _join(pieces: Sequence[Tensor], place: Tensor) -> None:
 
 
 def connect(run: int, token: int, own: bytes) -> Channel:
-    """Open a channel to the server of that run, if it is on this host, for the session of that token.
+    """Open a channel to the server of a run, if it is on this host. `token` is the session's.
 
     Blocks for a few seconds at most.
 
@@ -738,7 +738,7 @@ class Listener:
                     del frames  # it would keep the place in use
 
     def look_after(self) -> None:
-        """Close the channels of sessions and processes that have ended, and send what others could not take.
+        """Close the channels of ended sessions and processes. Send what others could not take.
 
         To be called from time to time.
         """

@@ -30,7 +30,7 @@ def is_integer(value: object, least: int | None = None, most: int | None = None)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name, or a numeric address, means the machine itself wherever it is used."""
+    """Tell whether a name, or a numeric address, means the machine that uses it."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:

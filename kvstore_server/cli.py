@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
 
 
 def run() -> NoReturn:
-    """Run one server as this process, and then end the process, as Python does but without taking its modules apart.
+    """Run a server, then end the process as Python does but without unloading modules.
 
     With torch among them that takes so long on a busy machine that the server would be killed for it.
     """
@@ -231,7 +231,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 
 def _listens_here(bind: str) -> bool:
-    """Return whether only processes of this host reach an address, of the form that is allowed."""
+    """Tell whether an address of the allowed form is reached from this host alone."""
     address = _ADDRESS.fullmatch(bind)
     return address is not None and check.is_loopback(address["host"])
 

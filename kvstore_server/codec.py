@@ -48,7 +48,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(name: str) -> torch.dtype:
-    """Return the dtype in which gradients of a dtype of the Plan are summed, compressed and applied."""
+    """Return the dtype to sum, compress and apply gradients of a Plan's dtype in."""
     dtype = torch_dtype(name)
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
@@ -79,7 +79,7 @@ class Codec(ABC):
         return {"type": self.name, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}}
 
     def is_exact(self, dtype: str) -> bool:
-        """Tell whether gradients of `dtype` travel without any loss, and so without a residual."""
+        """Tell whether gradients of `dtype` travel without loss. They need no residual then."""
         return False
 
     def residual_dtype(self, dtype: str) -> torch.dtype | None:
@@ -103,7 +103,7 @@ class Codec(ABC):
     def encode(
         self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None
     ) -> None:
-        """Encode `residual + grad` into `out`, and keep what the bytes do not say as the next residual.
+        """Encode `residual + grad` into `out`, and keep the rest as the next residual.
 
         Args:
             grad: flat; not changed.
@@ -163,7 +163,7 @@ class Codec(ABC):
                 numbers[start:end] += spare[: end - start]
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
-        """Raise ProtocolError unless `payload` is what some `encode` wrote for `numel` elements of `dtype`."""
+        """Raise ProtocolError unless `payload` can be `numel` encoded elements of `dtype`."""
         expected = self.encoded_nbytes(numel, dtype)
         if payload.dim() != 1 or payload.dtype != torch.uint8 or payload.numel() != expected:
             raise ProtocolError(
@@ -173,7 +173,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
-        """Write the bytes of one block to `codes`, and leave in `total` what they do not say.
+        """Write the bytes of one block to `codes`. Leave in `total` what they do not say.
 
         `spare` is memory like that of `total`, to be overwritten. Returns False, whatever was written, if a number is
         not finite or exceeds `largest`, and True if there is none; otherwise either.
@@ -181,7 +181,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        """Overwrite `values`, of the compute dtype, with the numbers of one block of gradients of `dtype`."""
+        """Overwrite `values`, of the compute dtype, with a block of gradients of `dtype`."""
 
     def _decoded(self, payload: Tensor, dtype: str, numel: int) -> Tensor:
         values = torch.empty(numel, dtype=compute_dtype(dtype))
@@ -212,7 +212,7 @@ class Codec(ABC):
 
 
 def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
-    """Raise NonFiniteGradientError if the block of sums that begins at `start` has a wrong one."""
+    """Raise NonFiniteGradientError if a sum of the block from `start` is not finite."""
     wrong = np.flatnonzero(~np.isfinite(total))
     if len(wrong):
         at = start + int(wrong[0])
@@ -300,7 +300,7 @@ class BFloat16(HalfPrecision):
 
 @dataclass(frozen=True)
 class EightBit(Codec):
-    """Sends each element as a whole number from −127 to 127 times a scale that 1,024 elements share.
+    """Sends each element as a whole number, −127 to 127, times a scale. 1,024 elements share one.
 
     The scale is a 127th of the largest magnitude among them, so that one goes as ±127; others are rounded to nearest,
     ties to even, and the residual keeps the rounding errors. 1,024 elements are their scale as float32, and a byte for
@@ -362,7 +362,7 @@ def _scale(scales: Bytes) -> NDArray[np.float32]:
 
 
 def _shaped(numel: int) -> Numbers:
-    """Make an array of so many elements that takes no memory, where only its shape matters."""
+    """Make an array of so many elements that takes no memory. Only its shape matters."""
     return np.broadcast_to(np.float32(0), numel)
 
 
@@ -379,7 +379,7 @@ Tables = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class TwoBit(Codec):
-    """Sends +threshold, −threshold or nothing for each element, and takes it out of the residual.
+    """Sends ±threshold or nothing for each element, and takes it out of the residual.
 
     With r the residual plus the gradient: r ≥ threshold is sent as 11, r ≤ −threshold as 10, the rest as 00.
 
@@ -516,7 +516,7 @@ class OneBit(Codec):
 
 
 def _tables(values: Sequence[float]) -> Tables:
-    """Return the numbers behind each byte, where a code of the fewest bits that hold it means `values[code]`."""
+    """Return the numbers that each byte stands for. A code of the fewest bits that hold it means `values[code]`."""
     width = (len(values) - 1).bit_length()
     shifts = np.arange(8 - width, -1, -width)
     codes = np.arange(256)[:, None] >> shifts & len(values) - 1
@@ -636,7 +636,7 @@ _CODECS = {
 
 
 def make_codec(params: Mapping[str, Any] | None) -> Codec:
-    """Return the codec that Gluon's `compression_params`, or a `Codec.spec`, describes.
+    """Return the codec that Gluon's `compression_params` or a `Codec.spec` describe.
 
     Args:
         params: `type`: 'none', '1bit', '2bit', 'ternary', 'int8', 'fp16', 'bf16' or 'topk', in any case; `threshold`

@@ -69,7 +69,7 @@ def check_head(head: object) -> int:
 
 
 class Commands:
-    """Answers the commands that come to one server, each once, however often the request for it is repeated."""
+    """Answers each command to one server once, however often its request is repeated."""
 
     def __init__(self, context: CommandContext) -> None:
         self._context = context

@@ -35,7 +35,7 @@ class _Step(NamedTuple):
 
 
 class Deltas:
-    """The weights that workers have of one table, slot by slot, and how these came about.
+    """The weights that workers have of one table, by slot, and how these came about.
 
     Args:
         codec: How changes are encoded.
@@ -82,11 +82,11 @@ class Deltas:
             self._exact[slot] = version
 
     def has_exact(self, slot: int, held: int) -> bool:
-        """Tell whether a worker with weights of version `held` has those of the server, as far as rows say it."""
+        """Tell whether weights of version `held` equal the server's, as far as rows say."""
         return slot not in self.weights and held >= self._exact.get(slot, -1)
 
     def follow(self, version: int) -> None:
-        """Bring the weights of workers as near to those of the server, of a version, as one change can."""
+        """Bring workers' weights as near to the server's at a version as one change can."""
         if version == self.version:
             return
         if self._is_anew:
@@ -135,7 +135,7 @@ class Deltas:
         return change
 
     def parts(self, slot: int, held: int) -> tuple[Tensor, bool]:
-        """Return what a worker with weights of version `held` lacks of a slot, and whether that is changes.
+        """Return what a worker of version `held` lacks of a slot. Also tell whether that is changes.
 
         Otherwise it is a copy of all weights.
         """

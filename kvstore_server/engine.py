@@ -230,7 +230,7 @@ class Engine:
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        """Fail what waits for ranks that are lost, or has waited too long, and answer what need not wait any more."""
+        """Fail what waits for lost ranks, or has waited too long. Answer what need not wait any more."""
         members, shared = space.membership, space.rounds.shared
         late = shared.late(now)  # as a rule nobody is lost
         if members.departed or members.silent(now, self.config.dead_after):
@@ -829,7 +829,7 @@ class Engine:
         return space
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
-        """Free a namespace of which no worker was heard from for so long that none comes back."""
+        """Free a namespace of which no worker was heard for so long that none comes back."""
         has_values = any(table.is_initialised for table in space.tables)
         if silence <= (self.config.forget_after if has_values else self.config.dead_after):
             return

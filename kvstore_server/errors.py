@@ -1,4 +1,4 @@
-"""The one error tree, and the code under which each class travels between processes.
+"""The error tree, and the code under which each class travels between processes.
 
     KVStoreError
     ├── ConfigurationError (ValueError)      a wrong argument, option or environment variable
@@ -102,7 +102,7 @@ class ServerLostState(KVStoreError):
 
 
 class ServerStoppingError(KVStoreError):
-    """The server is draining before it stops and accepts no new round, or it was stopped."""
+    """The server was stopped, or is draining before it stops and takes no new round."""
 
 
 class OptimizerError(KVStoreError):
@@ -114,7 +114,7 @@ class CommandError(KVStoreError):
 
 
 class NonFiniteGradientError(KVStoreError, FloatingPointError):
-    """A gradient holds an infinity or a NaN, or is so large that adding it to its residual overflows."""
+    """A gradient has an infinity or a NaN, or overflows when added to its residual."""
 
 
 WIRE_ERRORS: dict[str, type[KVStoreError]] = {

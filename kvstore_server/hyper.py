@@ -1,4 +1,4 @@
-"""Which optimizer and which hyper-parameters hold for a round, agreed between the ranks.
+"""The optimizer and the hyper-parameters of a round, agreed between the ranks.
 
 Each rank says what it has; what the lowest rank has is in force, and a rank that disagrees is named. A rank sends its
 hyper-parameters only when they change, so the last ones that it sent count.
@@ -128,7 +128,7 @@ class AgreedOptions:
         return cached[3]
 
     def forget(self, rank: int) -> None:
-        """Forget a rank that is gone, or for which another process stands that will send its own."""
+        """Forget a rank that is gone, or whose new process will send its own."""
         self._sent.pop(rank, None)
 
     def lowest(self, without: Collection[int] = ()) -> bytes:
@@ -185,7 +185,7 @@ def unpack_hypers(packed: bytes) -> dict[str, Any]:
 
 
 def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]) -> list[Hyper]:
-    """Return for each key its group's numbers with `lr` and `weight_decay` multiplied by the key's factors.
+    """Return each key's group numbers. `lr` and `weight_decay` are times the key's factors.
 
     Keys with equal numbers share one mapping, so a caller may compare by identity.
     """
@@ -233,7 +233,7 @@ Said = dict[str, Any]
 def _check_equal(
     sent: Mapping[int, bytes], said_of: Callable[[dict[str, Any]], Said], problem: str, way_out: str
 ) -> None:
-    """Raise PlanMismatchError naming the first difference from what the lowest rank sent, if there is any."""
+    """Raise PlanMismatchError if a rank sent something else than the lowest one. Names the first difference."""
     lowest = min(sent)
     for rank, packed in sorted(sent.items()):
         if packed != sent[lowest]:

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def limited_log() -> Iterator[None]:
-    """Limit what this process logs while the block runs, and say at its end how many lines were left out."""
+    """Limit what this process logs while the block runs. Say at its end how many lines were left out."""
     limit, handlers = LogLimit(), list(logging.getLogger().handlers)
     if not handlers and logging.lastResort is not None:  # what writes where nothing was set up
         handlers.append(logging.lastResort)
@@ -43,7 +43,7 @@ class _Place:
 
 
 class LogLimit(logging.Filter):
-    """Leave out what is above `lines` lines in `seconds` seconds of one place, and say how many they were.
+    """A filter of lines above `lines` in `seconds` seconds of one place. It says how many it left out.
 
     Add it to a handler. It touches what this package logs, and nothing else.
     """

@@ -1,4 +1,4 @@
-"""Gluon's learning-rate schedulers, as closed forms that can be asked, stored and sent.
+"""Gluon's learning-rate schedulers as closed forms, to be asked, stored and sent.
 
 A schedule is a pure function of `num_update` and of its constructor's arguments. Asking changes nothing, so it may
 be asked about any update in any order, and what `LRScheduler.spec` returns is all there is to store or to send.
@@ -236,7 +236,7 @@ class _Decaying(LRScheduler):
 
 @register
 class FactorScheduler(_Decaying):
-    """`base_lr * factor**k` with `k = ceil(num_update / step) - 1`, and from k = 1 at least `stop_factor_lr`.
+    """`base_lr * factor**k` with `k = ceil(num_update / step) - 1`. From k = 1 on at least `stop_factor_lr`.
 
     Args:
         step: how many updates lie between two decays, at least 1; those of the warm-up are counted.
@@ -269,7 +269,7 @@ class FactorScheduler(_Decaying):
 
 @register
 class MultiFactorScheduler(_Decaying):
-    """`base_lr * factor**k`, where k is how many of the entries of `step` are less than `num_update`.
+    """`base_lr * factor**k`, where k counts the entries of `step` below `num_update`.
 
     Args:
         step: a list of increasing ints, the first at least 1; updates of the warm-up are counted.
@@ -331,12 +331,12 @@ class _Annealing(LRScheduler, ABC):
 
     @abstractmethod
     def _left(self, done: int, span: int) -> float:
-        """Return the share of the way that is left when `done` of `span` updates are over, from 1 after none."""
+        """Return the share of the way left after `done` of `span` updates, 1 after none."""
 
 
 @register
 class PolyScheduler(_Annealing):
-    """`final_lr + (base_lr - final_lr) * (1 - p)**pwr`, where p goes from 0 to 1 between warm-up and `max_update`.
+    """`final_lr + (base_lr - final_lr) * (1 - p)**pwr`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:
         max_update: the update at which the decay ends; more than `warmup_steps`.
@@ -366,7 +366,7 @@ class PolyScheduler(_Annealing):
 
 @register
 class CosineScheduler(_Annealing):
-    """`final_lr + (base_lr - final_lr) * (1 + cos(pi p)) / 2`, p from 0 to 1 between warm-up and `max_update`.
+    """`final_lr + (base_lr - final_lr) * (1 + cos(pi p)) / 2`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:
         max_update: the update at which the decay ends; more than `warmup_steps`.
@@ -420,7 +420,7 @@ class FunctionScheduler(LRScheduler):
 
 
 def as_scheduler(value: object) -> LRScheduler:
-    """Return a scheduler as it is, and a function of `num_update` as a `FunctionScheduler`.
+    """Return a scheduler as it is, a function of `num_update` as `FunctionScheduler`.
 
     Raises:
         ConfigurationError: `value` is neither.

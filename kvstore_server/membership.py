@@ -100,7 +100,7 @@ class Sessions:
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
 
     def repeated(self, peer: bytes, hello: Hello) -> Session | None:
-        """Return the session that the same process has opened with the same Hello before, if any.
+        """Return the session that the same Hello of the process has opened, if any.
 
         Raises:
             FencedError: it has ended since.
@@ -209,7 +209,7 @@ class Membership:
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
     ) -> KVStoreError | None:
-        """Return the error of a wait that can never end because a rank it needs is gone, or None.
+        """Return the error of a wait that cannot end, for a rank that is gone, or None.
 
         One that has left because it lost a server is not what the others should look for: their error is its own.
         """

@@ -35,7 +35,7 @@ _FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_fi
 
 
 def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the bytes of the machine's memory, or of a control group's share of it if that is less.
+    """Return the machine's memory in bytes, or a control group's limit if less.
 
     Args:
         groups: Where control groups are mounted.
@@ -96,14 +96,14 @@ def _number_behind(name: str, file: Path) -> int:
 
 
 def return_free_memory() -> None:
-    """Give memory that is free, but that the C library keeps for later, back to the system, where it can do that."""
+    """Give free memory that the C library keeps back to the system, where it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_free_memory() -> None:
-    """Have the C library keep memory that is free for what this process needs next, where it can be told to.
+    """Have the C library keep free memory for what comes next, where it can be told.
 
     The frames of each round come and go. glibc would give their memory back and get it again, page by page, which takes
     longer than to fill it. It is left alone where the environment tells it something, as `kvlaunch` does.
@@ -167,7 +167,7 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
 
 
 def size_of_deltas(plan: Plan, server: int) -> int:
-    """Return the bytes that a table needs more on one server if new weights go to workers as encoded changes.
+    """Return the extra bytes of a table on one server whose weights travel as changes.
 
     They are the weights that workers have, changes that are kept, half as long as those in the dtype of computation,
     and what is worked with.
@@ -179,7 +179,7 @@ def size_of_deltas(plan: Plan, server: int) -> int:
 
 
 def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
-    """Return the bytes of a copy of the weights of a table on one server, and of its state of that optimizer."""
+    """Return the bytes of a table's weights and optimizer state on one server."""
     total = 0.0
     spec = None if optimizer is None else pack_control(optimizer.spec())
     for piece in plan.slices_of(server):
@@ -192,7 +192,7 @@ def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _state_bytes(spec: bytes, dtype: str) -> float:
-    """Return the bytes of state for each byte of weights, found by one update of a small key; 0 where that fails.
+    """Find the bytes of state per byte of weights by one update of a small key. 0 where that fails.
 
     Optimizers that users wrote are not tried out, for that could change them.
     """

@@ -226,7 +226,7 @@ class Namespace:
         return table
 
     def _check_same_form(self, table: Table, register: m.Register, rank: int) -> None:
-        """Raise PlanMismatchError, and have the table in conflict, if a rank wants its weights in another form."""
+        """Raise PlanMismatchError if a rank wants its weights in another form. The table is then in conflict."""
         own = None if table.deltas is None else table.deltas.codec
         theirs = _codec_of(register.delta_form) if register.delta_form else None
         if own != theirs:
@@ -256,7 +256,7 @@ class Namespace:
         return len(specs)
 
     def forget_declaration(self, rank: int) -> tuple[str, list[TensorSpec]]:
-        """Take out what a rank has declared of a table that is not complete, and give its memory back."""
+        """Take out a rank's declaration of an incomplete table, and give its memory back."""
         name, specs = self._declaring.pop(rank, ("", []))
         self.claim(-KEY * len(specs), "")
         return name, specs
@@ -336,7 +336,7 @@ class Namespace:
         )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
-        """Raise ProtocolError where a message names too much, or the same twice, which would be answered twice."""
+        """Raise ProtocolError where a message names too much, or one thing twice. That would be answered twice."""
         if len(named) > self.config.max_message_keys:
             raise ProtocolError(
                 f"a {message} names {len(named)} keys, slices or tables, server {self.config.server} accepts up to "
@@ -504,7 +504,7 @@ class Namespace:
         )
 
     def place(self, slot: int) -> tuple[Table, int]:
-        """Return the table of a slot, and the position of its slice among those that the table has here."""
+        """Return the table of a slot, and its slice's position among the table's here."""
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
@@ -566,7 +566,7 @@ class Namespace:
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
     def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
-        """Return the present weights of some tables, except row-sparse ones, for some ranks; not copies.
+        """Return present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
         With `half`, those wider than that are rounded to bfloat16.
         """
@@ -609,7 +609,7 @@ class Namespace:
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
     def shown_rows(self, table: Table) -> m.Weights:
-        """Say where those slices of a table are, of which workers hold no copy and which they can map."""
+        """Say where a table's slices are that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
         here = [at for at, piece in enumerate(unit.slices) if not table.plan.is_resident(piece)]
@@ -715,7 +715,7 @@ class Namespace:
         }
 
     def _counters(self, table: Table) -> Mapping[str, Any]:
-        """Return what a table has done so far, and the ranks that its open round waits for, as plain numbers."""
+        """Return a table's counts and the ranks its open round waits for, as numbers."""
         shared, number = self.rounds.shared, table.number
         return {
             "table": table.name,

@@ -1,4 +1,4 @@
-"""The norm of a gradient that may lie on several servers, whether it is finite, and what follows from that.
+"""The norm and finiteness of a gradient, wherever it lies, and what follows.
 
 A norm is made of one partial for each slice of the Plan: Σ |g|^p of the slice's sum of gradients, or its greatest
 magnitude for the maximum norm, in float64 and over blocks of a fixed size. Partials are combined in the order of the
@@ -129,7 +129,7 @@ def measure(
     norm_type: float,
     scale: float = 1.0,
 ) -> Measured:
-    """Measure sums of gradients where they lie in one process, with the bits that servers have for the same sums.
+    """Measure sums of gradients in one process, to the bits that servers get for them.
 
     Those of half precision have been rounded to be here, so their norm is not the servers' to the bit.
 

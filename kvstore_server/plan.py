@@ -53,7 +53,7 @@ SIZES = {**ITEM_SIZE, **INTEGERS}
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one key, and the index of the parameter group that it belongs to."""
+    """Name, shape and dtype of one key, and the index of its parameter group."""
 
     key: str
     shape: tuple[int, ...]
@@ -142,7 +142,7 @@ class Deal(NamedTuple):
         return places if self.is_plain else Deal(self.length, self.slices).places(places)
 
     def in_order(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return the places of ascending rows in ascending order, and which of the rows is at each."""
+        """Return ascending places of ascending rows, and which of the rows is at each."""
         places = self.places(rows)
         if self.is_plain:
             return places, np.arange(len(rows))
@@ -153,7 +153,7 @@ class Deal(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """The rows of a key that lie on one server, one after the other, in neighbouring slices."""
+    """A key's rows on one server, one after the other, in neighbouring slices."""
 
     server: int
     pieces: tuple[Slice, ...]
@@ -169,7 +169,7 @@ class RowBlock(NamedTuple):
     """The number of rows, at least one, that fit into a message with their ids."""
 
     def cut(self, ids: Ints) -> Iterator[tuple[int, int, slice]]:
-        """Cut (ascending) rows of the block between slices, so that parts fit into a message, or are of one slice.
+        """Cut (ascending) rows of the block between slices. Parts fit into a message, or are of one slice.
 
         Yields:
             The first slice of each part and the end, by position, and which of the rows it has. Together all slices.
@@ -187,7 +187,7 @@ class RowBlock(NamedTuple):
             first = end
 
     def in_key(self, ids: Ints, first: int, end: int) -> Ints:
-        """Say which rows of the key (ascending) rows of some slices are, which are counted from the first of these."""
+        """Return rows of some slices as rows of the key. They ascend, counted from the first of these slices."""
         ids = ids + self.starts[first]
         ends = ids.searchsorted(self.starts[first : end + 1])
         return ids + self.shifts[first:end].repeat(ends[1:] - ends[:-1])
@@ -235,7 +235,7 @@ class RowPlaces(NamedTuple):
             yield block, mine if order is None else order[mine], in_block[mine]
 
     def _in_order(self, ids: Ints) -> tuple[Ints, Ints | None]:
-        """Return the places of (ascending) rows, ascending, and which of the rows is at each; None: the same."""
+        """Return ascending places of (ascending) rows, and which of the rows is at each; None: the same."""
         if all([deal.is_plain for deal in self.deals]):
             return ids, None
         if len(self.deals) == 1:
@@ -336,7 +336,7 @@ def _placed(
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
-    """Give each unit to the server that holds the fewest bytes so far, biggest unit first.
+    """Give each unit to the server with the fewest bytes so far, biggest unit first.
 
     Args:
         sizes: Bytes of each item.
@@ -453,7 +453,7 @@ class Plan:
         return frozenset(range(len(self.specs))) - shared
 
     def is_resident(self, piece: Slice) -> bool:
-        """Tell whether workers hold a copy of a slice, because its keys are not row-sparse."""
+        """Tell whether workers hold a copy of a slice, as its keys are not row-sparse."""
         return not self.specs[piece.segments[0].key].row_sparse
 
     def resident_slices_of(self, server: int) -> tuple[Slice, ...]:
@@ -465,7 +465,7 @@ class Plan:
         return key not in self._torn
 
     def slices_with(self, key: int) -> tuple[Slice, ...]:
-        """List the slices that hold a part of a key (by index), in the order of its elements; none if it is empty."""
+        """List the slices with a part of a key (by index), in the order of its elements; none if it is empty."""
         return self._by_key.get(key, ())
 
     def rows(self, key: int) -> RowPlaces:
@@ -476,7 +476,7 @@ class Plan:
         return found
 
     def joined_rows(self, key: int) -> RowPlaces:
-        """Say as `rows` where the rows of a key lie, and of all keys that follow side by side, as if they were one."""
+        """Say as `rows` where rows of a key, and of those that follow side by side, lie. They count as one key."""
         found = self._joined.get(key)
         if found is None:
             keys = [key]
@@ -609,7 +609,7 @@ def check_same(
 
 
 def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
-    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers, if need be with integers."""
+    """Raise ConfigurationError unless `specs` fit a plan for so many servers. Integers may need to be allowed."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:

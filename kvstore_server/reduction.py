@@ -33,7 +33,7 @@ _bounds_of = itemgetter(0, 1)
 
 
 class Run(NamedTuple):
-    """What a rank gives to neighbouring slices of a Shard, the slots from `first` up to `end`."""
+    """What a rank gives to neighbouring slots of a Shard, from `first` up to `end`."""
 
     first: int
     end: int
@@ -155,7 +155,7 @@ class Sums:
         return at >= 0 and slot < given.runs[at].end
 
     def side_by_side(self, keys: Sequence[int], contributions: Sequence[Contribution]) -> list[list[Home]]:
-        """Join (ascending) keys whose rows lie one behind the other, as rows of one key would, from the same ranks.
+        """Join (ascending) keys whose rows, from the same ranks, lie as those of one key.
 
         Rows that no key has may lie between them.
         """
@@ -226,7 +226,7 @@ class Sums:
         return self._chunks.get(tuple(named), self._divide, *named)
 
     def part(self, slot: int, begin: int, end: int, contributions: Sequence[Contribution]) -> Chunk:
-        """Return some elements of a slot, whole lines, to which contributions of dense numbers are given."""
+        """Return a chunk of a slot, whole lines, to which dense numbers are contributed."""
         one = self._storage.slots[slot]
         given = [Source(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
         used = min(end, one.piece.used) - begin
@@ -296,7 +296,7 @@ class Sums:
             yield together
 
     def _spans(self, outlines: Sequence[Outline], by_rows: Collection[int]) -> Iterator[Span]:
-        """Cut what was given where the ranks that give it, or their runs, or the keys with rows, change."""
+        """Cut what was given where its ranks, their runs or the keys with rows change."""
         keys = frozenset().union(*(one.rows for one in outlines))
         homes, slots = (
             [self._storage.homes[key] for key in sorted(keys.difference(by_rows))],
@@ -321,7 +321,7 @@ class Sums:
                 yield Span(first, end, given, sparse)
 
     def alone(self, chunk: Chunk, contributions: Sequence[Contribution]) -> tuple[Tensor, float] | None:
-        """Return what one rank gave to a chunk as scratch, to compute with, and its factor; None if it is not all."""
+        """Return what one rank gave to a chunk, scratch to compute with, and its factor; None if it is not all."""
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
         one = contributions[source.number]
@@ -334,7 +334,7 @@ class Sums:
         return (own, one.scale) if len(own) == length else None
 
     def total(self, chunk: Chunk, contributions: Sequence[Contribution], out: Tensor | None = None) -> Tensor:
-        """Sum scale · numbers of a chunk over ranks, with zeros as padding, in the dtype to compute in.
+        """Sum scale · numbers of a chunk over ranks, in the compute dtype. Padding is zero.
 
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
         the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.

@@ -185,7 +185,7 @@ class Verdict(IntEnum):
 
 
 class Slots:
-    """The slices that a server holds of the tables of a namespace, numbered one after the other.
+    """The slices of a namespace's tables on a server, numbered one after the other.
 
     Attributes:
         first: The first slot of each table, and the next one that is free.
@@ -518,7 +518,7 @@ class Book:
         return verdicts
 
     def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> bool:
-        """Note what a rank is going to commit to the open round of a table, which it has not committed.
+        """Note what a rank is going to commit to a table's open round. It has not committed yet.
 
         Returns whether it had not said that before. What is only to be expected is none beside what is known.
 
@@ -546,7 +546,7 @@ class Book:
         return True
 
     def _begin_anew(self, given: Given, commits: m.Matrix) -> None:
-        """Forget what a rank pushed before it knew what it would give, of the open rounds that want that."""
+        """Forget early pushes of a rank to open rounds that its commits begin anew."""
         for table, round_, *_, flags in commits.tolist():
             if flags & m.ANEW and round_ == self.numbers[table] and not given.committed[table]:
                 given.begin_anew(table)
@@ -563,7 +563,7 @@ class Book:
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:
-        """Since when a round has been waited for, and when the first one who does loses patience."""
+        """Return since when a round is waited for, and when the first waiter gives up."""
         said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
@@ -583,7 +583,7 @@ class Book:
         return [table for table, deadline in deadlines.items() if deadline <= now]
 
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
-        """Return the slots of a table that a rank must send again, which wants to commit `count` slices of it.
+        """Return the slots that a rank must send again to commit `count` of a table.
 
         Those of which nothing is here; all, where as many are here and one of them in a lower generation.
         """
@@ -688,7 +688,7 @@ class Rounds:
             book.fit()
 
     def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
-        """List the books of which a rank means these rounds of some tables, each with which are its own; None: all."""
+        """List the books of a rank's rounds of some tables, and which are in each; None: all."""
         if self._is_sync:
             return [(self.shared, None)]
         # The first round of a table is always one of all ranks together.
@@ -896,7 +896,7 @@ class SlicePart(NamedTuple):
 
 
 class Growing:
-    """What has come of a slice that comes in parts, to be summed and answered while the rest comes.
+    """What has come of a slice in parts, to sum and answer while the rest comes.
 
     The bytes that came first count: a part that comes again changes nothing. One that leaves a gap is dropped, for what
     was to fill it is lost; the commit finds out, and the worker sends the slice as a whole.

@@ -71,7 +71,7 @@ _PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 
 
 def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
-    """Write some parts of a slice, or rows in several slices from this one on, as one uint8 tensor.
+    """Write parts of a slice, or rows of several from it on, as one uint8 tensor.
 
     Slices are of one key, or of keys that lie side by side.
     """
@@ -172,7 +172,7 @@ def payload_nbytes(payload: Payload) -> int:
 
 
 def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
-    """Return the rows that a segment, and those of the key in the next slices on its server, have together.
+    """Count the rows of a segment and of its key's next slices on its server together.
 
     Raises:
         ProtocolError: it has no rows, or there are not so many slices.
@@ -213,7 +213,7 @@ class _Reader:
         return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
 
     def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:
-        """Copy ids of rows, so that what is checked holds whatever the peer writes there later."""
+        """Copy ids of rows, so that no later write of the peer changes what is checked."""
         if as_bits:
             bits = self.take(_BYTE, -(-num_rows // 8))
             [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
@@ -238,7 +238,7 @@ def _raw(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
-    """Cut rows into those from each start, the first of which is 0, up to the next one, counted from there."""
+    """Cut rows at starts, the first of which is 0. Each part is counted from its start."""
     if len(starts) == 1:
         return [rows]
     cuts = torch.searchsorted(rows.ids, torch.tensor(starts[1:], dtype=torch.int64)).tolist()

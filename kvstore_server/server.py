@@ -178,7 +178,7 @@ class Server:
         self.is_stop_requested = True
 
     def stop_when(self, condition: Callable[[float], bool]) -> None:
-        """Have the server stop by itself, as if asked to, when `condition` holds at a tick; it is given the time."""
+        """Have the server stop as if asked to when `condition` holds at a tick; it is given the time."""
         self._until = condition
 
     @torch.no_grad()
@@ -295,7 +295,7 @@ class Server:
             self._send_all(replies)
 
     def _with_queue(self, out: m.Outgoing) -> m.Outgoing:
-        """Add to facts about the service how many bytes wait here for peers that are slow to read."""
+        """Add the bytes that wait here for slow readers to facts about the service."""
         if not isinstance(out.reply.body, m.Info):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])
@@ -316,7 +316,7 @@ class Server:
             waiting.append(reply)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
-        """Drop from replies weights that wait for their peer already, which a repeated request asks for again."""
+        """Drop from replies weights that wait for their peer. A repeated request asks for them again."""
         news = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
@@ -455,7 +455,7 @@ class Backlog:
         return reply
 
     def without_coming(self, reply: m.Reply) -> m.Reply:
-        """Return the reply without weights that wait here already, which a repeated request asks for again."""
+        """Return the reply without weights that wait here already. A repeated request asks for them again."""
         if not isinstance(reply.body, m.Weights):
             return reply
         news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
@@ -470,7 +470,7 @@ def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
 
 
 def _size_of(reply: m.Reply) -> int:
-    """Estimate the bytes of a reply, and what is done once for it and for each part of it, as bytes."""
+    """Estimate the cost of a reply in bytes. What is done once, and for each part, counts as bytes."""
     body = reply.body
     if isinstance(body, m.Weights):
         return _LEAST + _OF_PART * len(body.payloads) + sum(map(_nbytes_of, body.payloads))

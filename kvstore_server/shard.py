@@ -134,7 +134,7 @@ class Shard:
         return dense
 
     def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor], without: Collection[int] = ()) -> list[Run]:
-        """Find the numbers for the slices of a unit, laid out as a plan for one server says.
+        """Find the numbers for a unit's slices, laid out as a plan for one server says.
 
         Args:
             without: Keys that may be left out, where a slice holds nothing else.
@@ -170,7 +170,7 @@ class Shard:
         return self.storage.rows(unit.first_key + key, unit.first_key + key)
 
     def take_rows(self, unit: Unit, key: int, ids: Tensor) -> Tensor:
-        """Copy rows (ascending ids) of a key, or of those that follow side by side, see `Plan.joined_rows`.
+        """Copy rows (ascending ids) of a key, or of keys side by side. See `Plan.joined_rows`.
 
         Raises as `rows_of`.
         """
@@ -380,7 +380,7 @@ class Shard:
         scale: float,
         lent: Mapping[int, Tensor],
     ) -> None:
-        """Update neighbouring segments with equal numbers together, with scale · gradient, some of which is `lent`."""
+        """Update neighbouring segments of equal numbers together, by scale · gradient. Some of that is `lent`."""
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
@@ -630,7 +630,7 @@ class Shard:
         return sum(block.states.nbytes for block in self.storage.blocks)
 
     def updates_after(self, unit: Unit, contributions: Sequence[Contribution]) -> int:
-        """Return how many updates the most updated key of a unit will have had after this one, on whichever server.
+        """Count the updates of a unit's most updated key after this one, on any server.
 
         Every server of a table hears of every contribution which keys it has, also of those that lie on other servers;
         so all count alike. State that was loaded has counts of its own.
@@ -647,7 +647,7 @@ class Shard:
         return max(found, default=0)
 
     def note_read(self, unit: Unit, ranks: Sequence[int], others: Mapping[int, Tensor] | None = None) -> None:
-        """Note that these ranks have the present weights of a unit, but for some slots that have others.
+        """Note that these ranks have the present weights of a unit. Some slots have `others`.
 
         A delay-compensated optimizer keeps in its state the weights that a gradient was computed with. Where ranks
         contribute by themselves these are other ones for each rank (Zheng et al., Asynchronous SGD with Delay
@@ -742,7 +742,7 @@ def _joined(parts: Sequence[RowSet]) -> RowSet:
 
 
 def _alike(block: Block, a: int, b: int) -> bool:
-    """Tell whether two segments have equal numbers and equal state but for what lies in memory."""
+    """Tell whether two segments are alike in numbers, and in state outside of memory."""
     states = block.states
     return bool(
         states.steps[a] == states.steps[b]

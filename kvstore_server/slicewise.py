@@ -1,4 +1,4 @@
-"""Rounds that are applied slice by slice, while other slices of them are still on their way.
+"""Rounds applied slice by slice, while other slices are still on their way.
 
 A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, a slice that
 all of them have given, but for ranks that give none, is summed, applied and answered at once. So on a network new
@@ -84,7 +84,7 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
 
 
 def _go_on(space: Namespace, table: Table, rank: int) -> None:
-    """Take back what was applied, as a rank has announced something else, unless it fits to that, too."""
+    """Take back what was applied, unless it fits a rank's new announcement, too."""
     begun, news = table.begun, space.rounds.shared.given[rank].announced[table.number]
     if begun is None:
         return
@@ -97,14 +97,14 @@ def _go_on(space: Namespace, table: Table, rank: int) -> None:
 
 
 def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
-    """Tell whether a rank has announced the same marks of those slices of which something was applied."""
+    """Tell whether a rank announced the same marks of slices applied in part or whole."""
     is_applied = np.ones(len(marks), np.bool_)
     is_applied[[slot - table.unit.first for slot, begin in begun.left.items() if not begin]] = False
     return bool((said.marks == marks)[is_applied].all())
 
 
 def _begin(space: Namespace, table: Table) -> None:
-    """Let a round be applied slice by slice, if all ranks have announced it and it may be."""
+    """Let a round be applied slice by slice, if all ranks announced it and it may be."""
     book, number = space.rounds.shared, table.number
     said = {r: given.announced[number] for r, given in book.given.items() if number in given.announced}
     is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
@@ -175,7 +175,7 @@ def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
 
 
 def _levels(space: Namespace, table: Table, slots: Ints, sizes: Sequence[int]) -> list[int]:
-    """Return up to which element of each slot, of so many, all ranks have given what they have announced."""
+    """Find the element of each slot up to which all ranks gave what they announced."""
     assert table.begun is not None
     levels = list(sizes)
     for rank, said in table.begun.said.items():
@@ -223,7 +223,7 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
 def _weights(
     space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced], may_go: bool
 ) -> list[m.Outgoing]:
-    """Send the weights of some portions, which may go again or not, to those of some ranks that want them as bytes."""
+    """Send portions of weights, which may go again or not, to ranks that want bytes."""
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
     bodies = {half: _message(space, table, portions, half, may_go) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
@@ -255,7 +255,7 @@ def _wants_bytes(said: Announced) -> bool:
 
 
 def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
-    """Apply what is left, as all ranks have committed, and answer those that have had the rest of the weights.
+    """Apply what is left after all commits. Answer ranks that have had the other weights.
 
     None: nothing of the round is applied, because it is not as it was announced.
     """
@@ -300,7 +300,7 @@ def take_back(space: Namespace, table: Table) -> None:
 
 
 def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
-    """Take back what a rank that reads tables may give otherwise, or it would wait for itself."""
+    """Take back what a rank that reads may yet give otherwise, or it waits for itself."""
     for number in space.rounds.begun.intersection(tables):
         table = space.tables[number]
         assert table.begun is not None
@@ -309,7 +309,7 @@ def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
 
 
 def take_back_broken(space: Namespace) -> None:
-    """Take back the rounds of which a rank has not committed what a former process of it has announced."""
+    """Take back rounds that a rank's former process announced and it did not commit."""
     given = space.rounds.shared.given.values()
     for number in list(space.rounds.begun):
         if not all(one.committed[number] or number in one.announced for one in given):

@@ -1,4 +1,4 @@
-"""Where the slices of a Shard lie in memory, who may write to them, and what is remembered of them.
+"""Memory of a Shard's slices, who may write to it, and what is remembered of them.
 
 Slices of one dtype lie one after the other in blocks of flat memory, each on a 64-byte line, in the order in which they
 came; the place of a slice in that order is its slot. A key lies in neighbouring slots of one block.
@@ -81,7 +81,7 @@ class RowChanges:
             self.note(stack)
 
     def since(self, stack: int, held: int, version: int) -> Rows | None:
-        """Say what a worker that holds version `held` of a stack must be sent to have `version`, the present one.
+        """Say what brings a worker from version `held` of a stack to `version`, today's.
 
         Empty where nothing has changed; None where the stack must be sent whole.
         """
@@ -171,7 +171,7 @@ class Leases:
             del self.held[buffer.data_ptr()]
 
     def track(self, buffer: Tensor, tracker: Tracker) -> None:
-        """Note that the socket has taken a message with this buffer, and reads it until the tracker is done."""
+        """Note that the socket took a message with this buffer. It reads until the tracker is done."""
         self.sent.setdefault(buffer.data_ptr(), []).append(tracker)
         # Of all buffers, since of one that is never sent again nobody would ask: the oldest are done first.
         for address in list(itertools.islice(self.sent, _LOOKED_AT)):
@@ -184,7 +184,7 @@ class Leases:
             self.sent[address] = left  # behind the others
 
     def is_busy(self, buffer: Tensor) -> bool:
-        """Say whether somebody still reads from the buffer, so that it must not be written."""
+        """Tell whether somebody still reads from the buffer. It must not be written then."""
         address = buffer.data_ptr()
         if address in self.sent:
             self._forget_done(address)
@@ -416,7 +416,7 @@ class Storage:
 
     @property
     def has_moved(self) -> bool:
-        """Whether some weights are elsewhere than in their block, because that is being sent."""
+        """Whether some weights have left their block because that is being sent."""
         return bool(self._moved)
 
     @property
@@ -474,7 +474,7 @@ class Storage:
             yield weights[home.part.start - start : home.part.stop - start]
 
     def rows(self, key: int, last: int) -> Tensor:
-        """Read the rows here of a key, and of those up to the last one side by side, as one; may be a copy."""
+        """Read a key's rows here, with those up to the last one side by side, as one; may be a copy."""
         home, end = self.homes[key], self.homes[last]
         start = self.slots[home.slot].start
         weights = self.lend(home.slot, end.end_slot, to_write=False)
@@ -513,7 +513,7 @@ class Storage:
 
 
 class Memo(Generic[T]):
-    """Keeps results in memory in proportion to the slots that there are, whatever a peer names."""
+    """Results kept in memory in proportion to the slots, whatever a peer names."""
 
     def __init__(self, slots: Sized) -> None:
         self._slots = slots

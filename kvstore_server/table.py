@@ -83,7 +83,7 @@ class RoundEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldRound:
-    """The open round once all ranks have committed it, while its sums wait for a decision."""
+    """The open round that all ranks have committed while sums wait for a decision."""
 
     optimizer: Optimizer
     hyper: bytes
@@ -159,7 +159,7 @@ class Table:
         """What a worker was sent last: the version that it had and the one it got, and the parts."""
 
     def begin_round(self, whose: int) -> None:
-        """Make the last round of a rank, or of all, final, as a slice of the next one has come."""
+        """Make the last round of a rank, or of all, final. A slice of the next one has come."""
         if self._last_rank in (ALL, whose):
             self.shard.undos.pop(self.unit, None)
 
@@ -260,7 +260,7 @@ class Table:
         return self._applied(given, hyper)
 
     def _assign(self, round_: int, parts: Parts, is_lane: bool) -> None:
-        """Take over the lowest rank's values, in the first round and wherever all ranks want that."""
+        """Take over the lowest rank's values in the first round, or where all want that."""
         rank, first = next(iter(parts.items()))
         updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
         if is_lane and not first.given.runs:
@@ -318,7 +318,7 @@ class Table:
     def _delayed(
         self, parts: Parts, optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Make up for what others have changed since a rank, which contributes alone, read the weights."""
+        """Make up for others' changes since a rank, contributing alone, read the weights."""
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, optimizer.delay_state)
@@ -407,7 +407,7 @@ class Table:
         return True
 
     def note_decision(self, decision: Decision) -> bool:
-        """Tell whether a decision about the last round is the one that was applied, as it must be; counts others."""
+        """Tell whether a decision on the last round is that applied, as it must be; counts others."""
         is_same = same_decision(decision, self.ends[ALL].decision)
         self.decisions_differing += not is_same
         return is_same
@@ -415,7 +415,7 @@ class Table:
     # ---------------------------------------------------------------- rows
 
     def changed_parts(self, held: int) -> list[RowPart]:
-        """Return what a worker that holds version `held` of all its slices here must be sent.
+        """Return what a worker at version `held` of all its slices here must be sent.
 
         A stack in which nothing has changed has an empty part of kind ROWS. Most workers hold the same version, and
         are sent the same.
@@ -514,7 +514,7 @@ class Table:
         return self._cut(plan.rows(first.segments[0].key).blocks[unit.server], only)
 
     def _pack_joined(self, keys: Sequence[int], changed: Mapping[int, Rows | None]) -> list[RowPart]:
-        """Write rows of stacks that lie side by side, the last one of which ends their run, as `_pack`."""
+        """Write rows of stacks that lie side by side as `_pack`. The last one ends their run."""
         unit, block = self.unit, self.plan.joined_rows(keys[0]).blocks[self.unit.server]
         of_keys = []
         for key in keys:

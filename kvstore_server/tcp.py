@@ -20,7 +20,7 @@ _PROBES = 4
 
 
 def prepare(socket: Any, address: str) -> None:
-    """Let a ZeroMQ socket use that address, and end connections when the peer's host is gone.
+    """Have a ZeroMQ socket use that address. End connections when the peer's host is gone.
 
     Call it before `bind` or `connect`.
     """
@@ -35,7 +35,7 @@ def prepare(socket: Any, address: str) -> None:
 
 
 def ipc_address(run: int) -> str:
-    """Return where the server of a run is found on its host, by a name that is in no file system."""
+    """Return where the server of a run is on its host. The name is in no file system."""
     return f"ipc://@kvstore-zmq-{run:016x}"
 
 

@@ -1,4 +1,4 @@
-"""Recording what a process does, as events of the Chrome trace format (chrome://tracing, ui.perfetto.dev).
+"""Recordings of a process, as events of the Chrome trace format. See chrome://tracing and ui.perfetto.dev.
 
 Times are seconds of a clock that the caller gives; a trace has them in microseconds. The format: "Trace Event Format",
 Google, complete events ("ph": "X") and metadata events ("ph": "M").
@@ -76,7 +76,7 @@ class Trace:
 
 
 class Recording:
-    """A trace that is begun, paused and finished, on a worker or, of one namespace, on a server."""
+    """A trace that is begun, paused and finished. It is a worker's or, of one namespace, a server's."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
@@ -115,7 +115,7 @@ class Recording:
         self.active = self.trace if self._is_running and not self._is_paused else None
 
     def piece(self, start: int) -> dict[str, Any]:
-        """Return the events from number `start` on, as many as fit into a message, to be read by `events_of`."""
+        """Return events from number `start` on, as many as fit a message. `events_of` reads them."""
         trace = self.trace
         if trace is None:
             return {"events": [], "total": 0, "dropped": 0}
@@ -139,7 +139,7 @@ class Recording:
 def handled(
     trace: Trace, body: m.RequestBody, rank: int, answer: Callable[[], list[m.Outgoing]]
 ) -> list[m.Outgoing]:
-    """Answer a message of a rank, and note how long that took and how many bytes of payload came and go."""
+    """Answer a message of a rank. Note how long it took, and the payload bytes in and out."""
     start = trace.clock()
     replies = answer()
     nbytes = {"bytes_in": payload_in(body), "bytes_out": sum(payload_out(out.reply.body) for out in replies)}

@@ -1,4 +1,4 @@
-"""The update of elements that lie one after the other, of some rows of a key, and of one whole key.
+"""Updates of neighbouring elements, of some rows of a key, and of one whole key.
 
 A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
 from its body, so gathered rows, which are no multiple of a line, go through scratch with zeros behind it. Then the bits
@@ -32,7 +32,7 @@ _UNIT = 64
 
 
 def is_half(weight: Tensor) -> bool:
-    """Tell whether an update of `weight` is computed in float32 and rounded afterwards."""
+    """Tell whether an update of `weight` is computed in float32 and then rounded."""
     return weight.dtype in _HALF
 
 
@@ -53,7 +53,7 @@ def apply_update(
     padding: Callable[[], Iterable[slice]] = tuple,
     scale: float = 1.0,
 ) -> None:
-    """Apply one update to elements, or to a key that an optimizer needs whole or of which the gradient is sparse.
+    """Apply one update to elements, or to a key. A key where it is needed whole, or its gradient is sparse.
 
     Args:
         weight: updated in place. Of an elementwise optimizer flat, whole lines, whose padding is zero and stays so; a
@@ -207,7 +207,7 @@ def update_rows(
     hyper: Hyper,
     room: Room,
 ) -> None:
-    """Apply one update to a key, or to a block of its rows, whose gradient is zero outside `rows`.
+    """Update a key, or a block of its rows, once. The gradient is zero outside `rows`.
 
     Three ways, chosen by the optimizer: torch's sparse-capable classes get a sparse tensor; a lazy update runs on the
     rows that are present alone; an optimizer of whole keys that does neither gets a dense gradient.
@@ -245,7 +245,7 @@ def update_rows(
 
 
 def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Tell whether an update by some rows differs from one by a gradient that is zero elsewhere.
+    """Tell whether an update by rows differs from one by a gradient filled with zeros.
 
     It takes a sparse tensor then, or gathers these rows and updates nothing else.
     """
@@ -253,7 +253,7 @@ def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
 
 
 def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Tell whether `update_rows` is sure to leave the weights of all other rows as they are."""
+    """Tell whether `update_rows` surely leaves the weights of all other rows alone."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
@@ -328,7 +328,7 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 def _new_entry(
     optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
 ) -> Tensor:
-    """Return an entry that a lazy update has begun, zero in the rows that were not updated."""
+    """Return an entry that a lazy update began, with zeros in rows not updated."""
     if optimizer.elementwise:
         return room(name, value).view(weight.shape)
     if len(value) != count:

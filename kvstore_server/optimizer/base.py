@@ -197,7 +197,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """What the scheduler says for `num_update`, or the group's 'lr' where there is no scheduler."""
+        """The scheduler's rate for `num_update`, or the group's 'lr' without a scheduler."""
         if self.lr_scheduler is not None:
             return float(self.lr_scheduler(self.num_update))
         return float(self.hyper["lr"])
@@ -258,7 +258,7 @@ class Optimizer:
         return described
 
     def plain_hyper(self) -> dict[str, Any]:
-        """Return the options that a parameter group may set, with their present values as plain numbers."""
+        """Return the options that a group may set, their present values as plain numbers."""
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def without_scheduler(self) -> Optimizer:
@@ -275,18 +275,18 @@ class Optimizer:
         return False
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether `update` wants a row-sparse gradient as a sparse tensor, with the whole key beside it."""
+        """Tell whether `update` wants row-sparse gradients of keys as sparse tensors."""
         return False
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
-        """Add what `update` must know of the whole key when it is then given some rows of it; see `updates_rows`."""
+        """Add what `update` must know of the whole key when it is given some rows; see `updates_rows`."""
         return hyper
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
 
     def try_out(self, hyper: Hyper) -> None:
-        """Raise ConfigurationError if an update of ours or torch's breaks off with these numbers, by making some.
+        """Try updates of ours or torch's with numbers. Raise ConfigurationError if one breaks off.
 
         Nobody could take an update back that breaks off in the middle, and what kernels refuse depends on how numbers
         come together: a learning rate may be too great for float32 only when it is corrected for a bias. An optimizer
@@ -332,7 +332,7 @@ class Optimizer:
         self._said_low_precision = True
 
     def warn_of_low_precision(self, dtype: torch.dtype) -> None:
-        """Say once, in the log, that updates of half-precision weights without a float32 copy may be lost."""
+        """Warn once that updates of half-precision weights may be lost. They have no float32 copy."""
         if not self._said_low_precision:
             self._said_low_precision = True
             _log.warning(
@@ -362,7 +362,7 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 
     def _valid_options(self) -> dict[str, Any]:
-        """Return the options that end up in `hyper`, under their group keys, with their defaults."""
+        """Return the options that end up in `hyper`, by group key, with their defaults."""
         valid = dict(_COMMON)
         for cls in reversed(type(self).__mro__):
             valid.update({ALIASES.get(key, key): v for key, v in vars(cls).get("defaults", {}).items()})

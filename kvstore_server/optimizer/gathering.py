@@ -49,7 +49,7 @@ def bound_of(limit: float, values: Tensor) -> float:
 def beside(
     grad: Gradient, *flats: Tensor, factor: float = 1.0
 ) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
-    """Yield the tensors of a gradient, times a factor, and the parts of each flat tensor that lie beside them.
+    """Yield tensors of a gradient, times a factor, and what lies beside in `flats`.
 
     All come at once if the gradient is used as it lies. Otherwise it is made block by block, each in memory that the
     next one overwrites, and still in the cache when it is read.
@@ -111,7 +111,7 @@ class Ordered(NamedTuple):
         return torch.from_numpy(places)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum the values of each distinct id, of which there is a row for each id, in the order given.
+        """Sum the values of each distinct id in the order given. There is a row of them for each id.
 
         Values of ids that are distinct and ascending already are returned as they are, not copied.
         """
@@ -156,7 +156,7 @@ def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the distinct ids in ascending order, and for each the sum of its values in the order given.
+    """Return distinct ascending ids, and for each the sum of its values in order.
 
     torch's own coalesce adds the values of one id in an order that it does not promise. Ids that are distinct
     and ascending already are returned as they are, not copied.

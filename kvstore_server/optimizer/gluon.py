@@ -78,7 +78,7 @@ def fused_sgd(
 
 
 def _survives(lr: float, dtype: torch.dtype) -> bool:
-    """Tell whether 1 - (1 - lr), in double as kernels compute it, is `lr` as far as `dtype` can tell.
+    """Tell whether 1 - (1 - lr) is `lr` as far as `dtype` can tell. Kernels compute it so, in double.
 
     It is wrong by at most 2**-53 (by 2**-52 if lr is negative): too little for float32 from rates of 1e-8, and for
     float64 nothing from 0.5, but mostly too much below. An eighth of the epsilon is a quarter of what rounding does.
@@ -140,7 +140,7 @@ def fused_scaled(
 
 
 def bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
-    """`1 - beta1**step` and `sqrt(1 - beta2**step)`, by which Adam's averages must be divided."""
+    """Return `1 - beta1**step` and `sqrt(1 - beta2**step)`. Adam's averages are divided by them."""
     return 1.0 - betas[0] ** step, math.sqrt(1.0 - betas[1] ** step)
 
 
@@ -212,12 +212,12 @@ class _Momentum(_Elementwise):
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether `lazy_update` is on, or without momentum and decay other rows stay as they are in any case."""
+        """Tell whether `lazy_update` is on, or other rows stay anyway. They do without momentum and decay."""
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
 
 def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
-    """Multiply the momentum by new / old if the rate has changed enough since the last update, and note it."""
+    """Multiply the momentum by new / old rate where these differ enough. Note the new one."""
     former = float(state.get("last_lr", lr))
     state["last_lr"] = lr
     if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
@@ -383,7 +383,7 @@ class Adam(_Elementwise):
 
 
 class AdamW(_Elementwise):
-    """`w -= lr_t * (m / (sqrt(v) + epsilon) + wd * w)`, with g = grad and Adam's lr_t, or lr without `correct_bias`.
+    """`w -= lr_t * (m / (sqrt(v) + epsilon) + wd * w)`. g is grad, lr_t Adam's, or lr without `correct_bias`.
 
     The decay has the corrected learning rate, unlike torch's. This is MXNet's fused kernel, its default; its other
     implementation decays the weight that it has just updated.
@@ -451,7 +451,7 @@ class Adamax(_Elementwise):
 
 
 class Nadam(_Elementwise):
-    """Adam with Nesterov's momentum, whose rate `u(t) = beta1 * (1 - 0.96**(t * schedule_decay) / 2)` warms up.
+    """Adam with Nesterov's momentum. Its rate `u(t) = beta1 * (1 - 0.96**(t * schedule_decay) / 2)` warms up.
 
     With p(t) = u(1) * ... * u(t): `w -= lr * (u(t+1) * m / (1 - p(t+1)) + (1 - u(t)) * g / (1 - p(t))) /
     (sqrt(v / (1 - beta2**t)) + epsilon)`. MXNet shares p among all keys, and so multiplies it once per key and update;

@@ -192,7 +192,7 @@ class GroupAdaGrad(Optimizer):
 
 
 def l2_norm(tensor: Tensor) -> float:
-    """Return the Euclidean norm of all elements, summed in float64 in blocks whose bounds are always the same."""
+    """Return the Euclidean norm of all elements. Sums are float64, in blocks whose bounds are always the same."""
     size = _BLOCK if tensor.device.type == "cpu" else max(1, tensor.numel())
     blocks = torch.split(tensor.reshape(-1), size)
     return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))

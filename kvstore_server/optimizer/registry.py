@@ -1,4 +1,4 @@
-"""Which optimizer a name, a class or an instance means, and the names that users add.
+"""The optimizer behind a name, a class or an instance, and the names of users.
 
 The dictionary of names and the set of declared classes are the only state; they change through `register` alone.
 """
@@ -153,7 +153,7 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def prepare_to_serve() -> None:
-    """Import now what torch would import when its first optimizer is built or used, or make that needless.
+    """Import now what torch would import for an optimizer, or make that needless.
 
     torch's optimizers tell its compiler to keep out of some of their methods, for which they import all of it on first
     use: more than a second of CPU, in which a server would answer nobody. A server compiles nothing, so the one method

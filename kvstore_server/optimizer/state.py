@@ -1,4 +1,4 @@
-"""The optimizer state of neighbouring segments, and the same as a summary of plain numbers and one block of bytes.
+"""The optimizer state of neighbouring segments. Also as plain numbers and one block of bytes.
 
 An entry with one number per element lies in flat memory beside the weights, so that one kernel call can update many
 segments. Every other entry (a number, or a tensor that an optimizer of whole keys has shaped as it likes) is kept with
@@ -149,7 +149,7 @@ class States:
         return found
 
     def replace(self, first: int, part: slice, other: States) -> None:
-        """Take over the state of the segments of `other`, which lie in `part` here, from `first` on."""
+        """Take over the state of the segments of `other`, from `first` on. They lie in `part` here."""
         for name, memory in other.tensors.items():
             self.tensor(name, memory)[part].copy_(memory)
         end = first + len(other.segments)
@@ -169,7 +169,7 @@ class States:
         return sum(value.nbytes for value in [*self.tensors.values(), *own] if isinstance(value, Tensor))
 
     def _share(self, entries: Entries) -> Entries:
-        """Return the same mapping for all segments that have everything in memory, and under the same names."""
+        """Return one mapping for all segments with all in memory and the same names."""
         if any(value is not Place.MEMORY for value in entries.values()):
             return entries
         return self._shared.setdefault(tuple(entries), entries)

@@ -152,7 +152,7 @@ class TorchOptimizer(Optimizer):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the class may keep things for all parameters together, as nothing says of a foreign one."""
+        """Whether the class may keep things for all parameters together. Of a foreign one nobody says no."""
         return self.is_foreign and not self.elementwise
 
     def spec(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class TorchOptimizer(Optimizer):
         return {**super().spec(), "hyper": {**self._options, **present}}
 
     def check_foreign(self, options: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if the constructor of a foreign class refuses these options of a group."""
+        """Raise ConfigurationError if a foreign constructor refuses a group's options."""
         if self._instance is None:
             accepted = _signature_defaults(self.cls) or self._arguments
             asked = {name: value for name, value in options.items() if name in accepted}
@@ -186,11 +186,11 @@ class TorchOptimizer(Optimizer):
         return made if not self.is_foreign or step is None else {**made, OWN_COUNT: step}
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether torch's class takes sparse gradients, which SGD and Adagrad do without weight decay."""
+        """Tell whether torch's class takes sparse gradients. SGD and Adagrad do without weight decay."""
         return self.cls in _SPARSE_CAPABLE and not hyper.get("weight_decay")
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
-        """Raise ConfigurationError if the class refuses a parameter of that shape, as Muon does all but matrices."""
+        """Raise ConfigurationError if the class refuses that shape. Muon takes matrices alone."""
         if self.elementwise or tuple(shape) in self._fitting:
             return
         try:
@@ -237,14 +237,14 @@ class TorchOptimizer(Optimizer):
             state[OWN_COUNT] = step
 
     def _changes_rows_alone(self, group: Mapping[str, Any]) -> bool:
-        """Tell whether a sparse gradient changes, of weights and state, nothing but the rows that it has."""
+        """Tell whether a sparse gradient changes weights and state in its own rows alone."""
         plain = self.cls is optim.Adagrad or (self.cls is optim.SGD and not group["momentum"])
         return plain and not group["maximize"] and not isinstance(group["lr"], Tensor)
 
     def _update_rows(
         self, weight: Tensor, grad: Tensor, state: Values, group: Mapping[str, Any], number: int
     ) -> None:
-        """Make the step of torch's SGD or Adagrad, to the bit, without what torch's sparse tensors cost."""
+        """Make the step of torch's SGD or Adagrad, to the bit, without sparse tensors."""
         ids, rows, rate = grad._indices()[0], grad._values(), group["lr"]
         if not rows.numel():
             return
@@ -294,7 +294,7 @@ class TorchOptimizer(Optimizer):
         return given
 
     def _check_nothing_shared(self, kernel: optim.Optimizer, group: Mapping[str, Any]) -> None:
-        """Raise OptimizerError if a foreign class keeps anything elsewhere than in the state of its parameter."""
+        """Raise OptimizerError if a foreign class keeps things outside parameters' state."""
         former = {**self._template.__dict__, "param_groups": kernel.param_groups, "state": kernel.state}
         changed = [
             *(f"attribute {name!r}" for name, v in kernel.__dict__.items() if _differs(v, former.get(name))),
@@ -357,7 +357,7 @@ def torch_name(cls: TorchClass) -> str:
 
 
 def is_torchs_own(cls: TorchClass) -> bool:
-    """Tell whether `cls` is a class of torch's that we know, not a foreign one or a subclass."""
+    """Tell whether `cls` is a torch class that we know, not foreign or a subclass."""
     return cls in ELEMENTWISE or cls in WHOLE
 
 

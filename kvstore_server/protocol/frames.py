@@ -65,7 +65,7 @@ def encode(message: m.Request | m.Reply) -> list[Frame]:
 
 
 def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
-    """Return the frames of a message, and apart from them what makes up the last one, if that is one of data.
+    """Return a message's frames, and apart from them what makes up one of data. That is the last one.
 
     A reply that no frame can hold becomes the failure to send it.
 
@@ -435,7 +435,7 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
 
 
 def _encode_rows(body: m.Weights | m.Done) -> list[Frame]:
-    """Make the places of weights, and behind them their parts, or the rounds that are done, one frame."""
+    """Make one frame of the places and parts of weights, or of rounds that are done."""
     rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
     return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
 

@@ -128,7 +128,7 @@ STILL = -1
 
 
 def place_of(word: int) -> tuple[int, int]:
-    """Return the slot that a record names, and the element before which the part of it ends; 0: it means all."""
+    """Return the slot of a record, and the element before which its part ends; 0: it means all."""
     return word & (1 << PART) - 1, word >> PART
 
 
@@ -142,7 +142,7 @@ NO_PARTS, NO_PLACES = matrix((), PART_WORDS), matrix((), PLACE_WORDS)
 
 @dataclass(slots=True, eq=False)
 class Contribute:
-    """Slices that a rank gives to open rounds, and the rounds to which it has given all that it will.
+    """Slices of a rank for open rounds, and rounds to which it has given all it will.
 
     Without commits it is not answered. Commits are answered when their rounds are over.
     """
@@ -243,7 +243,7 @@ class SetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Waits for every rank of the namespace to come to the same barrier, where each gives bytes.
+    """Waits for all ranks of the namespace at one barrier, where each gives bytes.
 
     Those that read get the bytes of all.
     """
@@ -312,7 +312,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Tells the server to record what it does for this namespace, or asks for what it recorded."""
+    """Tells the server to record what it does for this namespace, or asks for that."""
 
     action: str
     """"run", "stop", "pause", "resume", "fetch" or "finish"."""
@@ -424,7 +424,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Comes before the Weights or Done of a round that left out keys (by index) because no rank gave any."""
+    """Comes before the Weights or Done of a round that left keys out. No rank gave any of these (by index)."""
 
     table: int
     round: int
@@ -433,7 +433,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Vetoed:
-    """Comes before the Done of a round that was not applied because some ranks had gradients that are not finite.
+    """Comes before the Done of a round that was not applied. Some ranks had gradients that are not finite.
 
     Without ranks it was held, and a Resolve said so.
     """
@@ -466,7 +466,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Answers a Heartbeat, and a repeated commit or Gather that still waits for other ranks: the server is alive."""
+    """Answers a Heartbeat, and a repeated commit or Gather that still waits: the server is alive."""
 
     waiting_for: tuple[int, ...]
     """The first ones of them."""

@@ -1,4 +1,4 @@
-"""Gradients that are born where servers read them, so that a step copies none of them.
+"""Gradients born where servers read them, so that a step copies none of them.
 
 A server makes a tray for each worker, once a backward pass has made a gradient anew; a loop that assigns `.grad` has no
 use for one. The worker maps parts of the trays of all servers side by side, so that each long
@@ -142,7 +142,7 @@ class BornGradients:
             self._last[key] = last
 
     def in_place(self, lent: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """List slices (by index), in memory of servers, of gradients (flat, by key) that are where they were born."""
+        """List slices (by index) of gradients (flat, by key) left where they were born. Servers see them there."""
         if self._is_wanted and self._sizes:
             self._ask()
         base = self._memory.ctypes.data

@@ -60,7 +60,7 @@ class Client:
         return any(map(self._session.transport.channel, range(self.num_servers)))
 
     def tell(self, report: Report) -> None:
-        """Have signs of life say what a report says, and the report count how long this worker waits."""
+        """Send a report with signs of life, and have it count how long this worker waits."""
         self._session.report = report
 
     def born_gradients(self, table: RemoteTable, keys: Collection[int]) -> BornGradients:
@@ -210,7 +210,7 @@ class Client:
         self._session.call_all([(server, body) for server in range(self.num_servers)])
 
     def recorded(self, server: int) -> tuple[list[Event], int]:
-        """Return what a server has recorded so far, in order, and how many later events it has dropped."""
+        """Return a server's recorded events in order, and how many later ones it dropped."""
         events: list[Event] = []
         total, dropped = 1, 0
         while len(events) < total:
@@ -230,7 +230,7 @@ class Client:
         self._session.trace = None if trace is None else SessionTrace(trace)
 
     def poll(self) -> list[dict[str, Any] | None]:
-        """Do as `stats`, but None for a server that does not answer or no longer knows this worker; does not raise.
+        """Do as `stats`, but None for servers that are silent or forgot this worker; does not raise.
 
         Blocks up to `dead_after` seconds if there are any.
         """

@@ -110,7 +110,7 @@ class Connection(Transport):
         self._flush(server)
 
     def _flush(self, server: int) -> None:
-        """Hand over what a server's channel or socket takes now, the most urgent messages first."""
+        """Hand over what a server's channel or socket takes now, most urgent first."""
         queue = self._queues[server]
         while queue:
             rank, number, request = queue[0]
@@ -249,7 +249,7 @@ class Connection(Transport):
         return self._ids[server]
 
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
-        """Share memory with the servers of this host, and begin to send signs of life to all.
+        """Share memory with servers of this host, and begin to send signs of life to all.
 
         Raises:
             ConfigurationError: the transport is "shm" or "ipc", and some server is not on this host.
@@ -391,7 +391,7 @@ class _Heartbeats:
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
-    """Connect a socket of that routing id, which queues up to so many messages each way; 0 means any number."""
+    """Connect a socket of that routing id. It queues up to so many messages each way; 0 means any number."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)
     socket.setsockopt(zmq.SNDHWM, sent)

@@ -1,4 +1,4 @@
-"""What one worker gives to a round of some tables, the form in which it travels, and where the slices of a server lie.
+"""A worker's part in a round, its form on the way, and where slices lie.
 
 A layout says that of messages, and of memory here.
 """
@@ -78,7 +78,7 @@ class Contribution(NamedTuple):
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:
-        """Tell whether this rank gives the numbers of a slice of a table (by position), or of some of its keys."""
+        """Tell whether this rank gives a table's (by position) slice, or some keys of it."""
         first = piece.segments[0].key
         if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
             return False  # rows go with the first of several slices
@@ -104,7 +104,7 @@ class Encoded(NamedTuple):
 
 
 def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[int]:
-    """Find the slices (by index) of the only table that are to be given as they were sent ahead.
+    """Find slices (by index) of the only table to be given as they were sent ahead.
 
     None are, where one of those that were sent is not to be given at all.
     """
@@ -132,7 +132,7 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
 
 
 def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, Encoded]]:
-    """Encode row-sparse slices, and compress the others of tables that are compressed, by index of the table.
+    """Encode row-sparse slices, and compress others of compressed tables. By index of the table.
 
     Initial values, and others that replace what the store holds, are neither. Slices that are `kept` were compressed
     when they were sent ahead.
@@ -169,7 +169,7 @@ class _Where(NamedTuple):
 
 
 class Layout:
-    """The slices of some tables on one server, in the order of their slots, and where they lie in memory here.
+    """Slices of some tables on one server, by slot, and where they lie in memory here.
 
     It is made once for calls of the same tables. Large slices are sent from and written to where they are; all others
     are gathered in one piece of memory.
@@ -275,7 +275,7 @@ class Layout:
         )
 
     def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, Encoded]]) -> list[int]:
-        """Return the slices, by position, that a rank gives which leaves some out or has some encoded."""
+        """Return positions of slices that a rank gives. It leaves some out, or has some encoded."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:
             pairs = enumerate(zip(self.table, self.pieces, strict=True))

@@ -60,7 +60,7 @@ class HostSum:
         self._error: KVStoreError | None = None
 
     def before(self, own: Contribution) -> Contribution:
-        """Return what this worker gives in place of its own part in a round, after a sum if that is to be made.
+        """Return what replaces this worker's part in a round, after a sum if one is due.
 
         The sum may not change before the round is over. Blocks until all workers of the host are here.
 
@@ -88,7 +88,7 @@ class HostSum:
         return own._replace(values=[self._sums], rescale=rescale)
 
     def after(self, own: Contribution, round_: Round) -> None:
-        """Hand the new weights of a round that was applied on to where this worker's own part wants them.
+        """Hand new weights of an applied round on to where this worker's part wants them.
 
         Raises as `before`; then the weights here may be of two rounds.
         """
@@ -151,7 +151,7 @@ class HostSum:
 
     @contextmanager
     def _noting_errors(self, more: str = "") -> Iterator[None]:
-        """Turn the system's errors into this project's, and raise the first one again in all later rounds."""
+        """Turn the system's errors into this project's. Raise the first one again in all later rounds."""
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         try:

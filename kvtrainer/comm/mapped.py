@@ -118,7 +118,7 @@ class MappedWeights:
         self._note_change()
 
     def leave(self, piece: Slice) -> None:
-        """Note that a slice was written here, because its server's memory does not show it now."""
+        """Note a slice as written here, as its server's memory does not show it now."""
         if self._slices.pop(piece.index, None) is not None:
             self._note_change()
 
@@ -128,13 +128,13 @@ class MappedWeights:
         self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
 
     def copy_ends(self) -> None:
-        """Copy the bytes at the ends of slices, which share a page with others, as their servers have them now."""
+        """Copy the bytes at the ends of slices, as servers have them now. They share pages with others."""
         targets, sources = self._edges_now()
         if targets:
             torch._foreach_copy_(targets, sources)
 
     def torn(self) -> set[int]:
-        """List the slices (by index) that servers have begun to write since the last round, unless all were written."""
+        """List slices (by index) that servers began to write since the last round. None if all were written."""
         changed, written = set[int](), set[int]()
         for index, one in self._slices.items():
             marks, before = self._marks[one.memory]
@@ -187,7 +187,7 @@ class MappedWeights:
         self._note_change()
 
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
-        """Yield the mapped pages of each arena that are this worker's own, where there are some."""
+        """Yield each arena's mapped pages that are this worker's own, if any."""
         for dtype, begin, end in self._runs_now():
             own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin) + begin // PAGE
             own = own[self._is_shown[dtype][own]]
@@ -199,7 +199,7 @@ class MappedWeights:
         self.changes += 1
 
     def _ends_of(self, one: _Mapped) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of a slice in front of its pages, and behind, here and at its server."""
+        """Yield a slice's bytes in front of its pages and behind, here and at its server."""
         at = one.piece.offset * SIZES[one.piece.dtype]
         here = self._flats[one.piece.dtype][at : at + len(one.source)]
         for part in (slice(0, one.first - at), slice(one.end - at, len(here))):
@@ -298,7 +298,7 @@ class _System:
             self._watch(address, nbytes)
 
     def _watch(self, address: int, nbytes: int) -> None:
-        """Have pages that show a file there when they are read, and know from now on which are written."""
+        """Populate pages that show a file, and note from now on which are written."""
         self._madvise(address, nbytes, _POPULATE_READ)  # older systems do not know it
         try:
             if self._written is not None:
@@ -340,7 +340,7 @@ class _System:
 
 
 class WrittenPages:
-    """Notes which pages of some memory a process has written since they were last protected.
+    """Notes the pages that a process has written since they were last protected.
 
     To look at the page map takes the system a look at every page. Pages that are protected by `userfaultfd`, whose
     first write it lets pass and notes, are found in a twentieth of the time. That takes Linux 6.7, and a process that
@@ -368,7 +368,7 @@ class WrittenPages:
         self._call(_API, "3Q", _VERSION, _PASSES_WRITES, 0)
 
     def watch(self, address: int, nbytes: int) -> None:
-        """From now on note what is written to pages of a mapping, and forget what was before."""
+        """Note from now on what is written to pages of a mapping. Forget what was before."""
         self._call(_REGISTER, "4Q", address, nbytes, _MODE_OF_WRITES, 0)
         self._call(_PROTECT, "3Q", address, nbytes, _IS_PROTECTED)
 

@@ -1,4 +1,4 @@
-"""Slices cut into parts, so that servers sum, update and answer the first ones while the last are on their way.
+"""Slices cut into parts. Servers sum, update and answer the first ones while the last are on their way.
 
 Parts are smaller the less a server has of what is under way: what is given and not yet answered is about one part, and
 so is the time in which a link carries nothing one way. Where tables follow each other, the next one fills that time.
@@ -37,7 +37,7 @@ _MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
-    """Return the bytes of a part of a slice, for a server to which so many are under way."""
+    """Return the bytes of a slice's part for a server to which so many are under way."""
     return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
 
 

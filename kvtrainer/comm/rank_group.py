@@ -113,7 +113,7 @@ class RankGroup:
         return self._backends.get("cuda") == "nccl"
 
     def can_overlap(self, device: torch.device) -> bool:
-        """Tell whether sums of tensors of a device may be under way beside exchanges on the CPU.
+        """Tell whether sums on a device may be under way beside exchanges on the CPU.
 
         Not over one NCCL: kernels of two of its communicators may wait for each other.
         """
@@ -161,7 +161,7 @@ class RankGroup:
         after: float = 1.0,
         lent: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Replace some elements of a flat tensor by after · Σ over ranks of before · element.
+        """Replace runs of a flat tensor by after · Σ over ranks of before · element.
 
         Half precision is summed in float32. All ranks get the same bits; through memory those of a sum from left to
         right.
@@ -283,7 +283,7 @@ class RankGroup:
         return heard
 
     def report(self, verb: str, error: Exception) -> None:
-        """Tell the other ranks, which `agree`, of the error that this one is about to raise."""
+        """Tell the other ranks, which `agree`, of the error that this one will raise."""
         text = f"{type(error).__name__}: {error}"[:1000]
         self.all_gather_bytes(pack_control({"verb": verb, "error": text}))
 
@@ -318,7 +318,7 @@ class RankGroup:
 
 
 class SumsUnderWay:
-    """Sums over the ranks of a group that do not block, beside whatever else they exchange.
+    """Sums over a group's ranks that do not block, beside whatever else they exchange.
 
     They have connections of their own, which all ranks open at once. All ranks start sums of the same sizes in the same
     order; two ranks may have started different numbers of them.
@@ -362,7 +362,7 @@ class SumsUnderWay:
 
 
 def _timeout(device: torch.device = _CPU) -> float:
-    """Return the seconds after which the process group gives up a wait of tensors of a device."""
+    """Return the seconds that the process group waits for tensors of a device."""
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()

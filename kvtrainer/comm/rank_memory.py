@@ -117,7 +117,7 @@ class RankMemory:
         after: float = 1.0,
         for_all: bool = True,
     ) -> None:
-        """Write after · Σ over ranks of before · element to where the sums go, computed in `dtype` from left to right.
+        """Write after · Σ over ranks of before · element to the targets. Computes in `dtype`, left to right.
 
         Pieces have the same sizes on all ranks. With `for_all` false the lowest rank alone gets the sums.
         """
@@ -216,7 +216,7 @@ Heard = Sequence[Mapping[str, Any]]
 def open_memory(
     rank: int, tell: Callable[[bytes], list[bytes]], seconds: Callable[[], float]
 ) -> RankMemory | None:
-    """Open the memory of all ranks, if they are on one host and none has KVSTORE_TRANSPORT=tcp; all get it, or none.
+    """Open the memory of all ranks, if on one host and without KVSTORE_TRANSPORT=tcp; all get it, or none.
 
     Args:
         tell: gives the bytes of all ranks, by rank; collective.
@@ -393,7 +393,7 @@ def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
 
 
 def _fold_to(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
-    """Sum places from left to right into targets, which may be on another device and of another dtype."""
+    """Sum places from left to right into targets. Their device and dtype may be others."""
     at = 0
     for target in targets:
         addends = [place[at : at + target.numel()] for place in places]

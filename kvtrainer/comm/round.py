@@ -36,7 +36,7 @@ servers get commits, too: between the first and the last of those there should b
 
 
 class Leg:
-    """The part of a round that is on one server, by position of table and slice in the layout."""
+    """A round's part on one server, by position of table and slice in the layout."""
 
     def __init__(self, layout: Layout, round_: Round, book: Tables) -> None:
         contribution = round_.contribution
@@ -96,7 +96,7 @@ class Leg:
         """Tables of which all has come, except for what was measured."""
 
     def _make_commits(self, round_: Round, book: Tables) -> m.Matrix:
-        """Say for each table how many slices are given, which version they were computed with, and what is wanted."""
+        """Make each table's commit. It says how many slices, computed with which version, and what is wanted."""
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
         commits[:, 1] = self.rounds
@@ -130,7 +130,7 @@ class Leg:
         self.commits[:, 5] |= m.ANEW * (not kept)
 
     def announcement(self, round_: Round, may_change: bool = False) -> m.Contribute | None:
-        """Tell a server what the commits will say, before it gets the slices that it can use one by one.
+        """Tell a server what commits will say, ahead of slices that it can use one by one.
 
         None where it is to hear of them only with the slices.
         """
@@ -154,13 +154,13 @@ class Leg:
         )
 
     def take_over(self, early: Leg) -> None:
-        """Go on with the leg that was announced during the backward pass, and what has come of its new weights."""
+        """Go on with the leg announced in the backward pass, and what came of new weights."""
         self.number, self.is_announced, self.may_go = early.number, True, early.may_go
         self.is_coming, self.coming, self.came = early.is_coming, early.coming, early.came
         self.staged, self.levels = early.staged, early.levels
 
     def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
-        """Make messages that carry some slices, and with the last of them the commits of what is not over."""
+        """Make messages of some slices, the last with the commits of what is not over."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
         if round_.is_read:
@@ -410,11 +410,11 @@ class Round:
             self.error = error
 
     def is_lost(self, table: RemoteTable) -> bool:
-        """Tell whether the round of a table, which is over, was not applied on every server, as far as is known."""
+        """Tell whether a table's finished round was not applied on every server. As far as is known."""
         return any(at in leg.open or at in leg.failed for leg, at in self.legs_of(table))
 
     def finish(self, leg: Leg, tables: Iterable[int]) -> None:
-        """Note that all answers of a server to commits are here, unless what it measured is still to come."""
+        """Note that a server has answered all commits, unless measures are still to come."""
         if self.contribution.guard is None:
             leg.open.difference_update(tables)
         else:
@@ -434,7 +434,7 @@ class Round:
                 leg.drop_former(at)
 
     def write(self, leg: Leg, gone: Collection[int], book: Tables) -> None:
-        """Bring new weights to their places, except those of some tables (by index), and note their versions.
+        """Write new weights to their places, but for some tables (by index). Note their versions.
 
         Raises:
             ProtocolError: a part does not fit its slice.
@@ -522,7 +522,7 @@ class Round:
 
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
-    """Yield (slot, version, kind, buffer of bytes, where in it, how many) of each part.
+    """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
 
     Raises:
         ProtocolError: the parts are not the buffers.
@@ -620,7 +620,7 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
 
 
 def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> list[list[int]]:
-    """Separate slices, by position, that lie one behind the other in memory of their server, and all others."""
+    """Cut slices, by position, into runs in their server's memory, and all others."""
     others: list[int] = []
     runs: list[list[int]] = []
     end = -1

@@ -125,7 +125,7 @@ class Rounds:
         return round_
 
     def _announce(self, round_: Round, ahead: Ahead | None) -> None:
-        """Tell servers what the commits to a table will say, if that may be of use, unless they expect just that."""
+        """Tell servers what commits to a table will say, if useful. Not where they expect just that."""
         session, contribution = self._session, round_.contribution
         early = None if ahead is None else ahead.early
         is_plain, was_right = _is_plain(contribution), True
@@ -192,7 +192,7 @@ class Rounds:
     def send_ahead(
         self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor], foresee: Callable[[], bytes] = bytes
     ) -> None:
-        """Send a slice of the open round before its commit, without which it does not count; returns at once.
+        """Send a slice of an open round ahead of the commit that makes it count; returns at once.
 
         The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
         it was sent already.
@@ -231,7 +231,7 @@ class Rounds:
             self._session.send(piece.server, number, part)
 
     def leave(self, table: RemoteTable) -> None:
-        """Keep nothing any more, neither gradients nor weights, for a table of which no rounds will follow."""
+        """Keep nothing for a table of which no rounds will follow. Neither gradients nor weights."""
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
         ahead = self._ahead.pop(table.index, None)
@@ -349,7 +349,7 @@ class Rounds:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write the present weights of whole tables into arenas, after this worker's own rounds of them.
+        """Write whole tables' present weights into arenas, after this worker's rounds.
 
         Over a network those that were pulled after one round are asked for with the next one, so that they come while
         gradients of other tables are on their way. Until this worker begins another round nobody can change them.
@@ -385,7 +385,7 @@ class Rounds:
     # ---------------------------------------------------------------- sending
 
     def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[Layout]:
-        """Lay out what goes to each server in calls of these tables, and keep that for the next ones."""
+        """Lay out what goes to each server in calls of these tables. Keep that for the next ones."""
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
@@ -437,7 +437,7 @@ class Rounds:
                 self._send_again(round_, leg, lost)
 
     def _take_failure(self, round_: Round, leg: Leg, failure: m.Failed) -> None:
-        """Note that one round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
+        """Note that a round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
         error = from_wire(failure.code, failure.text)
         # That somebody gave up is not the cause where another one is known, least of all that this worker did.
         if round_.error is None or (
@@ -521,7 +521,7 @@ class Rounds:
     # ---------------------------------------------------------------- ending
 
     def _end(self, round_: Round, error: BaseException | None) -> None:
-        """Count the rounds that were applied, and give up those that were not, on all servers."""
+        """Count the rounds that were applied. Give up those that were not, on all servers."""
         tables, book = round_.contribution.tables, self.tables
         own = [table.index for table in tables if self.open.get(table.index) is round_]
         for index in own if round_.is_read else ():  # nothing hangs on its end
@@ -623,7 +623,7 @@ class Rounds:
 
 
 class _Those(Collection[Leg]):
-    """Those of some legs, which may become fewer, of which something holds at the moment."""
+    """Those of some legs, maybe fewer later, for which something holds now."""
 
     def __init__(self, legs: Collection[Leg], holds: Callable[[Leg], bool]) -> None:
         self._legs, self._holds = legs, holds
@@ -639,7 +639,7 @@ class _Those(Collection[Leg]):
 
 
 def _lacks(places: Mapping[int, Sequence[int]], leg: Leg) -> bool:
-    """Tell whether new weights of some slices, by server and position there, are still to come, or may yet go."""
+    """Tell whether new weights of slices are still to come, or may yet go. By server and position there."""
     here = places[leg.server]
     return bool(here) and (leg.may_go or any([leg.is_coming[at] for at in here]))
 
@@ -651,7 +651,7 @@ def _take_early(leg: Leg, _: int, reply: m.ReplyBody) -> None:
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
-    """Say why one cannot go on with a table of which the servers were told otherwise than this worker decided."""
+    """Return the error of a table on which servers were told another decision, if any."""
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
@@ -665,7 +665,7 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
 
 
 def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
-    """Say why one cannot go on with a table, if its servers are not known to agree about the round."""
+    """Return the error of a table whose servers may disagree about the round, if any."""
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
     applied = [server for server, fate in outcome.items() if fate]
@@ -679,7 +679,7 @@ def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> K
 
 
 def _is_plain(one: Contribution) -> bool:
-    """Tell whether new weights are wanted for what is given, or nothing for nothing, and all is known before."""
+    """Tell whether it gives values and wants weights, or neither, and knows all."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
     is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
     return is_even and not is_special
@@ -692,7 +692,7 @@ class InVain:
         self._rounds = 0
 
     def count(self, was_useful: bool) -> None:
-        """Count a round that is committed, in which some of what was sent counts, or nothing."""
+        """Count a committed round in which some of what was sent counts, or nothing does."""
         self._rounds = 0 if was_useful else self._rounds + 1
         if self._rounds == _IN_VAIN:
             _log.warning(
@@ -704,7 +704,7 @@ class InVain:
 
 
 class Ahead:
-    """What a worker has sent ahead to the open round of one table, and what servers were told of that round before.
+    """What a worker sent ahead to a table's open round, and told servers of it before.
 
     Slices go ahead of their commit while a backward pass still computes the others. They have generation 0. If any has
     changed since, what is sent with the commit has generation 1: those that have changed and slices that were not
@@ -753,7 +753,7 @@ class Ahead:
         self._vain.count(bool(kept))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
-        """Expect the next round to be like the one that begins, or nothing where that cannot be expected again.
+        """Expect the next round to be as the one that begins, or nothing if it cannot be.
 
         Args:
             was_right: What servers were told of this one holds; also where it was nothing.

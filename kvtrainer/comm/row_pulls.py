@@ -1,4 +1,4 @@
-"""Rows of keys that a worker asks servers for, before it needs them or then, or reads out of their memory."""
+"""Rows of keys, asked from servers early or when needed, or read in their memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RowPulls:
         self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """Fetch the present values of some rows of keys, after this worker's own rounds of their tables; blocks.
+        """Fetch present values of rows of keys, after this worker's rounds of the tables; blocks.
 
         Returns (number of ids, elements of a row) each, on the CPU.
 
@@ -113,7 +113,7 @@ class RowPulls:
 def _side_by_side(
     wanted: Sequence[RowsWanted],
 ) -> Iterator[tuple[RemoteTable, list[int], list[Tensor]]]:
-    """Put neighbours together that want rows of keys of one table that lie side by side, in their order."""
+    """Group neighbours that want rows of keys side by side in one table, in order."""
     at = 0
     while at < len(wanted):
         table, first, _ = wanted[at]
@@ -127,7 +127,7 @@ def _side_by_side(
 
 
 class TableRows:
-    """Rows of the keys (by index) of one table, after this worker's own rounds, on the CPU.
+    """Rows of the keys (by index) of one table on the CPU, after this worker's rounds.
 
     Some are asked for before they are needed: between one round and the next, not with its commit. A server that has
     the commit of one rank still waits for the others, and would send rows as they were before. So the answers are what

@@ -170,7 +170,7 @@ AskedT = TypeVar("AskedT", bound=Asked)
 
 
 class Report:
-    """Numbers about a worker since it began, for those who look at the job, which go with its signs of life.
+    """Numbers about a worker since it began, sent with its signs of life. For those who look at the job.
 
     Its own thread counts them, and the one of signs of life reads them.
 
@@ -359,7 +359,7 @@ class Session:
     def ask_all(
         self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
     ) -> list[m.ReplyBody | None]:
-        """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.
+        """Send control requests, (server, body) each. Block up to `timeout` seconds for all answers together.
 
         Returns one answer per request, failures as they came, None where none came in time. Servers that were found
         to be unreachable are told, but not waited for. Does not raise.
@@ -396,7 +396,7 @@ class Session:
         timeout: float | None = None,
         is_needed: bool = True,
     ) -> bool:
-        """Hand out replies until handlers have emptied `waiting`, and `ask` again those whose servers fall silent.
+        """Hand out replies until handlers emptied `waiting`. `ask` again those whose servers fall silent.
 
         A wait that takes long is logged, with what the servers say about it.
 
@@ -461,7 +461,7 @@ class Session:
         )
 
     def _report_slow(self, waited: float, now: float) -> None:
-        """Log for whom the servers wait, or which of them say nothing, if a line about it is due."""
+        """Log for whom servers wait, or which of them say nothing, if a line is due."""
         reasons = self._reasons or [
             f"{self.describe(server)} was last heard {now - heard:.1f} s ago"
             for server, heard in enumerate(self._heard)
@@ -472,7 +472,7 @@ class Session:
             _log.warning("rank %d has waited %.0f s: %s%s", self.options.rank, waited, reasons[0], more)
 
     def is_silent(self, server: int, since: float, now: float) -> bool:
-        """Tell whether a server that must answer has said nothing for long enough to be asked again.
+        """Tell whether a server that must answer was silent long enough to be asked again.
 
         A server that is still sending a large answer is not: asking it again would make it send all of it twice. One
         that never answered may still have to start.

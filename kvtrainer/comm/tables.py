@@ -23,7 +23,7 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class Residuals(Generic[Place]):
-    """What rounds left of gradients, each of which has a place, and what the present one leaves.
+    """What rounds left of gradients by place, and what the present one leaves.
 
     Memory is used again: to get fresh memory from the system takes longer than to encode into it.
     """
@@ -107,7 +107,7 @@ class Compressor:
         return self._bytes[piece.index]
 
     def has_encoded(self, index: int) -> bool:
-        """Tell whether a slice (by index) was compressed since the last round, with the residual that it has now."""
+        """Tell whether a slice (by index) was compressed with its present residual. That is, since the last round."""
         return index in self._bytes
 
     def begin(self) -> None:
@@ -213,7 +213,7 @@ class RemoteTable:
 
     @property
     def staleness(self) -> int:
-        """How many updates came between the weights of this worker's last contribution and that, on any server."""
+        """The updates between the last contribution and its weights, on any server."""
         return int(self._tables.staleness[self.index])
 
     @property
@@ -222,7 +222,7 @@ class RemoteTable:
         return self._tables.broken.get(self.index)
 
     def stands(self, round_: int) -> bool:
-        """Tell whether a round that this worker was in counts for the others, whatever became of it here."""
+        """Tell whether a round of this worker counts elsewhere, whatever happened here."""
         return self.round > round_ and self._tables.failed.get(self.index) != round_
 
     def slot_of(self, piece: Slice) -> int:
@@ -246,7 +246,7 @@ class RemoteTable:
         self._tables.is_initialised[self.index] = is_initialised
 
     def note_version(self, server: int, version: int) -> None:
-        """Note of which version the weights here are that did not come from the server itself."""
+        """Note the version of weights here that did not come from the server itself."""
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:

@@ -1,4 +1,4 @@
-"""The abstract kvstore, the registry of stores, and the table of what each built-in one can do."""
+"""The abstract kvstore, the registry of stores, and what each built-in one can do."""
 
 from __future__ import annotations
 

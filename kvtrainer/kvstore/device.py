@@ -1,4 +1,4 @@
-"""The stores of one process, and 'device' and 'nccl', which also sum over the ranks of torch.distributed.
+"""The stores of one process. 'device' and 'nccl' also sum over the ranks of torch.distributed.
 
 Their keys are in the servers' engine, called in place of a server.
 """

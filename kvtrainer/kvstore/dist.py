@@ -129,7 +129,7 @@ class DistKVStore(TableKVStore):
         return self._lend(self._connect(name, replace(self.mode, by_host=by_host)))
 
     def open_side_client(self) -> Client:
-        """Connect a client with synchronous rounds for what workers agree on beside training.
+        """Connect a client of synchronous rounds for what is agreed on beside training.
 
         It has a namespace of its own. As with `open_client`, the n-th one of every worker meets the n-th of the others;
         blocks until the servers answer.
@@ -161,7 +161,7 @@ class DistKVStore(TableKVStore):
 
 
 def _leave(clients: Sequence[Client]) -> None:
-    """Tell the servers that the store is dropped or the process ends, and why, so that nobody waits for it."""
+    """Tell servers that the store is dropped or the process ends, and why. Nobody is to wait for it."""
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
@@ -191,7 +191,7 @@ def mode_of(
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
-    """Read how many messages may be on their way to a server while others queue by priority.
+    """Read how many messages may be under way to one server. Others queue by priority.
 
     0 stands for all: nothing queues.
 

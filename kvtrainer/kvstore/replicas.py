@@ -17,7 +17,7 @@ from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
 
 
 def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
-    """Sum dense replicas as a reducer does it where they are, or from left to right on the CPU; flat, on the CPU.
+    """Sum dense replicas as a reducer does where they are, or from left on the CPU; flat, on the CPU.
 
     Half precision accumulates in float32. Of a single one it is not a copy where the tensor is flat there already.
     """
@@ -80,7 +80,7 @@ def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
 
 
 class ReplicaCompressor:
-    """Compresses the replicas of a value before they are summed, with error feedback for each.
+    """Compresses replicas of a value before they are summed, with error feedback each.
 
     There is one residual for every key and every position in its list of replicas.
 

@@ -1,4 +1,4 @@
-"""Keys and values as the kvstore verbs are given them, checked and brought into one form."""
+"""Keys and values as kvstore verbs get them, checked and brought into one form."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
 
 
 def check_keys(keys: Sequence[Any]) -> None:
-    """Raise ConfigurationError unless all keys of a call can be keys, and are of one type."""
+    """Raise ConfigurationError unless all keys of a call are valid and of one type."""
     kinds = {type(check_key(one)) for one in keys}
     if len(kinds) > 1:
         raise ConfigurationError(f"the keys of one call must all be int or all be str, got {list(keys)!r}")
 
 
 def check_key(key: Any) -> Key:
-    """Return the key if it is an int of 64 bits or a str, the two types that a key can have."""
+    """Return the key if it is an int of 64 bits or a str, the two types of keys."""
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigurationError(f"a key must be an int or a str, got {key!r} of type {type(key).__name__}")
     if isinstance(key, str):
@@ -184,7 +184,7 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
 
 
 def check_out(spec: TensorSpec, out: Tensor) -> None:
-    """Raise ShapeMismatchError unless a key's values can be written to `out`, in any dtype."""
+    """Raise ShapeMismatchError unless `out`, of any dtype, can take a key's values."""
     if out.shape != spec.shape:
         raise mismatch(spec, out)
     if out.layout is not torch.strided:

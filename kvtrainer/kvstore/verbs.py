@@ -85,7 +85,7 @@ _Store = TypeVar("_Store", bound="TableKVStore")
 
 
 class TableKVStore(KVStoreBase):
-    """init, push, pull, pushpull and broadcast as MXNet defines them, with errors raised at once.
+    """init, push, pull, pushpull and broadcast as in MXNet. Errors are raised at once.
 
     Not thread-safe. `push` returns at once and its error is raised by the next call that concerns the key, by
     `barrier` or by `close`; everything else blocks. A `pull` sees this worker's own earlier pushes. Keys are all
@@ -261,7 +261,7 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def staleness(self, key: Key) -> int:
-        """Count the updates of others between this worker's last read and last push of a key.
+        """Count others' updates between this worker's last read and last push of a key.
 
         Always 0 with synchronous rounds. Of several servers the one with most counts. Waits for this worker's own
         push of the key.
@@ -422,7 +422,7 @@ class TableKVStore(KVStoreBase):
 
     @by_one_thread
     def server_stats(self) -> list[dict[str, Any]]:
-        """Fetch each server's counters for this store, in server order, after this worker's own pushes.
+        """Fetch servers' counters for this store, in order, after this worker's pushes.
 
         In "tables" come the store's own keys first, and then the parameters of the Trainers that were given this store
         and are not closed; the "namespace" of each tells them apart. A Trainer has its own in `trainer.server_stats()`.
@@ -796,14 +796,14 @@ class TableKVStore(KVStoreBase):
         return self._optimizer
 
     def _send_optimizer(self, optimizer: Optimizer) -> None:
-        """Tell the engines of the optimizer, if it is another one than they know, or has other numbers."""
+        """Tell engines of the optimizer, if it is new to them or has other numbers."""
         spec = spec_for_store(optimizer)
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec
 
     def _bring_together(self) -> None:
-        """Lay out anew, with whole keys, those that are spread over servers, with the values that they have now."""
+        """Lay out keys that are spread over servers anew, as whole ones. They keep their present values."""
         spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
         if not spread:
             return

@@ -1,4 +1,4 @@
-"""Flat storage for the weights and gradients of a list of parameters, laid out by a Plan.
+"""Flat storage of the weights and gradients of parameters, laid out by a Plan.
 
 A fused update, a reduction or a transfer then works on one long tensor. Each parameter stays the same object
 and gets a storage of its own that aliases its piece, so that saving one layer writes that layer alone.
@@ -116,7 +116,7 @@ class Arena:
     def gather_grads(
         self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int] = ()
     ) -> dict[int, Tensor]:
-        """Copy the gradients of the parameters that are `present` into `grads`, and zero the pieces of the others.
+        """Copy the gradients of parameters `present` into `grads`. Zero the pieces of the others.
 
         Args:
             given: every parameter's gradient; of a present one dense, in any memory format.
@@ -198,7 +198,7 @@ class Arena:
             _note_placed([piece.data_ptr()], [parameter])
 
     def _is_in_another(self, key: int) -> bool:
-        """Tell whether an arena has put the data of a parameter where they are, in the form that they have here."""
+        """Tell whether a parameter's data lie in an arena, in their form here."""
         parameter, spec = self._parameters[key], self._plan.specs[key]
         form = (tuple(parameter.shape), parameter.dtype, parameter.device)
         there = _placed.get(parameter.data_ptr())
@@ -281,7 +281,7 @@ class WriteWatch:
             self.accept(is_in_store=True)
 
     def count_own(self, written: Mapping[int, Tensor | None] = NOTHING) -> None:
-        """Note that the Trainer has written to the weights, and raised each counter by one.
+        """Note that the Trainer has written to weights, raising each counter by one.
 
         Args:
             written: Long key (by index) → ids of the rows that it has written; None: all. No other rows of such keys.
@@ -302,7 +302,7 @@ class WriteWatch:
         self._sums = self._sums_now()
 
     def _place_of(self, key: int) -> tuple[int, int]:
-        """Say where a key, which is alone on its lines, begins and ends among the words of its dtype."""
+        """Say where a key alone on its lines begins and ends in the words of its dtype."""
         begin = self._plan.key_offsets[key] * SIZES[self._plan.specs[key].dtype]
         end = begin + self._parameters[key].nbytes
         return begin // _WORD, -(-end // ALIGNMENT) * ALIGNMENT // _WORD
@@ -313,7 +313,7 @@ class WriteWatch:
         self._looked_at = {dtype: self._stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats}
 
     def _stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
-        """Cut the words of a dtype into what is looked at and lies between tables, and that into turns."""
+        """Cut words of a dtype that are looked at and lie between tables into turns."""
         every = 1 if words.numel() * _WORD <= WHOLE else EVERY
         tables = sorted([self._place_of(key) for key in self._tables if self._plan.specs[key].dtype == dtype])
         begins, ends = [0, *(end for _, end in tables)], [*(begin for begin, _ in tables), words.numel()]
@@ -323,7 +323,7 @@ class WriteWatch:
         return [_turns(words[a:b], every) for a, b in cut if a < b]
 
     def by_others(self) -> list[int]:
-        """List the positions of parameters that others have written to since `accept`, or that lie beside one."""
+        """List positions of parameters that others wrote to since `accept`. Some only lie beside one."""
         found: set[int] = set()
         for dtype, now in self._sums_now().items():
             if not torch.equal(now, self._sums[dtype]):
@@ -369,7 +369,7 @@ class WriteWatch:
 
 
 def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
-    """Cut the blocks that are looked at in each turn, and the rest behind all blocks, into what is summed."""
+    """Cut the blocks of each turn, and the rest behind all, into what is summed."""
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:
         return [[words.view(-1, 1)]]
@@ -409,7 +409,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
-    """(count=elements, offset=bytes) → this part of `flat`, as a tensor with a storage object of its own size."""
+    """Return (count=elements, offset=bytes) → that part of `flat`. Its storage object has its own size."""
     if flat.device.type == "cuda":
 
         def alias(count: int, offset: int) -> Tensor:
@@ -439,7 +439,7 @@ def _check_parameters(
     resident: Sequence[bool],
     nbytes: Sequence[int],
 ) -> None:
-    """Raise ConfigurationError unless the data of all parameters `here`, of so many bytes, can move into one arena."""
+    """Raise ConfigurationError unless parameters `here` can move into one arena. They have so many bytes."""
     home, names_here = parameters[0].device, list(compress(names, resident))
     is_plain = (
         home.type in ("cpu", "cuda")
@@ -501,7 +501,7 @@ def _overlaps(parameters: Sequence[Parameter], names: Sequence[str], nbytes: Seq
 
 
 class KeptSums:
-    """Sums of the bits of a table of which rows alone are written, kept from step to step.
+    """Sums of bits of a table of which rows alone are written, kept from step to step.
 
     A look at all of a large table would take longer than a step by a few of its rows. So the sums of what the Trainer
     writes are made anew as it writes, and a step compares some of the others: with the turns, all.

@@ -35,7 +35,7 @@ once would have the garbage collector look through the whole process, which take
 
 
 class GradientTracker:
-    """Tells fresh gradients from used-up ones, and drops the used-up ones when the next backward pass begins.
+    """Tells fresh gradients from used-up ones. Drops these when the next backward pass begins.
 
     `parameter.grad_req` is read each time that it matters, so it may change while training:
 
@@ -109,7 +109,7 @@ class GradientTracker:
                 self._stop_waiting()
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Call a function with the position of a parameter whenever a backward pass has added to its gradient."""
+        """Call a function with each position whose gradient a backward pass has added to."""
         self._listener = listener
         me = weakref.ref(self)
         for i, node in enumerate(self._nodes):
@@ -117,7 +117,7 @@ class GradientTracker:
                 self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
-        """Tell for each parameter whether it is `among` those and has a gradient that no `consume` took yet.
+        """Tell which parameters are `among` those and have a gradient no `consume` took.
 
         That is a gradient that a backward pass has added to since, or another object than the one that was consumed (so
         one that the caller assigned). Edits in place change nothing: clipping, unscaling, zeroing.
@@ -141,7 +141,7 @@ class GradientTracker:
         return found
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Return every parameter's gradient, read again if it may be another one than `fresh` has seen."""
+        """Return all parameters' gradients, read anew where `fresh` may have seen others."""
         return list(map(_gradient_of, self._parameters)) if self._seen is None else self._seen
 
     def forget(self) -> None:
@@ -149,7 +149,7 @@ class GradientTracker:
         self._seen = None
 
     def participating(self) -> list[bool]:
-        """Tell for each parameter whether it requires a gradient and its `grad_req` is not 'null'; watches those.
+        """Tell which parameters require a gradient and have no `grad_req` of 'null'; watches those.
 
         Raises:
             ConfigurationError: a parameter has an unknown `grad_req`.
@@ -193,7 +193,7 @@ class GradientTracker:
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
-        """Stop looking for the shapes of lazy parameters after the forward passes of modules."""
+        """Stop looking for shapes of lazy parameters after the modules' forward passes."""
         if self._forward_handle is not None:
             self._forward_handle.remove()
             self._forward_handle = None
@@ -212,7 +212,7 @@ class GradientTracker:
         return grad is not None and used is not None and used() is grad
 
     def _is_zeroed(self, grad: Tensor | None, i: int) -> bool:
-        """Tell whether this gradient was used up, has been written to since, and is zero now."""
+        """Tell whether a gradient was used up, then written to, and is zero now."""
         if not self._is_used(grad, i) or grad.is_inference() or grad._version == self._used_versions[i]:
             return False
         return not (grad._values() if grad.is_sparse else grad).any()
@@ -274,7 +274,7 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
 
 
 class _BeforeAccumulation:
-    """Runs in a backward pass, just before something is added to the gradient of parameter `i`.
+    """Runs in a backward pass just before the gradient of parameter `i` is added to.
 
     It is an object of its own, because that is one for the garbage collector to look at; a partial function is two.
     """
@@ -311,7 +311,7 @@ class _BeforeAccumulation:
 def _after_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
 ) -> None:
-    """Run in a backward pass, just after `grads[0]` was added to the gradient of parameter `i`."""
+    """Act just after a backward pass added `grads[0]` to `.grad` of parameter `i`."""
     tracker = tracker_ref()
     if tracker is not None and tracker._listener is not None and grads[0] is not None:
         tracker._listener(i)

@@ -58,7 +58,7 @@ class DeviceMemory:
         """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
     def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
-        """Copy the dense gradients of the parameters that are `present` into the arena, and the others to `rows`.
+        """Copy gradients of parameters `present`, dense ones into the arena, or to `rows`.
 
         Args:
             lends: keys (by index) of which long dense ones stay where they are, and in `lent`.
@@ -99,7 +99,7 @@ class DeviceMemory:
                 )
 
     def scale_rows(self, scale: float) -> None:
-        """Multiply the row-sparse gradients that were gathered, not those that they were copied from."""
+        """Multiply gathered row-sparse gradients, not those that they were copied from."""
         if scale != 1.0:
             self.rows = {
                 key: RowSet(rows.ids, rows.values.to(compute_dtype(self.plan.specs[key].dtype)) * scale)
@@ -107,7 +107,7 @@ class DeviceMemory:
             }
 
     def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
-        """Name those parameters, of some (by index), that differ in any bit from other weights.
+        """Name parameters, of some (by index), that differ in any bit from other weights.
 
         Args:
             held: the other weights, laid out by the plan, on the CPU.
@@ -251,7 +251,7 @@ class Memory:
         self._place()
 
     def latecomers(self) -> list[str]:
-        """Name the parameters that take part although they had no shape when the others went into the arena."""
+        """Name parameters that take part, but had no shape when the arena was made."""
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         late = set(map(id, self.left_out))
         return [name for name, p, takes_part in rows if takes_part and id(p) in late]
@@ -280,7 +280,7 @@ class Memory:
         with_zeros: bool = False,
         summed: Sequence[bool] | None = None,
     ) -> list[bool]:
-        """Tell for each parameter whether it takes part and has a new gradient on any device.
+        """Tell which parameters take part and have a new gradient on any device.
 
         Args:
             is_strict: whether every parameter that takes part must have one, and so must all of its replicas. Of
@@ -336,7 +336,7 @@ class Memory:
             device.tracker.close()
 
     def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
-        """Copy new gradients of the parameters that are `present` into the arenas, those by rows into `rows`.
+        """Copy new gradients of parameters `present` into the arenas, by rows into `rows`.
 
         Args:
             lends: as of `DeviceMemory.gather`.
@@ -356,7 +356,7 @@ class Memory:
             device.gather(own, lends)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
-        """Do as `gather`, with gradients on the first device that `scatter` has replaced by sums."""
+        """Do as `gather`, for gradients on the first device that are sums by `scatter`."""
         self._is_summed = True
         self.devices[0].gather(present)
 
@@ -405,7 +405,7 @@ class Memory:
 
     @torch.no_grad()
     def share_weights(self, present: Sequence[bool] | None = None) -> None:
-        """Give every replica the weights of the first one, of which those that are `present` (None: all) are new."""
+        """Give every replica the first one's weights. Those `present` (None: all) are new."""
         _, *copies = self.devices
         for dtype, flat in self.arena.weights.items():
             self._reducer.broadcast(flat, [copy.arena.weights[dtype] for copy in copies])

@@ -1,4 +1,4 @@
-"""Parameters whose values live in a store, of which a worker only ever holds the rows that it works with."""
+"""Parameters whose values live in a store. A worker only ever holds the rows that it works with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Owner(Protocol):
         """Fetch the values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
-        """Read the values of rows (any ids that there are), where they can be read in their place, on the CPU."""
+        """Read values of rows on the CPU, where these can be read in place. Takes any ids that there are."""
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
         """Keep values, which the store shall have when they are published."""
@@ -111,7 +111,7 @@ class RowSparseParameter(Parameter):
         return self
 
     def row_sparse_data(self, row_ids: Any) -> Tensor:
-        """Fetch rows, after this worker's own steps, as a tensor of shape row_ids.shape + shape[1:]; blocks.
+        """Fetch rows, after this worker's steps, of shape row_ids.shape + shape[1:]; blocks.
 
         Its backward pass adds a row-sparse tensor to `grad`, in which repeated ids are added up. The first use of
         a Trainer makes its store and gives it the values, as a first step does, on all workers together.
@@ -361,7 +361,7 @@ def _has_tables(parameters: Iterable[object]) -> bool:
 
 
 def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
-    """Find the row-sparse parameters in these groups, with their names, and all of their replicas.
+    """Find the row-sparse parameters of groups, with names and all of their replicas.
 
     Raises:
         RowSparseError: one has a Trainer already, or is a replica of a parameter of another kind.

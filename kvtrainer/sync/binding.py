@@ -146,7 +146,7 @@ class Binding:
         return self.selection.kvstore is None
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
-        """Say how a 'device' store reduces over ranks, by the names in BUCKETS, which `check_buckets` has checked."""
+        """Say how a 'device' store reduces over ranks. Names are of BUCKETS, and `check_buckets` has checked them."""
         self._buckets = buckets
         self._tell_buckets()
 
@@ -172,12 +172,12 @@ class Binding:
         self.is_open = False
 
     def is_lossy(self, dtypes: Iterable[str]) -> bool:
-        """Tell whether compression holds something back of gradients of any of these dtypes."""
+        """Tell whether compression holds back something of gradients of any such dtype."""
         codec = self.selection.codec or self.selection.replica_codec
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
     def checks_sums(self, dtypes: Iterable[str]) -> bool:
-        """Tell whether the store looks at sums of gradients of these dtypes before it uses them.
+        """Tell whether the store looks at gradient sums of these dtypes before using them.
 
         One is finite only if what all workers gave is; compression can make numbers of what is not finite.
         """
@@ -310,7 +310,7 @@ class Binding:
         return outcome
 
     def check_whole(self, consequence: str = "training goes on with them") -> None:
-        """Raise KVStoreError if a step was interrupted where it had changed, or may have, some of what it changes.
+        """Raise KVStoreError if an interrupted step has, or may have, changed some things.
 
         A Trainer that updates by itself goes on, with a line in the log: nobody else has weights that could differ, and
         whoever stops a loop in a notebook would lose more by a new beginning.
@@ -374,7 +374,7 @@ class Binding:
             self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
 
     def _foresee(self) -> bytes:
-        """Pack the numbers that the coming step would find if it were made now, if they are not those of the last."""
+        """Pack the numbers that a step would find now, if they are not those of the last."""
         assert self._said is not None
         former, limits = self._said
         numbers = None if self.numbers is None else self.numbers()
@@ -414,13 +414,13 @@ class Binding:
             self.awaited.wait()
 
     def _watch(self, arena: Arena, mapped: MappedWeights) -> None:
-        """Leave it to the system's page map to tell what is written to weights that are mapped."""
+        """Have the system's page map tell what is written to weights that are mapped."""
         if mapped.changes != self._num_mapped:
             self._num_mapped = mapped.changes
             arena.writes.look_at(mapped.rest())
 
     def _check_written(self, layout: Memory) -> None:
-        """Raise WeightsWrittenError if the loop has changed weights since the store gave them to it."""
+        """Raise WeightsWrittenError if the loop changed weights since the store gave them."""
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
@@ -521,7 +521,7 @@ class Binding:
 
     @property
     def staleness(self) -> int:
-        """The number of updates of others between the weights of the last contribution and that."""
+        """How many updates of others came between the last contribution and its weights."""
         return self.holder.staleness if self.holder is not None else 0
 
     def stats(self) -> list[dict[str, Any]]:

@@ -197,7 +197,7 @@ class StoreExchange(Exchange):
             )
 
     def map(self, weights: Mapping[str, Tensor]) -> None:
-        """From now on see the weights in the servers' memory, as far as these are on this host; before `init`.
+        """See weights in the servers' memory from now on, where these are on this host; before `init`.
 
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
@@ -213,7 +213,7 @@ class StoreExchange(Exchange):
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
     def bear(self, keys: Collection[int]) -> None:
-        """Have long gradients of some keys (by index) be born in memory of servers of this host; before `init`."""
+        """Have long gradients of keys (by index) born in memory of this host's servers; before `init`."""
         if self.lendable and self.is_sync and self._client.shares_memory:
             self.born = self._client.born_gradients(self._table, self.lendable.intersection(keys))
 
@@ -234,7 +234,7 @@ class StoreExchange(Exchange):
             self._client.rounds.pull([self._table], [weights])
 
     def _tell_torn(self, error: BaseException, early: Collection[int] = ()) -> None:
-        """Have an error say of which parameters the weights here are no longer those of the last round.
+        """Have an error name the parameters whose weights here are not of the last round.
 
         Args:
             early: Slices (by index) that were written although the round was not over.
@@ -343,7 +343,7 @@ class StoreExchange(Exchange):
         return round_
 
     def wait_for(self, round_: Round, key: int) -> bool:
-        """Block until new weights of a key (by index) are here, and return whether the round is over. Raises as `end`.
+        """Block until new weights of a key (by index) are here. Return whether the round is over. Raises as `end`.
 
         Weights that are mapped do not come one by one, so it waits for all.
         """
@@ -454,11 +454,11 @@ class StoreExchange(Exchange):
 
     @property
     def staleness(self) -> int:
-        """The number of updates of others between the weights of the last contribution and that."""
+        """How many updates of others came between the last contribution and its weights."""
         return self._table.staleness
 
     def residuals(self) -> dict[int, Tensor]:
-        """Copy what compression has held back of this worker's gradients, by index of the key."""
+        """Copy what compression has kept of this worker's gradients, by index of the key."""
         compressor = self._table.compressor
         return {} if compressor is None else compressor.residuals()
 
@@ -505,7 +505,7 @@ class StoreExchange(Exchange):
 
 
 def _dealt(plan: Plan, key: int, source: Source) -> Source:
-    """Give the values of a key in the order in which they lie in its slices, rows of one slice at a time."""
+    """Give a key's values as they lie in its slices, rows of one slice at a time."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:
         return source
@@ -602,7 +602,7 @@ class SideStream:
 
 
 class Staging:
-    """Copies flat tensors of a CUDA device to places on the host, through which they go to servers, and back.
+    """Copies flat tensors of a CUDA device to places on the host and back. They go to servers through these.
 
     Places are pinned, made once, and copied to and from on a stream beside the current one. The host waits where it is
     going to read what was copied; for what comes back the device alone waits. So that nothing is read too early or

@@ -342,7 +342,7 @@ def _leave(awaited_ref: weakref.ref[Awaited]) -> None:
 
 
 class _LastFlush:
-    """Takes the place of standard output at the end of a process that failed where nobody could catch the error.
+    """Stands in for standard output when a process that failed ends. Nobody could catch the error.
 
     An exit handler cannot change the exit code by what it raises, and must not end the process before the others have
     run. But Python exits with code 120 when standard output cannot be flushed at the very end.

@@ -214,7 +214,7 @@ class GroupExchange(Exchange):
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
     def _gather_headers(self, mine: list[int], grads: Gradients | None) -> Tensor:
-        """Exchange headers, and end what ranks have begun during the backward pass, whatever the headers say."""
+        """Exchange headers. End what ranks have begun during the backward pass, whatever the headers say."""
         num, overlap = len(mine), self._overlap
         if overlap is not None:
             given = Gradients({}, {}, 1.0, frozenset(self._keys)) if grads is None else grads
@@ -432,7 +432,7 @@ class BucketOverlap:
         self._sums.close()
 
     def _make_buckets(self, dense: frozenset[int]) -> None:
-        """Lay out buckets in the order in which gradients came on the lowest rank that had any."""
+        """Lay out buckets in the order that gradients came on the lowest rank with any."""
         mine = torch.full((len(self._passes),), -1)
         mine[: len(self._came)] = torch.tensor(self._came, dtype=torch.int64)
         orders = [[key for key in one.tolist() if key >= 0] for one in self._group.all_gather(mine)]

@@ -237,7 +237,7 @@ def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
 
 
 def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
-    """Use a store in this process for replicas on several devices, which are compressed one by one."""
+    """Use an in-process store for replicas on several devices. They are compressed one by one."""
     if chosen.codec is not None and not is_left_fold(chosen.reducer):
         raise ConfigurationError(
             f"reducer={chosen.reducer!r} would have no effect: replicas that are compressed are decoded and added from "
@@ -247,14 +247,14 @@ def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
 
 
 def _warn_of_workers(store: Traits) -> None:
-    """Log that a job has several workers although the store serves one process, which is seldom what was meant."""
+    """Warn that a job has several workers although the store serves one process. It is seldom meant."""
     found = workers_of_job(os.environ)
     if found is not None and found[0] > 1:
         _log.warning(_ALONE, store.name, *found)
 
 
 def group_too_late(when: str) -> ConfigurationError:
-    """Return the error of a process group that came after something that would have needed it."""
+    """Return the error of a process group that came after what would have needed it."""
     return ConfigurationError(
         f"torch.distributed was initialised after {when}, which therefore knows this process alone; call "
         "init_process_group first"
@@ -281,7 +281,7 @@ def _check_ways(
     overlap_pull: bool,
     hierarchy: bool,
 ) -> None:
-    """Raise ConfigurationError unless gradients and weights can go the ways that are asked for, and those go together.
+    """Raise ConfigurationError unless gradients and weights can go as asked. The ways must go together.
 
     Each takes servers and synchronous rounds; overlap goes over ranks of torch.distributed as well.
     """
@@ -315,7 +315,7 @@ def _check_ways(
 
 
 def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> None:
-    """Raise ConfigurationError, which says what such a store has not, unless it has servers and synchronous rounds."""
+    """Raise ConfigurationError unless a store has servers and synchronous rounds. `lack` says what it has not."""
     if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
         raise ConfigurationError(
             f"{option}=True needs servers and synchronous rounds, as of 'dist_sync'{others}; kvstore "
@@ -331,7 +331,7 @@ def _check_one_cpu(option: str, devices: Sequence[torch.device]) -> None:
 
 
 def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless ranks can sum gradients during the backward pass."""
+    """Raise ConfigurationError unless ranks can sum gradients in the backward pass."""
     if len(devices) > 1 or not group.can_overlap(devices[0]):
         names = ", ".join(map(str, devices))
         raise ConfigurationError(
@@ -356,7 +356,7 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
 
 
 def _split(params: Any) -> tuple[Any, Codec | None]:
-    """Split `compression_params` into what is said of gradients, and how new weights come back.
+    """Split `compression_params` into the part for gradients and that for new weights.
 
     Raises:
         UnknownNameError, ConfigurationError: as `make_codec`; or the codec always changes all weights.
@@ -375,7 +375,7 @@ def _split(params: Any) -> tuple[Any, Codec | None]:
 
 
 def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool | None) -> None:
-    """Raise ConfigurationError where less is to come back of weights, but no servers keep them."""
+    """Raise ConfigurationError if pulls are compressed, but no servers keep weights."""
     if wanted.pull_codec is None:
         return
     if store is None or not store.is_on_servers or updates_weights is False:
