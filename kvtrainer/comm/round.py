@@ -427,7 +427,7 @@ class Round:
             self.open.remove(leg)
 
     def resume(self) -> None:
-        """Get ready to be waited for again after an interrupt, which may have lost what had just come."""
+        """Get ready to be waited for again after an interrupt. It may have lost what had just come."""
         self.open[:] = [leg for leg in self.open if leg.open]
         for leg in self.open if self.contribution.outs is not None else ():
             for at in leg.open:
