@@ -21,6 +21,7 @@ from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
 EVERY = [100, pytest.param(20, marks=pytest.mark.full)]
+VERBS_EVERY = 20
 """Of the lines of a step so many are passed over: a job takes a fifth of a second."""
 SECONDS = 15.0
 """Nobody waits longer for a worker that was interrupted while it told the others that it leaves."""
@@ -182,7 +183,7 @@ def test_a_verb_that_is_repeated_after_an_interrupt_counts_once_or_the_loops_are
     wanted, lines = exchange(jobs, verbs, broken, None)
     assert None not in wanted
     went_on = 0
-    for line in lines[:: EVERY // 2]:
+    for line in lines[::VERBS_EVERY]:
         for found, whole in zip(exchange(jobs, verbs, broken, line)[0], wanted, strict=True):
             went_on += found is not None
             assert whole is not None
