@@ -462,10 +462,12 @@ class Session:
 
     def _report_slow(self, waited: float, now: float) -> None:
         """Log for whom servers wait, or which of them say nothing, if a line is due."""
+        # Who is not waited for is not asked, and gives nothing but signs of life.
+        heard = [max(at, self.transport.last_sign(server)) for server, at in enumerate(self._heard)]
         reasons = self._reasons or [
-            f"{self.describe(server)} was last heard {now - heard:.1f} s ago"
-            for server, heard in enumerate(self._heard)
-            if now - heard > 2 * self._repeat_after  # it has been asked why, and had time to say
+            f"{self.describe(server)} was last heard {now - at:.1f} s ago"
+            for server, at in enumerate(heard)
+            if now - at > 2 * self._repeat_after  # it has been asked why, and had time to say
         ]
         if reasons and self._slow_reports.is_due(waited, now):
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""

@@ -114,6 +114,19 @@ def test_an_unanswered_call_is_repeated_under_its_number_until_the_server_counts
     assert servers.now == pytest.approx(109.0, abs=REPEAT_AFTER)
 
 
+def test_a_long_wait_names_the_silent_server_not_one_that_gives_signs_of_life(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servers = Scripted(2)
+    session = servers.session(dead_after=20.0)
+    servers.signs[0] = servers.now + 20.0
+    with pytest.raises(ServerUnreachableError, match="server 1"):
+        session.call(1, m.Stats())
+    assert "server 1 (here) was last heard" in caplog.text
+    assert "server 0" not in caplog.text
+    assert "more)" not in caplog.text
+
+
 def test_a_server_is_asked_again_before_it_counts_as_gone_however_short_the_patience() -> None:
     servers = Scripted(1)
     session = servers.session(dead_after=0.5)
