@@ -184,7 +184,7 @@ class Codec(ABC):
         """Overwrite `values`, of the compute dtype, with a block of gradients of `dtype`."""
 
     def _decoded(self, payload: Tensor, dtype: str, numel: int) -> Tensor:
-        values = torch.empty(numel, dtype=compute_dtype(dtype))
+        values = torch.empty(numel, dtype=compute_dtype(dtype), device="cpu")
         self.decode(payload, dtype, values)
         return values
 

@@ -57,7 +57,7 @@ class Deltas:
         """Slot that is sent as it is → the version from which on workers have it so."""
         self._steps: deque[_Step] = deque()
         self._is_anew = True
-        self._zeros = self._left = torch.empty(0)
+        self._zeros = self._left = torch.empty(0, device="cpu")
 
     def __contains__(self, slot: int) -> bool:
         """Tell whether changes of a slot are sent."""
@@ -115,11 +115,16 @@ class Deltas:
         segments, keys = self._pieces[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
         if len(still) == len(segments) or torch.equal(given, weights):  # at the first difference it is over
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         numel = len(weights)
         if len(self._zeros) < numel or self._zeros.dtype != dtype:
-            self._zeros, self._left = torch.zeros(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
-        change = torch.empty(self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8)
+            self._zeros, self._left = (
+                torch.zeros(numel, dtype=dtype, device="cpu"),
+                torch.empty(numel, dtype=dtype, device="cpu"),
+            )
+        change = torch.empty(
+            self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8, device="cpu"
+        )
         try:
             difference = given.to(dtype) - weights.to(dtype)
             for part in still:
@@ -142,7 +147,7 @@ class Deltas:
         steps = list(itertools.dropwhile(lambda step: step.before != held, self._steps))
         changes = [step.changes.get(slot) for step in steps]
         if held == self.version:
-            return torch.empty(0, dtype=torch.uint8), True
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), True
         found = [one for one in changes if one is not None]
         if steps and len(found) == len(steps):
             return found[0] if len(found) == 1 else torch.cat(found), True
@@ -155,7 +160,7 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     Raises:
         ProtocolError: they are not whole changes of so many weights.
     """
-    dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights))))
+    dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)
     if len(changes) % size:
         raise ProtocolError(

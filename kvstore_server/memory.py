@@ -204,7 +204,7 @@ def _state_bytes(spec: bytes, dtype: str) -> float:
     plan = make_plan([TensorSpec("key", _PROBE, dtype)], 1, not optimizer.elementwise)
     shard = Shard()
     unit = shard.add(plan)
-    zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype)).view(-1)
+    zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype), device="cpu").view(-1)
     try:
         given = Contribution(shard.runs_of(unit, {dtype: zeros}))
         shard.update([given], optimizer, [effective_hypers(plan, optimizer, {})])

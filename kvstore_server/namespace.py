@@ -43,7 +43,7 @@ from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -912,7 +912,7 @@ class Growing:
         """So many bytes are here, from the first one on."""
         self.end = 0
         """So many elements those are."""
-        self._codec, self._bytes = part.codec, torch.empty(part.nbytes, dtype=torch.uint8)
+        self._codec, self._bytes = part.codec, torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         self.payload = part.payload(self._bytes)
 
     @property

@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
         if size is None:
             return None
         data = self.data[begin * size : end * size]
-        found = torch.empty(len(data) // size, dtype=compute_dtype(dtype))
+        found = torch.empty(len(data) // size, dtype=compute_dtype(dtype), device="cpu")
         self.codec.decode(data, dtype, found)
         return found
 
@@ -241,7 +241,7 @@ def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
     """Cut rows at starts, the first of which is 0. Each part is counted from its start."""
     if len(starts) == 1:
         return [rows]
-    cuts = torch.searchsorted(rows.ids, torch.tensor(starts[1:], dtype=torch.int64)).tolist()
+    cuts = torch.searchsorted(rows.ids, torch.tensor(starts[1:], dtype=torch.int64, device="cpu")).tolist()
     counts = np.diff([0, *cuts, len(rows.ids)]).tolist()
     ids = torch.split(rows.ids - torch.from_numpy(np.repeat(starts, counts)), counts)
     return list(map(RowSet, ids, torch.split(rows.values, counts)))

@@ -129,7 +129,7 @@ class Shard:
                 )
                 continue
             if dense is None:
-                dense = torch.zeros(one.piece.used, dtype=part.dtype)
+                dense = torch.zeros(one.piece.used, dtype=part.dtype, device="cpu")
             dense[segment.start : segment.start + segment.numel] = part
         return dense
 
@@ -577,7 +577,7 @@ class Shard:
                 if key in left_out:
                     continue
                 if key not in self.storage.homes:  # without elements
-                    empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+                    empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
                     updater(spec.key, empty, empty.clone())
                     continue
                 with self.storage.lent_key(self.storage.homes[key]) as weight:

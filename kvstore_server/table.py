@@ -34,7 +34,7 @@ from kvstore_server.rows import RowSet, are_rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
 from kvstore_server.storage import Rows, Undo
 
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 ALL = -1
 """In place of a rank: all of them together."""
 
@@ -449,7 +449,7 @@ class Table:
                 slots = range(first, first + len(pieces))
                 parts += [RowPart(slot, self.shard.storage.padded[slot], m.WHOLE) for slot in slots]
             elif not rows:
-                parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8), m.ROWS))
+                parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8, device="cpu"), m.ROWS))
             else:
                 parts += self._pack(pieces, rows)
         self._changed = versions, parts

@@ -514,7 +514,7 @@ class JointUpdate:
                 entries = {OWN_COUNT if name == "step" else name: value for name, value in kept.items()}
                 if key in self._masters:
                     entries["master"] = self._masters[key].clone()
-                found[key] = {"step": torch.tensor(float(count)), **entries}
+                found[key] = {"step": torch.tensor(float(count), device="cpu"), **entries}
         return found
 
     def put(self, states: Mapping[int, State]) -> None:

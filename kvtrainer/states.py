@@ -75,7 +75,10 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
             parts = _parts(plan, kept, key)
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
-                found[key] = {**_by_row(plan, key, state), "step": torch.tensor(float(state["step"]))}
+                found[key] = {
+                    **_by_row(plan, key, state),
+                    "step": torch.tensor(float(state["step"]), device="cpu"),
+                }
     return found
 
 
@@ -223,7 +226,7 @@ def _copied(state: Mapping[str, Any]) -> State:
     """Copy state with a step count and without unused entries. Some torch optimizers keep no count."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in used.items()}
-    return {"step": torch.tensor(float(state.get("step", 1.0))), **copies}
+    return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **copies}
 
 
 def _name_own_count(
@@ -251,7 +254,9 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
     on the others, so it is given two.
     """
     shape = (2,) if optimizer.elementwise else spec.shape
-    weight = torch.zeros(shape, dtype=torch.float64 if spec.dtype == "float64" else torch.float32)
+    weight = torch.zeros(
+        shape, dtype=torch.float64 if spec.dtype == "float64" else torch.float32, device="cpu"
+    )
     numbers = {name: options.get(name, value) for name, value in optimizer.hyper.items()}
     hyper = {**numbers, "step": 1 + optimizer.begin_num_update, "key": spec.key, "first": 0}
     try:
@@ -269,7 +274,7 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
 
 def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
     """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all."""
-    state: State = {"step": torch.tensor(0.0)}
+    state: State = {"step": torch.tensor(0.0, device="cpu")}
     for name, value in (trial_state(optimizer, options, spec) or {}).items():
         is_tensor = isinstance(value, Tensor)
         state[name] = value.detach().clone(memory_format=torch.contiguous_format) if is_tensor else value

@@ -233,7 +233,12 @@ def update_rows(
             empty = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device)
             grad_rows = empty.copy_(grad_rows)
         sparse = torch.sparse_coo_tensor(
-            rows[None], grad_rows, weight.shape, is_coalesced=True, check_invariants=False
+            rows[None],
+            grad_rows,
+            weight.shape,
+            is_coalesced=True,
+            check_invariants=False,
+            device=grad_rows.device,
         )
         apply_update(optimizer, weight, sparse, state, hyper)
     elif takes_rows(optimizer, hyper):
@@ -278,7 +283,9 @@ def _update_lazily(
         for name, value in values.items():
             entry = _entry(optimizer, name, value, (whole,), None)
             is_flat = optimizer.elementwise and _has_rows(entry)
-            state.values[name] = torch.as_tensor(entry).view(weight.shape) if is_flat else entry
+            state.values[name] = (
+                torch.as_tensor(entry, device=weight.device).view(weight.shape) if is_flat else entry
+            )
     if len(rows):
         hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
         at_once = len(rows)

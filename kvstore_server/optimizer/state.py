@@ -210,7 +210,12 @@ def spread(
     Raises:
         ShapeMismatchError: one has another number of elements than the key; nothing has changed.
     """
-    flat = {n: torch.as_tensor(v).detach().reshape(-1) for n, v in values.items() if n in per_element}
+    given = {
+        n: torch.as_tensor(v, device=getattr(v, "device", "cpu"))
+        for n, v in values.items()
+        if n in per_element
+    }
+    flat = {n: v.detach().reshape(-1) for n, v in given.items()}
     others = {n: own(v) for n, v in values.items() if n not in flat and n != "step"}
     size = sum(numel for _, _, numel in _places(parts))
     for name, tensor in flat.items():
@@ -304,7 +309,7 @@ def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Ten
     if size > len(data) - at:
         raise ValueError(f"{name!r} needs {size} bytes, {len(data) - at} are left")
     if not size:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     # Copied: the message's memory is not ours, nor aligned.
     return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
 
@@ -315,7 +320,7 @@ def _unpack(value: Any) -> StateValue | Place:
     number, dtype = value
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
         raise ValueError(f"{value!r} is no number")
-    return torch.tensor(number, dtype=getattr(torch, dtype)) if dtype else number
+    return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -81,7 +81,7 @@ class TorchOptimizer(Optimizer):
                 f"{self.registered_name}: differentiable=True needs autograd through the update, which a "
                 "store does not record; leave it out"
             )
-        self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1))])
+        self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1), device="cpu")])
         self.hyper = _group_of(self._template)
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
@@ -418,10 +418,10 @@ def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dic
     accepted = _signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
     try:
-        built = _constructed(cls, [torch.zeros(1, 1)], options)
+        built = _constructed(cls, [torch.zeros(1, 1, device="cpu")], options)
     except Exception as error:
         return options, f"its constructor takes more than its groups have ({type(error).__name__}: {error})"
-    torchs = {*vars(optim.SGD([torch.zeros(1)])), "step", "_opt_called"}
+    torchs = {*vars(optim.SGD([torch.zeros(1, device="cpu")])), "step", "_opt_called"}
     unlike = [
         name
         for name, value in vars(instance).items()

@@ -492,7 +492,11 @@ def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
     listed = sizes.tolist()  # as Python's numbers, whose sum cannot wrap around to the right one
     if min(listed, default=0) < 0 or sum(listed) != total:
         raise ProtocolError(f"the payload has {total} bytes, the body names {sum(listed)}")
-    return torch.frombuffer(frame, dtype=torch.uint8) if total else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(frame, dtype=torch.uint8)
+        if total
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _joined(payloads: Sequence[Tensor]) -> Frame:

@@ -305,7 +305,7 @@ class Memory:
     """The gathered slices of a layout, and a view of the numbers of each."""
 
     def __init__(self, layout: Layout) -> None:
-        self.raw = torch.zeros(layout.size, dtype=torch.uint8)
+        self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
         self.views = [
             self.raw[begin : begin + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
             if begin >= 0

@@ -109,7 +109,7 @@ class HostSum:
         """Exchange what the workers are about to give."""
         is_special = own.rows or own.sources or own.lent or own.unread or own.veto or own.assign
         is_plain = own.values is not None and not (is_special or own.joined or own.is_kept)
-        absent = torch.tensor(sorted(own.absent), dtype=torch.int64).numpy().tobytes()
+        absent = torch.tensor(sorted(own.absent), dtype=torch.int64, device="cpu").numpy().tobytes()
         digest = blake2b(absent, digest_size=16).digest()
         mine = _TERMS.pack(is_plain, digest, 1.0 if own.rescale is None else own.rescale)
         heard = self._memory.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))

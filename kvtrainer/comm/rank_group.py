@@ -133,7 +133,7 @@ class RankGroup:
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank; they may differ in length."""
-        lengths = [int(one) for one in self.all_gather(torch.tensor([len(mine)]))]
+        lengths = [int(one) for one in self.all_gather(torch.tensor([len(mine)], device="cpu"))]
         padded = bytearray(max(1, *lengths))
         padded[: len(mine)] = mine
         found = self.all_gather(torch.frombuffer(padded, dtype=torch.uint8))
@@ -238,7 +238,7 @@ class RankGroup:
 
     def barrier(self) -> None:
         """Block until every rank has come here."""
-        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     @torch.no_grad()
     def gather_rows(self, mine: RowSet, counts: Sequence[int]) -> list[RowSet]:

@@ -121,7 +121,7 @@ class RankMemory:
 
         Pieces have the same sizes on all ranks. With `for_all` false the lowest rank alone gets the sums.
         """
-        last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0)
+        last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0, device="cpu")
         takes = for_all or not self._at
         for window in _windows(pieces, PLACE // dtype.itemsize):
             addends, targets = zip(*window, strict=True)

@@ -29,7 +29,7 @@ from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NEAR = 1 << 20
 """Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message. Not if other
 servers get commits, too: between the first and the last of those there should be little to do."""
@@ -641,7 +641,7 @@ def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:
     length, found = layout.pieces[at].length, _given(contribution, layout, at)
     if len(found) == length:
         return found
-    padded = torch.zeros(length, dtype=found.dtype)
+    padded = torch.zeros(length, dtype=found.dtype, device="cpu")
     padded[: len(found)] = found
     return padded
 

@@ -738,7 +738,7 @@ class Ahead:
         """Put a slice together from the numbers of each of its keys; returns it with its padding."""
         numbers = self._memory.get(piece.index)
         if numbers is None:
-            numbers = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype))
+            numbers = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype), device="cpu")
             self._memory[piece.index] = numbers
         places = [numbers[one.start : one.start + one.numel] for one in piece.segments]
         torch._foreach_copy_(places, list(parts))

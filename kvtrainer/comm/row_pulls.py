@@ -81,7 +81,7 @@ class RowPulls:
                 rows = table.plan.joined_rows(keys[0])
                 starts = dict(zip(rows.keys, rows.bounds, strict=True))
                 given = torch.cat([own + starts[key] for key, own in zip(keys, ids, strict=True)])
-            out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype))
+            out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype), device="cpu")
             outs += torch.split(out, lengths)
             for block, where, own in rows.by_server(given.numpy()):
                 where = np.arange(len(given))[where]
@@ -216,7 +216,7 @@ class TableRows:
         if torch.equal(have, ids):
             return rows.clone()
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
-        is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool)
+        is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         found = rows.new_empty(len(ids), rows.shape[1])
         found[is_here] = rows[place[is_here]]
         if not bool(is_here.all()):

@@ -41,7 +41,7 @@ class Residuals(Generic[Place]):
         if kind is None:
             return None, None
         kept, spare = self.kept.get(place), self._spare.pop(place, None)
-        kept = torch.zeros(numel, dtype=kind) if kept is None else kept
+        kept = torch.zeros(numel, dtype=kind, device="cpu") if kept is None else kept
         return kept, torch.empty_like(kept) if spare is None else spare
 
     def accept(self, place: Place) -> None:
@@ -131,7 +131,7 @@ class Compressor:
                 continue
             for segment in piece.segments:
                 spec = self._plan.specs[segment.key]
-                whole = found.setdefault(segment.key, torch.zeros(spec.numel, dtype=kept.dtype))
+                whole = found.setdefault(segment.key, torch.zeros(spec.numel, dtype=kept.dtype, device="cpu"))
                 part = kept[segment.start : segment.start + segment.numel]
                 whole[segment.key_start : segment.key_start + segment.numel] = part
         return {key: whole.view(self._plan.specs[key].shape) for key, whole in found.items()}
@@ -154,7 +154,9 @@ class Compressor:
     def _encode(self, grad: Tensor, piece: Slice, absent: frozenset[int]) -> Tensor:
         out = self._read.pop(piece.index, None)
         if out is None:
-            out = torch.empty(self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
+            out = torch.empty(
+                self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8, device="cpu"
+            )
         residual, following = self._residuals.pair(piece.index, piece.used, piece.dtype)
         self.codec.encode(grad, residual, out, following)
         if residual is None or following is None:
@@ -189,7 +191,9 @@ class RemoteTable:
     def new_arenas(self) -> dict[str, Tensor]:
         """Make room for all values that are not row-sparse, as the Plan lays them out; zeros."""
         sizes = self.plan.resident_sizes
-        return {dtype: torch.zeros(size, dtype=torch_dtype(dtype)) for dtype, size in sizes.items()}
+        return {
+            dtype: torch.zeros(size, dtype=torch_dtype(dtype), device="cpu") for dtype, size in sizes.items()
+        }
 
     @property
     def round(self) -> int:

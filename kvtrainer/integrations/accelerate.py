@@ -139,7 +139,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         self.workers.limit(trainer, limit)
         if trainer not in self._norms:
             trainer.register_step_post_hook(self._tell_norm)
-        self._norms[trainer] = torch.tensor(float("nan"))
+        self._norms[trainer] = torch.tensor(float("nan"), device="cpu")
         return self._norms[trainer]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

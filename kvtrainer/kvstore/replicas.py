@@ -105,8 +105,8 @@ class ReplicaCompressor:
         there = [((key, at), replica) for at, replica in enumerate(replicas) if replica is not None]
         first, following = there[0][1], dict[tuple[str, int], Tensor]()
         numel, dtype = first.numel(), dtype_name(first.dtype)
-        total = torch.empty(numel, dtype=compute_dtype(dtype))
-        said = torch.empty(self._codec.encoded_nbytes(numel, dtype), dtype=torch.uint8)
+        total = torch.empty(numel, dtype=compute_dtype(dtype), device="cpu")
+        said = torch.empty(self._codec.encoded_nbytes(numel, dtype), dtype=torch.uint8, device="cpu")
         for number, (place, replica) in enumerate(there):
             residual, after = self._residuals.pair(place, numel, dtype)
             self._codec.encode(replica.detach().to("cpu").reshape(-1), residual, said, after)

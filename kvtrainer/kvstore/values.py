@@ -34,7 +34,7 @@ class Entry:
 
     def new_arena(self) -> dict[str, Tensor]:
         """Make room for the key's values; not initialised."""
-        return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype)}
+        return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype, device="cpu")}
 
 
 class RowPull(NamedTuple):
@@ -93,7 +93,7 @@ def targets_of(
     for at, (entry, first) in enumerate(zip(entries, outs.first, strict=True)):
         flat = flat_view(first) if first.dtype is entry.dtype else None
         if flat is None:
-            flat = torch.empty(entry.spec.numel, dtype=entry.dtype)
+            flat = torch.empty(entry.spec.numel, dtype=entry.dtype, device="cpu")
             others.append((first.detach(), flat))
         arenas.append({entry.spec.dtype: flat})
         if at in outs.others:
@@ -230,10 +230,12 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
         RowIdError: the key has no such rows; names them.
     """
     try:
-        given = torch.as_tensor(np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids)
+        given = torch.as_tensor(
+            np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids, device="cpu"
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
-    flat = given.detach().reshape(-1).cpu()
+    flat = given.detach().reshape(-1)
     is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
     if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
         raise ConfigurationError(
@@ -276,7 +278,9 @@ def read_row_pulls(
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
     """Make rows a coalesced sparse tensor of the key's shape."""
     values = rows.view(len(ids), *spec.shape[1:])
-    return torch.sparse_coo_tensor(ids[None], values, spec.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        ids[None], values, spec.shape, is_coalesced=True, check_invariants=False, device=values.device
+    )
 
 
 @torch.no_grad()

@@ -591,7 +591,7 @@ class TableKVStore(KVStoreBase):
             spec = entry.spec
             if spec.key in rows_only:
                 mine = merge_rows(spec, values)
-                counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)]))]
+                counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)], device="cpu"))]
                 ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
                 summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
             else:

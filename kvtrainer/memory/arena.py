@@ -353,7 +353,7 @@ class WriteWatch:
         """Find the keys of a dtype that have bytes in the sums that differ."""
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
-        stretches = self._stretches(dtype, torch.arange(0, flat.numel() * size, _WORD))
+        stretches = self._stretches(dtype, torch.arange(0, flat.numel() * size, _WORD, device="cpu"))
         parts = [part for turns in stretches for part in turns[self._turn % len(turns)]]
         firsts = torch.cat([part[..., 0].flatten() for part in parts])[differs].tolist()
         ends = torch.cat([part[..., -1].flatten() for part in parts])[differs].add(_WORD).tolist()

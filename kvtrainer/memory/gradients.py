@@ -255,7 +255,7 @@ class _AllOf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:

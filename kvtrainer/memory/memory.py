@@ -95,7 +95,12 @@ class DeviceMemory:
                 shape, dtype = self.plan.specs[key].shape, self.parameters[key].dtype
                 rows = values.to(dtype).view(-1, *shape[1:])
                 self.parameters[key].grad = torch.sparse_coo_tensor(
-                    ids.view(1, -1), rows, shape, is_coalesced=True, check_invariants=False
+                    ids.view(1, -1),
+                    rows,
+                    shape,
+                    is_coalesced=True,
+                    check_invariants=False,
+                    device=rows.device,
                 )
 
     def scale_rows(self, scale: float) -> None:
@@ -148,7 +153,10 @@ class DeviceMemory:
         assert grad is not None
         if grad.layout is torch.strided:
             # Of a row-sparse parameter, from elsewhere than its own backward pass: it has all rows.
-            return RowSet(torch.arange(spec.shape[0]), grad.detach().reshape(spec.shape[0], row_numel(spec)))
+            return RowSet(
+                torch.arange(spec.shape[0], device=grad.device),
+                grad.detach().reshape(spec.shape[0], row_numel(spec)),
+            )
         if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
             raise ConfigurationError(
                 f"the gradient of {self.names[i]!r} has layout {grad.layout}"

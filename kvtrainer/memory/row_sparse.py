@@ -106,7 +106,7 @@ class RowSparseParameter(Parameter):
         self: RowSparseParameter = torch.Tensor._make_subclass(cls, scalar.expand(sizes), requires_grad)
         self._init = _checked_init(init, sizes)
         with _filling:
-            self._seed = int(torch.randint(1 << 62, ())) if callable(init) else 0
+            self._seed = int(torch.randint(1 << 62, (), device="cpu")) if callable(init) else 0
         self._owner, self._label, self._is_placed = None, "", False
         return self
 
@@ -153,7 +153,7 @@ class RowSparseParameter(Parameter):
                 raise RowSparseError(
                     f"the values of {self._name()} were in the store of a Trainer that is gone"
                 )
-            rows = owner.row_sparse_pull(self, torch.arange(self.shape[0]))
+            rows = owner.row_sparse_pull(self, torch.arange(self.shape[0], device="cpu"))
             return rows.view(self.shape).to(self.device)
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 
@@ -195,14 +195,14 @@ class RowSparseParameter(Parameter):
         """Return the values to begin with."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
-            filled = torch.empty(self.shape, dtype=dtype)
+            filled = torch.empty(self.shape, dtype=dtype, device="cpu")
             with _filling, torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(self._seed)
                 init(filled)
             init = filled
         if isinstance(init, Tensor):
             return _source_of(init.detach().to("cpu", dtype).reshape(-1))
-        value = torch.tensor(float(init or 0), dtype=dtype)
+        value = torch.tensor(float(init or 0), dtype=dtype, device="cpu")
         return lambda start, numel: value.expand(numel)
 
     def _name(self) -> str:
@@ -414,6 +414,7 @@ class _Gather(torch.autograd.Function):
             ctx.shape,
             is_coalesced=True,
             check_invariants=False,
+            device=values.device,
         )
         return sparse, None, None
 

@@ -114,7 +114,7 @@ class PlateauSchedule:
         self._indices = self.target.indices(groups)
         self._begin, self._end, self._count = begin, end, 0
         self._stand_in = torch.optim.SGD(
-            [{"params": [torch.zeros(1)]} for _ in range(len(self.target))], lr=0.0
+            [{"params": [torch.zeros(1, device="cpu")]} for _ in range(len(self.target))], lr=0.0
         )
         lowest: Any = list(minimum) if isinstance(minimum, tuple) else minimum
         try:
@@ -130,7 +130,7 @@ class PlateauSchedule:
             return
         groups = self._stand_in.param_groups
         for _ in range(len(groups), len(self.target)):
-            self._stand_in.add_param_group({"params": [torch.zeros(1)]})
+            self._stand_in.add_param_group({"params": [torch.zeros(1, device="cpu")]})
         before = [self.target.read(index) for index in range(len(groups))]
         for group, value in zip(groups, before, strict=True):
             group["lr"] = value

@@ -77,9 +77,9 @@ class OverRanks(Agreement):
         self._group = group
 
     def broadcast(self, data: bytes) -> bytes:
-        length = torch.tensor([len(data)])
+        length = torch.tensor([len(data)], device="cpu")
         self._group.broadcast(length)
-        flat = torch.zeros(int(length), dtype=torch.uint8)
+        flat = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else flat
         if flat.numel():
@@ -151,10 +151,14 @@ class OverVerbs(Agreement):
         """Sum what all give under a key of so many numbers."""
         key = f"kvtrainer agreement {count}"
         if count not in self._known:
-            self._store.broadcast(key, torch.zeros(count), torch.zeros(count))
+            self._store.broadcast(
+                key,
+                torch.zeros(count, dtype=torch.float32, device="cpu"),
+                torch.zeros(count, dtype=torch.float32, device="cpu"),
+            )
             self._known.add(count)
         full = bytearray(data[:count].ljust(count, b"\0"))
-        out = torch.zeros(count)
+        out = torch.zeros(count, dtype=torch.float32, device="cpu")
         self._store.pushpull(key, torch.frombuffer(full, dtype=torch.uint8).float(), out)
         return out.to(torch.uint8).numpy().tobytes()
 

@@ -209,7 +209,7 @@ def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     numbers = np.random.get_state(legacy=True)
     assert isinstance(numbers, tuple)
     return {
-        "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
+        "python": {"version": version, "state": torch.tensor(internal, device="cpu"), "gauss": gauss},
         "numpy": {
             "key": torch.from_numpy(numbers[1].astype(np.int64)),
             "pos": int(numbers[2]),

@@ -574,12 +574,12 @@ class SideStream:
         It is pinned; where there is no such memory, a warning says that it is not, and copies to it block.
         """
         try:
-            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
         except RuntimeError as error:
             _log.warning(
                 "copies between %s and the host are slower, without pinned memory: %s", flat.device, error
             )
-            return torch.empty(flat.shape, dtype=flat.dtype)
+            return torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
 
     def after_current(self) -> None:
         """Have copies that come wait for all that is queued on the current stream."""

@@ -219,7 +219,7 @@ class GroupExchange(Exchange):
         if overlap is not None:
             given = Gradients({}, {}, 1.0, frozenset(self._keys)) if grads is None else grads
             mine = mine + overlap.states(given.arenas, given.rows, given.absent)
-        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64)))
+        found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu")))
         if overlap is not None:
             overlap.settle(found[:, num:].tolist())
         return found[:, :num]
@@ -433,8 +433,8 @@ class BucketOverlap:
 
     def _make_buckets(self, dense: frozenset[int]) -> None:
         """Lay out buckets in the order that gradients came on the lowest rank with any."""
-        mine = torch.full((len(self._passes),), -1)
-        mine[: len(self._came)] = torch.tensor(self._came, dtype=torch.int64)
+        mine = torch.full((len(self._passes),), -1, device="cpu")
+        mine[: len(self._came)] = torch.tensor(self._came, dtype=torch.int64, device="cpu")
         orders = [[key for key in one.tolist() if key >= 0] for one in self._group.all_gather(mine)]
         first = next((order for order in orders if order), None)
         if first is None:

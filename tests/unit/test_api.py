@@ -24,6 +24,12 @@ BY_NAME = {
 """Modules of ours that are imported by name: what a user reads of the package, what DMLC_ROLE asks for, and what a
 configuration can name."""
 
+MAKERS = (
+    "arange as_tensor asarray empty empty_strided eye full linspace ones rand randint randn randperm scalar_tensor "
+    "sparse_coo_tensor tensor zeros"
+)
+"""The functions of torch that make tensors on the default device."""
+
 
 def test_public_names_and_signatures_are_those_of_the_list() -> None:
     listed = (ROOT / "tests" / "data" / "api.txt").read_text().splitlines()
@@ -53,6 +59,17 @@ def test_no_other_import_of_ours_is_hidden_from_the_linter_of_imports() -> None:
     assert found == BY_NAME
 
 
+def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
+    """Otherwise it goes wherever the user's `torch.set_default_device` says."""
+    unnamed = []
+    for path, node in _nodes():
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), name), _, options) if name in MAKERS.split():
+                if not {"device", None} & {one.arg for one in options}:
+                    unnamed.append(f"{path}:{node.lineno}: torch.{name}")
+    assert unnamed == []
+
+
 def test_a_docstring_of_a_function_says_what_to_expect_and_is_no_clause() -> None:
     wrong = []
     for path, node, text in _docstrings():
@@ -75,10 +92,16 @@ def test_a_docstring_begins_with_a_sentence_of_at_most_80_columns() -> None:
 
 def _docstrings() -> Iterator[tuple[Path, ast.AST, str]]:
     """The docstrings of all modules, classes and functions of the packages, with what they are of."""
+    for path, node in _nodes():
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield path, node, text
+
+
+def _nodes() -> Iterator[tuple[Path, ast.AST]]:
+    """The syntax of all modules of the packages, with their files."""
     for package in (kvtrainer, kvstore_server):
         for path in Path(package.__file__).parent.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    text = ast.get_docstring(node)
-                    if text:
-                        yield path, node, text
+                yield path, node

@@ -260,7 +260,7 @@ def test_copies_and_pickles_are_data_parallel_models_of_their_own() -> None:
         other.forward_losses(torch.randn(6, 3), mean).backward()
         trainer.step(1)
         assert all(torch.equal(pair[0], pair[1]) for pair in other.params)
-        assert not torch.equal(other.params[0][0], model.params[0][0])
+        assert not torch.equal(other.params[-1][0], model.params[-1][0])
 
 
 def test_single_replica_alone_is_not_trained_by_mistake() -> None:
