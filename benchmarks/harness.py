@@ -7,6 +7,7 @@ its time limit. Of jobs whose workers call `steps.mark` also memory and CPU seco
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -133,6 +134,14 @@ def describe_machine(versions: Mapping[str, str], settings: str = SETTINGS) -> d
         "python": platform.python_version(),
         "settings": settings,
     }
+
+
+def cuda_device(device: str) -> dict[str, str]:
+    """The name of the CUDA device that parameters are on, in the form of versions; nothing for the CPU."""
+    if device == "cpu":
+        return {}
+    torch = importlib.import_module("torch")
+    return {"CUDA": f"{torch.version.cuda} on {torch.cuda.get_device_name(device)}"}
 
 
 def installed_versions(python: str, names: Sequence[str]) -> dict[str, str]:

@@ -60,6 +60,7 @@ def add_options(
     add = suite.add_options(parser, repetitions).add_argument
     add("--transports", default=transports, help="values of KVSTORE_TRANSPORT, commas between them")
     add("--before", default="", metavar="DIR", help="another checkout, which takes turns with this one")
+    add("--device", default="cpu", help="where workers have their parameters: cpu, or cuda, which all share")
     add("--mpi-env", default=".venv-mpi", help="environment made by benchmarks/mpi_env.sh")
     add("--mxnet-env", default=".venv-mxnet", help="environment made by benchmarks/mxnet_env.sh")
     return parser.parse_args()
@@ -97,7 +98,7 @@ def _versions(found: dict[str, str], options: argparse.Namespace) -> dict[str, s
     for name, packages in ((MPICH, ["mpich", "mpi4py"]), (MXNET, ["mxnet"])):
         if found.get(name) == "":
             known |= harness.installed_versions(_python(name, options), packages)
-    return known
+    return known | harness.cuda_device(options.device)
 
 
 def measure(system: str, job: Job, options: argparse.Namespace) -> dict[harness.Case, suite.Values]:
@@ -163,7 +164,7 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
         command = [_python(MXNET, options), str(HERE / "mxnet_step_worker.py"), *arguments]
         return harness.run_mxnet_job(command, job.workers, job.servers, limit, system == MXNET_IPC)
     python = _python(MPICH, options) if system == MPICH else sys.executable
-    command = [python, str(HERE / "step_worker.py"), *arguments, "--store"]
+    command = [python, str(HERE / "step_worker.py"), *arguments, "--device", options.device, "--store"]
     if system == MPICH:
         return harness.run_mpi_job([*command, "mpi"], job.workers, limit)
     if system in TORCH:
@@ -211,6 +212,8 @@ def _as_sent(grad: torch.Tensor, compressor: Compressor, plan: Plan) -> torch.Te
 def _missing(system: str, options: argparse.Namespace) -> str:
     if system not in (MPICH, MXNET, MXNET_IPC):
         return ""
+    if options.device != "cpu":
+        return "measured with parameters on the CPU"
     modules = "mpi4py.MPI, torch" if system == MPICH else "mxnet"
     return harness.why_missing(_python(system, options), modules)
 

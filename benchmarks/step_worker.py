@@ -49,6 +49,7 @@ class _Parameters:
 
     rank = 0
     is_continuous = False
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
@@ -56,21 +57,25 @@ class _Parameters:
         import_what_steps_need()
 
     def begin(self, work: Work) -> None:
-        self.parameters = [Parameter(torch.zeros(numel)) for numel in work.numels]
+        self.parameters = [Parameter(torch.zeros(numel, device=self.device)) for numel in work.numels]
 
     def assign(self, grads: list[Array]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = torch.from_numpy(grad)
+            parameter.grad = self.tensor(grad)
+
+    def tensor(self, grad: Array) -> Tensor:
+        """A gradient where the parameters are."""
+        return torch.from_numpy(grad).to(self.device)
 
     def forward(self, grads: list[Array]) -> None:
         pairs = zip(self.parameters, grads, strict=True)
-        self.loss = torch.stack([torch.dot(p, torch.from_numpy(grad)) for p, grad in pairs]).sum()
+        self.loss = torch.stack([torch.dot(p, self.tensor(grad)) for p, grad in pairs]).sum()
 
     def backward(self) -> None:
         self.loss.backward()
 
     def weights(self) -> Array:
-        result: Array = torch.cat([p.detach() for p in self.parameters]).numpy()
+        result: Array = torch.cat([p.detach() for p in self.parameters]).cpu().numpy()
         return result
 
 
@@ -241,7 +246,7 @@ class AllReduce(_Parameters):
         self._updater: Any = None
 
     def begin(self, work: Work) -> None:
-        flat, gradient = torch.zeros(work.keys * work.floats), torch.zeros(work.keys * work.floats)
+        flat, gradient = [torch.zeros(work.keys * work.floats, device=self.device) for _ in range(2)]
         self.parameters = [Parameter(one) for one in flat.split(work.floats)]
         self._slots = list(gradient.split(work.floats))
         keys = max(1, self._bucket // (4 * work.floats)) if self._bucket >= 0 else work.keys
@@ -253,7 +258,7 @@ class AllReduce(_Parameters):
             parameter.grad = slot
 
     def assign(self, grads: list[Array]) -> None:
-        self._assigned = [torch.from_numpy(grad) for grad in grads]
+        self._assigned = list(map(self.tensor, grads))
 
     def forward(self, grads: list[Array]) -> None:
         torch._foreach_zero_(self._buckets)
@@ -320,7 +325,7 @@ class Ddp(_Parameters):
 
     def forward(self, grads: list[Array]) -> None:
         self._model.zero_grad()
-        self.loss = self._model([torch.from_numpy(grad) for grad in grads])
+        self.loss = self._model(list(map(self.tensor, grads)))
 
     def step(self) -> None:
         self._updater.step()
@@ -368,13 +373,15 @@ if __name__ == "__main__":
     parser.add_argument("--store", choices=(*STORES, *OVERLAPPED), required=True)
     parser.add_argument("--compute", type=float, default=0.0, help="seconds of a step of an overlapped store")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--device", default="cpu", help="where the parameters are")
     options = worker_options(parser).parse_args()
     torch.set_num_threads(options.threads)
+    _Parameters.device = torch.device(options.device)
     if options.store in OVERLAPPED:
         store: Store = OVERLAPPED[options.store](options.compute)
     else:
         store = STORES[options.store]()
-    run(store, options)
+    run(store, options, torch.cuda.synchronize if options.device != "cpu" else lambda: None)
     if dist.is_initialized():
         dist.destroy_process_group()
         os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end

@@ -131,12 +131,16 @@ class Store(Protocol):
         """Wait for all workers."""
 
 
-def run(store: Store, options: argparse.Namespace) -> None:
-    """Measure all work of `options`; rank 0 writes seconds to OUT, and weights to WEIGHTS.0.npy, WEIGHTS.1.npy ..."""
+def run(store: Store, options: argparse.Namespace, synchronize: Callable[[], object] = lambda: None) -> None:
+    """Measure all work of `options`; rank 0 writes seconds to OUT, and weights to WEIGHTS.0.npy, WEIGHTS.1.npy ...
+
+    `synchronize` waits for the device that the weights are on.
+    """
     measured = {}
     for at, fields in enumerate(json.loads(options.works)):
         work = Work(**fields)
-        measured[str(at)] = _measure(store, work, f"{options.out}.{at}" if store.rank == 0 else "")
+        marks = f"{options.out}.{at}" if store.rank == 0 else ""
+        measured[str(at)] = _measure(store, work, marks, synchronize)
         if store.rank == 0:
             np.save(f"{options.weights}.{at}.npy", store.weights())
     if store.rank == 0:
@@ -166,7 +170,7 @@ def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(store: Store, work: Work, marks: str) -> dict[str, Any]:
+def _measure(store: Store, work: Work, marks: str, synchronize: Callable[[], object]) -> dict[str, Any]:
     grads = Gradients(work, store.rank)
     if marks:
         mark(f"{marks}.base")
@@ -178,8 +182,13 @@ def _measure(store: Store, work: Work, marks: str) -> dict[str, Any]:
         if from_backward:
             store.backward()
         store.step()
+        synchronize()
 
-    meet = (lambda: None) if store.is_continuous else store.barrier
+    def meet() -> None:
+        synchronize()
+        if not store.is_continuous:
+            store.barrier()
+
     return time_rounds(lambda number: prepare(grads.of(number)), step, meet, work.warm_up, work.rounds, marks)
 
 

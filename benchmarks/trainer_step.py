@@ -5,6 +5,7 @@
 A step is what follows a backward pass: every parameter has a new gradient, and afterwards new weights. A Trainer
 without a kvstore, one with 'local', and torch.optim with fused=True take turns, each in a process of its own, for many
 parameters of one size and for as many, and as large, as those of known models; with SGD with momentum, and Adam.
+`--device cuda` has parameters on a CUDA device, which a step waits for at its end.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ def main() -> int:
     sizes = {work.name: work.nbytes for work in works}
 
     def limits(case: harness.Case, system: str, found: Limits) -> dict[str, float]:
-        """The gradient is read once, and the weights are updated."""
+        """The gradient is read once, and the weights are updated. Of a device's memory no limit is measured."""
+        if options.device != "cpu":
+            return {}
         return {"memory": (1 + step_jobs.STATES[case.optimizer]) * sizes[case.workload] / found.add}
 
     question = suite.Question(TITLE, systems, limits, setting="threads")
     measure = functools.partial(_measure, works=works, options=options)
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch"])
+    versions |= harness.cuda_device(options.device)
     return suite.run(question, options.threads.split(","), measure, versions, options)
 
 
@@ -62,7 +66,7 @@ def _measure(
     """Have a system make all steps in a process, and compare the weights with those of torch here."""
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
         command = [sys.executable, str(HERE / "step_worker.py"), "--store", SYSTEMS[system]]
-        command += ["--threads", threads, "--weights", f"{folder}/weights"]
+        command += ["--threads", threads, "--weights", f"{folder}/weights", "--device", options.device]
         command += ["--works", json.dumps([asdict(work) for work in works])]
         measured = harness.run_torch_job(command, 1, options.job_timeout)
         for at, work in enumerate(works):
@@ -116,6 +120,7 @@ def _options() -> argparse.Namespace:
     add("--optimizers", default="momentum,adam", help="of momentum, adam and sgd")
     add("--threads", default="1,2", help="numbers of torch's threads")
     add("--rounds", type=suite.positive, default=15, help="timed steps of a job")
+    add("--device", default="cpu", help="where the parameters are: cpu or cuda")
     return parser.parse_args()
 
 

@@ -241,9 +241,10 @@ def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
     """Cut rows at starts, the first of which is 0. Each part is counted from its start."""
     if len(starts) == 1:
         return [rows]
-    cuts = torch.searchsorted(rows.ids, torch.tensor(starts[1:], dtype=torch.int64, device="cpu")).tolist()
-    counts = np.diff([0, *cuts, len(rows.ids)]).tolist()
-    ids = torch.split(rows.ids - torch.from_numpy(np.repeat(starts, counts)), counts)
+    device = rows.ids.device
+    edges = torch.tensor(starts[1:], dtype=torch.int64, device=device)
+    counts = np.diff([0, *torch.searchsorted(rows.ids, edges).tolist(), len(rows.ids)]).tolist()
+    ids = torch.split(rows.ids - torch.from_numpy(np.repeat(starts, counts)).to(device), counts)
     return list(map(RowSet, ids, torch.split(rows.values, counts)))
 
 

@@ -519,10 +519,18 @@ class JointUpdate:
 
     def put(self, states: Mapping[int, State]) -> None:
         """Replace the state of every key by what `states` returned; one without an entry starts afresh."""
+        device = self._device.arena.device
+        groups = {p: group for group in self.instance.param_groups for p in group["params"]}
         for key, parameter in enumerate(self._parameters):
-            given, device = _cloned(dict(states.get(key, {}))), self._device.arena.device
+            given, group = _cloned(dict(states.get(key, {}))), groups.get(parameter, {})
             self._counts[key] = count = int(given.pop("step", 0))
-            entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
+            # As torch does it: what may be of one element, too, and its count where kernels read that.
+            entries = {
+                n: v.to(device)
+                if isinstance(v, Tensor) and (n != OWN_COUNT or group.get("capturable") or group.get("fused"))
+                else v
+                for n, v in given.items()
+            }
             self._masters.pop(key, None)
             if "master" in entries:
                 self._masters[key] = entries.pop("master").to(device)

@@ -159,7 +159,13 @@ def import_states(
     with announced("dividing optimizer states", nbytes):
         for key, given in states.items():
             state = _by_row(plan, key, given, is_dealt=False)
-            entries = {n: v.to(device) if isinstance(v, Tensor) and v.dim() else v for n, v in state.items()}
+            are_numbers = not plan.specs[
+                key
+            ].shape  # then what it has of each element has no dimension either
+            entries = {
+                n: v.to(device) if isinstance(v, Tensor) and (v.dim() or are_numbers) else v
+                for n, v in state.items()
+            }
             per_element = of_scalars
             if optimizer.elementwise and plan.specs[key].shape:
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}

@@ -531,7 +531,7 @@ class KeptSums:
 
     def note(self, ids: Tensor) -> None:
         """Note that the Trainer has written these rows."""
-        begins = ids.numpy() * self._row_nbytes
+        begins = ids.cpu().numpy() * self._row_nbytes
         first, last = begins >> _KEPT_SHIFT, (begins + (self._row_nbytes - 1)) >> _KEPT_SHIFT
         span = int((last - first).max(initial=0)) + 1
         if span > 1:
@@ -539,5 +539,5 @@ class KeptSums:
         if first.max(initial=0) >= len(self._units):
             first = first[first < len(self._units)]
             self._rest_sums = self._rest.sum(-1)
-        sums = self._units.index_select(0, torch.from_numpy(first)).sum(-1)
-        self._sums.numpy()[first] = sums.numpy()
+        places = torch.from_numpy(first).to(self._units.device)
+        self._sums[places] = self._units.index_select(0, places).sum(-1)

@@ -82,8 +82,9 @@ def test_nccl_sums_replicas_and_refuses_what_it_cannot() -> None:
     trainer.step(1)
     assert [p.unique().tolist() for p in w] == [[-3.0]] * 2
     kv: Any = kvstore.create("nccl")
+    kv.init("w", torch.zeros(2))
     with pytest.raises(ConfigurationError, match="CUDA tensors only"):
-        kv.init("w", torch.zeros(2))
+        kv.push("w", torch.zeros(2))
     with pytest.raises(ConfigurationError, match="compression is not supported"):
         kv.set_gradient_compression({"type": "2bit"})
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kvtrainer
-from kvtrainer.comm.connection import Connection
-from kvtrainer.env import TRANSPORT
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.stores import Servers
 
@@ -39,8 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "2bit": {"compression_params": {"type": "2bit", "threshold": 0.1}},
     "1bit": {"compression_params": {"type": "1bit"}},
     "topk": {"compression_params": {"type": "topk", "ratio": 0.1}},
-    "overlap": {"overlap": True},
-    "overlap_pull": {"overlap": True, "overlap_pull": True},
     "copied": {"zero_copy": False},
     "hierarchy": {"hierarchy": True},
 }
@@ -55,12 +52,13 @@ class Net(nn.Module):
         self.dense = nn.ParameterList(
             [nn.Parameter(torch.linspace(-1, 1, size, dtype=dtype).to(device)) for size in sizes]
         )
+        self.scale = nn.Parameter(torch.tensor(0.5).to(device))
         rows = torch.arange(80.0).view(20, 4) / 64
         self.table = nn.Embedding.from_pretrained(rows.to(device), freeze=False, sparse=sparse)
 
     def forward(self, rank: int, step: int) -> Tensor:
         ids = torch.tensor([rank, step, step + 3, 5, 5], device=self.table.weight.device)
-        loss: Tensor = self.table(ids).sum() * 0.25
+        loss: Tensor = self.table(ids).sum() * 0.25 + self.scale * float(rank + 1)
         for at, p in enumerate(self.dense):
             loss = loss + (p.float() * float(rank + step + at + 1)).sum() / 8
         return loss
@@ -78,12 +76,6 @@ def check_close(found: list[Tensor], expected: list[Tensor], exactly: bool = Fal
     for mine, other in zip(found, expected, strict=True):
         bound = 0.0 if exactly else 2e-6
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
-
-
-@pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRANSPORT, "tcp")
-    monkeypatch.setattr(Connection, "is_far", lambda *_: True)
 
 
 @pytest.fixture
@@ -130,16 +122,28 @@ def test_rows_are_updated_in_one_process(optimizer: str, store: str | None) -> N
     check_close(*found)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_rows_of_a_table_that_is_watched_for_writes_are_updated(optimizer: str) -> None:
+    """One that is so large that sums of its parts are kept."""
+    found = []
+    for device in ("cuda", "cpu"):
+        table = nn.Embedding.from_pretrained(torch.zeros(2**17, 32).to(device), freeze=False, sparse=True)
+        params = {"lr": 1.0, "lazy_update": True}
+        trainer = kvtrainer.Trainer(table, optimizer, params, "local")
+        for step in range(STEPS):
+            table(torch.tensor([0, step, 2**17 - 1, 70_000], device=device)).sum().backward()
+            trainer.step(1)
+            trainer.zero_grad()
+        found.append([table.weight.detach().cpu()])
+    check_close(*found)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_servers_update_what_is_there_to_the_bit(
-    name: str, sparse: bool, jobs: Servers, request: pytest.FixtureRequest
-) -> None:
+def test_servers_update_what_is_there_to_the_bit(name: str, sparse: bool, jobs: Servers) -> None:
     options = OPTIONS[name]
     if sparse and (name in ("in workers", "hierarchy") or "compression_params" in options):
         sparse = False
-    if "overlap" in name:
-        request.getfixturevalue("far")
 
     def body(kv: DistKVStore, rank: int, device: str) -> list[Tensor]:
         net = Net(device, sparse)
@@ -195,6 +199,22 @@ def test_saved_states_go_on_on_another_device(
     check_close(resumed(*devices), resumed("cpu", "cpu"))
 
 
+def test_states_of_a_fused_optimizer_of_torch_come_from_the_cpu(tmp_path: Path) -> None:
+    found = []
+    for device in ("cuda", "cpu"):
+        net, other = Net("cpu"), Net(device)
+        first, second = [
+            kvtrainer.Trainer(one, torch.optim.Adam(one.parameters(), 0.01, fused=True), kvstore=None)
+            for one in (net, other)
+        ]
+        train(net, first)
+        first.save_states(tmp_path / "states")
+        other.load_state_dict(net.state_dict())
+        second.load_states(tmp_path / "states")
+        found.append(train(other, second, first=STEPS))
+    check_close(*found)
+
+
 def test_loss_scaling_skips_a_step_whose_gradient_overflows() -> None:
     w = nn.Parameter(torch.ones(1000, device="cuda"))
     trainer = kvtrainer.Trainer([w], "sgd", {"lr": 1.0}, None, amp={"init_scale": 2.0**4})
@@ -215,12 +235,8 @@ def test_one_rank_over_nccl_trains_as_without_a_group(group: None) -> None:
     check_close(*found)
 
 
-@pytest.mark.parametrize("name", ["plain", "in workers", "int8", "clipped by norm", "overlap"])
-def test_a_default_device_of_cuda_changes_nothing(
-    name: str, jobs: Servers, request: pytest.FixtureRequest
-) -> None:
-    if name == "overlap":
-        request.getfixturevalue("far")
+@pytest.mark.parametrize("name", ["plain", "in workers", "int8", "clipped by norm"])
+def test_a_default_device_of_cuda_changes_nothing(name: str, jobs: Servers) -> None:
 
     def body(kv: DistKVStore, rank: int, default: str) -> list[Tensor]:
         net = Net("cuda")
@@ -229,6 +245,15 @@ def test_a_default_device_of_cuda_changes_nothing(
 
     found = [jobs.results(2, 2, lambda kv, rank, on=on: body(kv, rank, on))[0] for on in ("cuda", "cpu")]
     check_close(*found, exactly=True)
+
+
+@pytest.mark.parametrize("option", ["overlap", "overlap_pull"])
+def test_overlap_with_servers_is_refused_with_the_reason(option: str, jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> None:
+        with pytest.raises(ConfigurationError, match=f"{option}=True needs all parameters on one CPU device"):
+            kvtrainer.Trainer(Net("cuda"), "sgd", {"lr": 0.1}, kv, **{option: True})
+
+    jobs.results(1, 1, body)
 
 
 def test_a_snapshot_is_of_a_whole_round_and_on_the_device(jobs: Servers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -229,26 +228,3 @@ def test_unsuitable_parameters_are_refused_before_anything_changes(
     with pytest.raises(ConfigurationError, match=message):
         arena_of(parameters)
     assert [p.data_ptr() for p in parameters] == before
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cuda_parameters_alias_the_arena_with_storages_of_their_own(dtype: torch.dtype) -> None:
-    torch.manual_seed(4)
-    parameters = [
-        Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in [(3, 5), (), (0, 4), (70, 30)]
-    ]
-    before = [p.detach().clone() for p in parameters]
-    arena = arena_of(parameters)
-    assert all(torch.equal(p, value) for p, value in zip(parameters, before, strict=True))
-    assert [p.untyped_storage().nbytes() for p in parameters] == [p.nbytes for p in parameters]
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    gather(arena, parameters, [True] * len(parameters))
-    (flat,) = arena.grads.values()
-    assert flat.sum().item() == sum(math.prod(p.shape) for p in parameters)
-    (weights,) = arena.weights.values()
-    weights.fill_(2)
-    assert all(bool((p == 2).all()) for p in parameters)
-    arena.check_in_place()

@@ -317,15 +317,6 @@ def test_states_of_other_devices_are_left_out_with_a_warning(caplog: pytest.LogC
     assert "1 CUDA devices were saved and 0 are used" in caplog.text
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_numbers_go_on_where_they_were_saved() -> None:
-    device = torch.device("cuda", 0)
-    state = rng_state([device])
-    expected = torch.rand(3, device=device)
-    set_rng_state(state, [device])
-    assert torch.equal(torch.rand(3, device=device), expected)
-
-
 def test_without_a_seed_one_is_drawn_and_the_dict_that_is_given_stays_as_it_is(make: Make) -> None:
     given: dict[str, Any] = {"seed": None}
     first, second = make(env_kwargs=None), make(env_kwargs={"randomness": given})

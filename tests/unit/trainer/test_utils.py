@@ -197,15 +197,6 @@ def test_arguments_that_cannot_be_clipped_are_refused(arrays: Any, max_norm: Any
         clip_global_norm(arrays, max_norm)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("check", [True, False])
-def test_gradients_on_several_devices_have_one_norm(check: bool) -> None:
-    arrays = [torch.ones(3, 3, device="cuda"), torch.ones(4, 4)]
-    assert float(clip_global_norm(arrays, 1.0, check)) == pytest.approx(5.0)
-    assert all(torch.allclose(array.cpu(), torch.tensor(0.2)) for array in arrays)
-
-
 def filled(window: int | None = None) -> LogBuffer:
     buffer = LogBuffer(window)
     for value, count in ((1.0, 1), (3.0, 3), (10.0, 4)):
