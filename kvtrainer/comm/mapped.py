@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.channel import Arena
-from kvstore_server.plan import LONG, PAGE, SIZES, Slice
+from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in
 
 _FIXED = getattr(mmap, "MAP_FIXED", 0x10)
@@ -30,6 +30,8 @@ _DONTNEED, _POPULATE_READ = 4, 22
 _FROM_FILE = 1 << 61
 _IS_THERE = 3 << 62
 """In memory, or in swap."""
+_MOVED = 64 << 20
+"""The bytes that are moved at once."""
 _FEW_PAGES = 16
 """To look at so many takes less time than another call."""
 _PAGE_MAP = "/proc/self/pagemap"
@@ -246,6 +248,82 @@ class MappedWeights:
                 else:
                     found.add(one.piece.index)
         return found
+
+
+class OwnWeights:
+    """The weights of a table that come in messages: memory of this worker's own, which parameters show privately.
+
+    A round writes to that memory, and a clean page of the parameters' shows it; so what a loop writes is found as it is
+    with `MappedWeights`, wherever the servers are. Not thread-safe.
+
+    Args:
+        flats: Dtype → where a worker reads its weights; pages of their own, which are replaced.
+        plan: Says what lies where.
+
+    Raises:
+        OSError: this system cannot do it, or does not tell which pages are this process's own. `flats` may be used.
+    """
+
+    changes = 1
+
+    def __init__(self, flats: Mapping[str, Tensor], plan: Plan) -> None:
+        self._system = _System()
+        self._shown = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
+        self._plan = plan
+        self.flats = {dtype: self._replace(flat) for dtype, flat in flats.items()}
+        """Dtype → where rounds write."""
+
+    def _replace(self, flat: Tensor) -> Tensor:
+        """Put pages of a new file in the place of a tensor's, with its numbers; return the file's memory."""
+        if not flat.numel():
+            return flat
+        nbytes = -(-flat.nbytes // PAGE) * PAGE
+        fd = os.memfd_create("kvtrainer-weights", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)[: flat.nbytes]
+            there, here = torch.from_numpy(memory), flat.view(torch.uint8)
+            for at in range(0, nbytes, _MOVED):  # so that not all of them are there twice
+                there[at : at + _MOVED].copy_(here[at : at + _MOVED])
+                self._system.map(flat.data_ptr() + at, min(_MOVED, nbytes - at), fd, at)
+        finally:
+            os.close(fd)
+        return there.view(flat.dtype)
+
+    def written(self) -> set[int]:
+        """List the slices (by index) that were written here; give equal pages back to the memory."""
+        found: set[int] = set()
+        for dtype, shown in self._shown.items():
+            there, size = self.flats[dtype].view(torch.uint8), SIZES[dtype]
+            for begin, end in self._own(shown):
+                if torch.equal(shown[begin:end], there[begin:end]):
+                    self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
+                    continue
+                found.update(
+                    one.index
+                    for one in self._plan.slices
+                    if one.dtype == dtype
+                    and one.offset * size < end
+                    and (one.offset + one.length) * size > begin
+                )
+        return found
+
+    def attach(self) -> None:
+        """Show what rounds have brought everywhere, whatever was written here."""
+        for shown in self._shown.values():
+            for begin, end in self._own(shown):
+                self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
+
+    def rest(self) -> dict[str, list[tuple[int, int]]]:
+        """List what is not shown, as of `MappedWeights`: nothing."""
+        return {dtype: [] for dtype in self._shown}
+
+    def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:
+        """Yield the begin and the end, in bytes, of pages side by side that may be this process's own."""
+        if len(shown):
+            pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
+            for some in _neighbours(pages):
+                yield int(some[0]) * PAGE, min(int(some[-1]) * PAGE + PAGE, len(shown))
 
 
 def _neighbours(pages: Any) -> list[Any]:

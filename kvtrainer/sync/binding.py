@@ -18,7 +18,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.host_sum import HostSum, open_host_sum
-from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.mapped import MappedWeights, OwnWeights
 from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
 from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.session import Report
@@ -121,8 +121,8 @@ class Binding:
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
         self._num_opened = 0
-        self._num_mapped = 0
-        """The changes of what is mapped of which the watch of writes has heard."""
+        self._num_shown = 0
+        """The changes of what is shown of which the watch of writes has heard."""
         self._earlier_updates = 0
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host."""
@@ -220,8 +220,8 @@ class Binding:
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
-        if self.holder is not None and self.holder.mapped is not None:
-            self._watch(arena, self.holder.mapped)
+        if self.holder is not None and self.holder.shown is not None:
+            self._watch(arena, self.holder.shown)
         if self.holder is not None and self.holder.born is not None:
             layout.devices[0].tracker.births = self.holder.born.births()
         if self.selection.overlaps and self.holder is not None:
@@ -303,8 +303,8 @@ class Binding:
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
-            if self.holder is not None and self.holder.mapped is not None:
-                self._watch(arena, self.holder.mapped)
+            if self.holder is not None and self.holder.shown is not None:
+                self._watch(arena, self.holder.shown)
             if not layout.has_replicas:
                 arena.zeros = frozenset(gradients.rows)
         return outcome
@@ -405,27 +405,27 @@ class Binding:
         arena.mark_updated([key not in came for key in range(len(layout.names))])
         arena.writes.count_own()
         arena.zeros = frozenset()
-        if self.holder is not None and self.holder.mapped is not None:
-            self._watch(arena, self.holder.mapped)
+        if self.holder is not None and self.holder.shown is not None:
+            self._watch(arena, self.holder.shown)
 
     def settle(self) -> None:
         """Wait for new weights that are still to come. Raises what has become of their round."""
         if self.awaited is not None:
             self.awaited.wait()
 
-    def _watch(self, arena: Arena, mapped: MappedWeights) -> None:
-        """Have the system's page map tell what is written to weights that are mapped."""
-        if mapped.changes != self._num_mapped:
-            self._num_mapped = mapped.changes
-            arena.writes.look_at(mapped.rest())
+    def _watch(self, arena: Arena, shown: MappedWeights | OwnWeights) -> None:
+        """Have the system's page map tell what is written to weights that are shown."""
+        if shown.changes != self._num_shown:
+            self._num_shown = shown.changes
+            arena.writes.look_at(shown.rest())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop changed weights since the store gave them."""
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
-        if self.holder.mapped is not None:
-            found = self.holder.keys_of(self.holder.mapped.written())
+        if self.holder.shown is not None:
+            found = self.holder.keys_of(self.holder.shown.written())
             written[0] += sorted(found.difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:

@@ -24,7 +24,7 @@ from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
-from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.mapped import MappedWeights, OwnWeights
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.tables import Compressor
@@ -182,6 +182,8 @@ class StoreExchange(Exchange):
         """The way between a CUDA device, where the weights are, and the host; from `init` on."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
+        self.own: OwnWeights | None = None
+        """Shows the weights that come in messages."""
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
@@ -197,20 +199,31 @@ class StoreExchange(Exchange):
             )
 
     def map(self, weights: Mapping[str, Tensor]) -> None:
-        """See weights in the servers' memory from now on, where these are on this host; before `init`.
+        """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        is_whole = self.updates_weights and self.is_sync and self._pull_codec is None
-        is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
-        if not (is_whole and is_long and self._client.shares_memory) or self._host is not None:
+        if not (self.updates_weights and self.is_sync):
             return
+        is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         try:
-            self.mapped = MappedWeights(weights)
+            if is_long and self._client.shares_memory and self._pull_codec is None and self._host is None:
+                self.mapped = MappedWeights(weights)
+            else:
+                self.own = OwnWeights(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
+
+    @property
+    def shown(self) -> MappedWeights | OwnWeights | None:
+        """What tells which weights the loop has written, if the system does."""
+        return self.own if self.mapped is None else self.mapped
+
+    def _places(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return where a round writes new weights."""
+        return weights if self.own is None else self.own.flats
 
     def bear(self, keys: Collection[int]) -> None:
         """Have long gradients of keys (by index) born in memory of this host's servers; before `init`."""
@@ -220,7 +233,7 @@ class StoreExchange(Exchange):
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         [mine] = self._down(weights)
         with announced("weights go to servers", self._table.plan.nbytes):
-            self._client.rounds.initialise(self._of_rank_0(mine, tables, mine))
+            self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(mine)))
         if self.mapped is not None:
             self._check_mapped(weights)
         self._up(weights, mine)
@@ -265,7 +278,7 @@ class StoreExchange(Exchange):
         """Run one round over the client; see `Exchange.run`."""
         if self.rows.wanted:
             self.rows.drop()
-        target = weights if self.updates_weights else grads.arenas
+        target = self._places(weights) if self.updates_weights else grads.arenas
         values, out = grads.arenas, target
         if self._staging is not None:
             values, out = self._down(values, target)
@@ -330,7 +343,12 @@ class StoreExchange(Exchange):
         self.rows.drop()
         rounds = self._client.rounds
         contribution = Contribution(
-            [self._table], [grads.arenas], [weights], grads.scale, grads.hyper, mapped=self.mapped
+            [self._table],
+            [grads.arenas],
+            [self._places(weights)],
+            grads.scale,
+            grads.hyper,
+            mapped=self.mapped,
         )
         number, self.was_missed = self._table.round, True
         try:
@@ -401,7 +419,7 @@ class StoreExchange(Exchange):
         if target is not None and out is not None:
             self._up(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
-            [mine] = self._down(weights)
+            [mine] = self._down(self._places(weights))
             self._client.rounds.pull([self._table], [mine])
             self._up(weights, mine)
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
@@ -413,7 +431,7 @@ class StoreExchange(Exchange):
         [mine] = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
-            contribution = self._of_rank_0(mine, tables, mine, assign=True)
+            contribution = self._of_rank_0(mine, tables, self._places(mine), assign=True)
             try:
                 if self._host is not None:
                     self._host.before(
@@ -425,7 +443,8 @@ class StoreExchange(Exchange):
                 raise
             if self.mapped is not None:
                 self._check_mapped(weights)
-                self.mapped.attach()
+            if self.shown is not None:
+                self.shown.attach()
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()

@@ -1,4 +1,7 @@
-"""Workers that map the weights of servers of their host: equal results, and writes that are found."""
+"""Parameters that show weights: those of servers of their host, which are mapped, or those that came in messages.
+
+Equal results, and writes that are found.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from torch.nn import Parameter
 import kvtrainer
 from kvtrainer.comm import mapped
 from kvtrainer.comm.session import Session
+from kvtrainer.env import TRANSPORT
 from kvtrainer.errors import (
     KVStoreError,
     OptimizerError,
@@ -39,6 +43,15 @@ SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
 """Slices that fill their pages and others that do not, of several keys and of one."""
 WAY = "auto"
 """Servers share memory whatever way the other tests take."""
+
+
+@pytest.fixture(params=["auto", "tcp"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(TRANSPORT, request.param)
+    return str(request.param)
+
+
+on_every_way = pytest.mark.usefixtures("way")
 
 
 class Worker:
@@ -133,6 +146,7 @@ def test_rows_of_tables_between_which_pages_leave_gaps_come_to_their_places(
         assert all(map(torch.equal, found, expected))
 
 
+@on_every_way
 def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
     jobs: Servers, members: Members
 ) -> None:
@@ -150,6 +164,30 @@ def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
         assert is_unchanged
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@on_every_way
+def test_one_number_that_is_written_to_a_large_table_is_found_at_once(
+    jobs: Servers, members: Members, sparse: bool
+) -> None:
+    store = members.join(jobs.of(2), 0, 1, new_name())
+    table = nn.Embedding.from_pretrained(torch.zeros(2**17, 32), freeze=False, sparse=sparse)
+    options = {"learning_rate": 1.0, "lazy_update": True}
+    trainer = kvtrainer.Trainer(table, "sgd", options, kvstore=store)
+    for _ in range(3):
+        table(torch.tensor([5, 70_000])).sum().backward()
+        trainer.step(1)
+        trainer.zero_grad()
+    assert [table.weight[at, 3].item() for at in (5, 6, 70_000)] == [-3, 0, -3]
+    for row in (6, 70_001, -1):
+        table.weight.data[row, 5] = 1.0
+        table(torch.tensor([5])).sum().backward()
+        with pytest.raises(WeightsWrittenError):
+            trainer.step(1)
+        table.weight.data[row, 5] = 0.0
+        trainer.step(1)
+
+
+@on_every_way
 @pytest.mark.parametrize(("written", "at"), [("p3", -1), ("p4", 0)])
 def test_of_two_parameters_in_one_page_the_one_that_was_written_is_named(
     jobs: Servers, members: Members, written: str, at: int
@@ -164,6 +202,7 @@ def test_of_two_parameters_in_one_page_the_one_that_was_written_is_named(
     assert [name for name in ("p0", "p1", "p2", "p3", "p4") if name in str(raised.value)] == [written]
 
 
+@on_every_way
 def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Servers, members: Members) -> None:
     def publish(worker: Worker) -> list[list[torch.Tensor]]:
         worker.steps(2)
@@ -181,6 +220,7 @@ def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Serve
     assert not any((weight == 3.0).all() for weight in later)
 
 
+@on_every_way
 def test_averaged_weights_may_be_swapped_in_and_out_between_steps(jobs: Servers, members: Members) -> None:
     def train(worker: Worker) -> list[torch.Tensor]:
         for _ in range(3):
@@ -198,6 +238,7 @@ def test_averaged_weights_may_be_swapped_in_and_out_between_steps(jobs: Servers,
     assert all(map(torch.equal, swapped[1], plain[1]))
 
 
+@on_every_way
 def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Members) -> None:
     worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
@@ -207,6 +248,7 @@ def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Member
     assert all(map(torch.equal, copies, before))
 
 
+@on_every_way
 def test_weights_that_are_moved_to_memory_of_torch_are_refused(
     processes: Processes, members: Members
 ) -> None:
@@ -217,18 +259,19 @@ def test_weights_that_are_moved_to_memory_of_torch_are_refused(
         worker.steps()
 
 
-def test_a_forward_pass_that_writes_weights_is_found(jobs: Servers, members: Members) -> None:
+def test_a_forward_pass_that_writes_weights_is_found(jobs: Servers, members: Members, way: str) -> None:
     store = members.join(jobs.of(2), 0, 1, new_name())
     embedding = nn.Embedding(20_000, 16, max_norm=1.0)
     trainer = kvtrainer.Trainer(embedding.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
     embedding.weight.grad = torch.ones(20_000, 16)
     trainer.step(1)
-    assert is_mapped(embedding.weight)
+    assert is_mapped(embedding.weight) == (way == "auto")
     embedding(torch.arange(100)).sum().backward()  # rows of a norm above one become shorter
     with pytest.raises(WeightsWrittenError, match="weight"):
         trainer.step(1)
 
 
+@on_every_way
 def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     jobs: Servers,
     members: Members,
@@ -243,6 +286,7 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+@on_every_way
 def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
     jobs: Servers, members: Members
 ) -> None:
@@ -268,6 +312,7 @@ def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
     assert not any(map(torch.equal, before, worker.weights()))
 
 
+@on_every_way
 def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
     jobs: Servers, members: Members
 ) -> None:
@@ -279,6 +324,7 @@ def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
     assert all(map(torch.equal, before, worker.weights()))
 
 
+@on_every_way
 def test_weights_can_be_read_after_their_server_was_killed(processes: Processes, members: Members) -> None:
     servers = processes.servers(2)
     worker = Worker(members.join(servers, 0, 1, new_name()), 0)
