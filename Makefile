@@ -53,9 +53,11 @@ notebooks: $(PLOTS)/.ready
 # Compiled modules are kept, whatever the environment says: else each of many processes compiles them anew.
 test test-transports test-full: export PYTHONDONTWRITEBYTECODE =
 
-# Tests of a file, which share processes, stay together; files go in order, the slow ones first.
+# Tests of a file, which share processes, stay together; files go in order, the slow ones first. What is said of the CPU
+# is tested there, also where there is a GPU; what needs one comes after.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/gpu
 
 # Each test of a job takes one of these ways; here all take all.
 test-transports: $(READY)

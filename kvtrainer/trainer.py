@@ -94,14 +94,14 @@ class Trainer(torch.optim.Optimizer):
         hierarchy: Whether workers of one host sum their gradients in memory, so that with "dist_sync" one gradient of
             each host goes to the servers, and the new weights come once. Sums are then made within a host first, which
             can change their last bits; all workers must say the same.
-        zero_copy: Whether parameters show the memory of servers on this host, in synchronous rounds, instead of copies.
-            If a server dies in a round they may then be of two rounds, which the error says. A forked process that
-            reads them sees them move.
+        zero_copy: Whether parameters show memory that the store writes, that of servers on this host in synchronous
+            rounds. If such a server dies in a round they may then be of two rounds, which the error says. A forked
+            process that reads them sees them move.
 
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; of more than 8 MiB that are not mapped, small ones may be found some steps later, or never.
+    `p.data` or NumPy; without zero_copy and on CUDA small ones to more than 8 MiB may be found later, or never.
     Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:

@@ -205,11 +205,12 @@ class StoreExchange(Exchange):
             weights: Flat, laid out by the plan, in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        if not (self.updates_weights and self.is_sync):
+        if not self.updates_weights:
             return
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
+        is_whole = self.is_sync and self._pull_codec is None and self._host is None
         try:
-            if is_long and self._client.shares_memory and self._pull_codec is None and self._host is None:
+            if is_whole and is_long and self._client.shares_memory:
                 self.mapped = MappedWeights(weights)
             else:
                 self.own = OwnWeights(weights, self._table.plan)
@@ -407,7 +408,7 @@ class StoreExchange(Exchange):
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         self.rows.drop()
-        target = grads if not self.updates_weights else None if self.is_sync else weights
+        target = grads if not self.updates_weights else None if self.is_sync else self._places(weights)
         out = None if target is None else self._down(target)[0]
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
@@ -443,15 +444,15 @@ class StoreExchange(Exchange):
                 raise
             if self.mapped is not None:
                 self._check_mapped(weights)
-            if self.shown is not None:
-                self.shown.attach()
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
             if not self.rank:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
-            rounds.pull([self._table], [mine])
+            rounds.pull([self._table], [self._places(mine)])
+        if self.shown is not None:
+            self.shown.attach()
         self._up(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
