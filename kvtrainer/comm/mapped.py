@@ -319,7 +319,7 @@ class OwnWeights:
         return {dtype: [] for dtype in self._shown}
 
     def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield the begin and the end, in bytes, of pages side by side that may be this process's own."""
+        """Yield where pages side by side that may be this process's own begin and end."""
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
             for some in _neighbours(pages):

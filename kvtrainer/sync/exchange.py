@@ -159,6 +159,7 @@ class StoreExchange(Exchange):
         self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
+        self._is_dist = is_dist
         self._client = client
         if optimizer is not None:
             client.set_optimizer(spec_for_store(optimizer))
@@ -201,11 +202,13 @@ class StoreExchange(Exchange):
     def map(self, weights: Mapping[str, Tensor]) -> None:
         """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
+        Weights of an engine in this process stay where they are: forked processes keep them as they were.
+
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        if not self.updates_weights:
+        if not (self.updates_weights and self._is_dist):
             return
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
