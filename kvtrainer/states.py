@@ -163,7 +163,9 @@ def import_states(
                 key
             ].shape  # then what it has of each element has no dimension either
             entries = {
-                n: v.to(device) if isinstance(v, Tensor) and (v.dim() or are_numbers) else v
+                n: v.to(device)
+                if isinstance(v, Tensor) and (v.dim() or are_numbers) and n != OWN_COUNT
+                else v
                 for n, v in state.items()
             }
             per_element = of_scalars

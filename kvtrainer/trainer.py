@@ -101,7 +101,8 @@ class Trainer(torch.optim.Optimizer):
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; without zero_copy and on CUDA small ones to more than 8 MiB may be found later, or never.
+    `p.data` or NumPy; small ones to more than 8 MiB may be found later, or never, on CUDA, with overlap_pull and
+    without zero_copy.
     Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:

@@ -79,8 +79,6 @@ class MappedWeights:
     """
 
     def __init__(self, flats: Mapping[str, Tensor]) -> None:
-        if mmap.PAGESIZE != PAGE:
-            raise OSError(f"pages have {mmap.PAGESIZE} bytes here")
         self._system = _System()
         self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._slices: dict[int, _Mapped] = {}
@@ -266,6 +264,7 @@ class OwnWeights:
 
     changes = 1
 
+    @torch.inference_mode(False)
     def __init__(self, flats: Mapping[str, Tensor], plan: Plan) -> None:
         self._system = _System()
         self._shown = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
@@ -314,6 +313,23 @@ class OwnWeights:
             for begin, end in self._own(shown):
                 self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
 
+    def accept(self) -> None:
+        """Have what was written here count as what rounds have brought."""
+        for dtype, shown in self._shown.items():
+            for begin, end in self._own(shown):
+                self.flats[dtype].view(torch.uint8)[begin:end].copy_(shown[begin:end])
+        self.attach()
+
+    def release(self) -> None:
+        """Make all weights pages of this process again, as they are now; no round writes any more."""
+        for shown in self._shown.values():
+            for at in range(0, len(shown), _MOVED):
+                part = shown[at : at + _MOVED]
+                kept = part.clone()
+                self._system.map(part.data_ptr(), -(-len(part) // PAGE) * PAGE, -1, 0)
+                part.copy_(kept)
+        self._shown, self.flats = {}, {}
+
     def rest(self) -> dict[str, list[tuple[int, int]]]:
         """List what is not shown, as of `MappedWeights`: nothing."""
         return {dtype: [] for dtype in self._shown}
@@ -353,6 +369,8 @@ class _System:
     """Calls of the system that Python's own `mmap` does not make. Raises OSError where they do not work."""
 
     def __init__(self) -> None:
+        if mmap.PAGESIZE != PAGE:
+            raise OSError(f"pages have {mmap.PAGESIZE} bytes here")
         library: Any = ctypes.CDLL(None, use_errno=True)
         self._madvise: Callable[..., int] = library.madvise
         library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -409,11 +427,12 @@ class _System:
                 address = np.frombuffer(probe, np.uint8).ctypes.data
                 self._watch(address, 2 * PAGE)
                 probe[PAGE] = 1
-                probe[0]
+                os.pwrite(fd, b"\1", 0)
+                is_shown = probe[0] == 1  # not where a process has its memory locked: it has copies at once
                 seen = self.own_pages(address, 2 * PAGE).tolist()
         finally:
             os.close(fd)
-        if seen != [1]:
+        if seen != [1] or not is_shown:
             raise OSError(f"{_PAGE_MAP} does not tell which pages were written")
 
 

@@ -209,7 +209,7 @@ class Binding:
             self.exchange = self._open_exchange(layout.plan, optimizer)
         is_mappable = self.zero_copy and arena.device.type == "cpu" and not layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and is_mappable:
-            self.exchange.map(arena.weights)
+            self.exchange.map(arena.weights, not self.selection.overlaps_pull)
             if not (self.selection.overlaps or self.selection.overlaps_pull):
                 self.exchange.bear(arena.long)
         if self.exchange is not None:
@@ -254,6 +254,7 @@ class Binding:
         self._left = self.exchange, former
         self.exchange, self.holder, self.num_workers = None, None, 1
         self.is_started = self._is_told = False
+        self._num_shown = 0
 
     def round(
         self,
@@ -438,6 +439,8 @@ class Binding:
         changed += given
         if changed:
             raise WeightsWrittenError.of(changed, sum(len(one.names) for one in layout.devices))
+        if self.holder.own is not None:
+            self.holder.own.accept()
         layout.accept_writes(self.has_weights)
 
     def shadow(self, arena: Arena) -> Shadowed:
@@ -543,8 +546,8 @@ class Binding:
                 stack.callback(self._host.close)
             if self.exchange is not None:
                 stack.callback(self.exchange.close)
-            if self.holder is not None and self.holder.mapped is not None:
-                stack.callback(self.holder.mapped.release)
+            if self.holder is not None and self.holder.shown is not None:
+                stack.callback(self.holder.shown.release)
             if self.awaited is not None:
                 stack.callback(self.awaited.end, error or KVStoreError("this Trainer was closed"))
 

@@ -199,15 +199,18 @@ class StoreExchange(Exchange):
                 "here"
             )
 
-    def map(self, weights: Mapping[str, Tensor]) -> None:
+    def map(self, weights: Mapping[str, Tensor], is_at_once: bool) -> None:
         """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
         Weights of an engine in this process stay where they are: forked processes keep them as they were.
 
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
+            is_at_once: Whether all new weights are here when a step returns. If not, the loop may write to a page to
+                which a neighbour's weights have yet to come, and which would not show them.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
+        self.own = self.mapped = None
         if not (self.updates_weights and self._is_dist):
             return
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
@@ -215,7 +218,7 @@ class StoreExchange(Exchange):
         try:
             if is_whole and is_long and self._client.shares_memory:
                 self.mapped = MappedWeights(weights)
-            else:
+            elif is_at_once:
                 self.own = OwnWeights(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
@@ -426,6 +429,8 @@ class StoreExchange(Exchange):
             [mine] = self._down(self._places(weights))
             self._client.rounds.pull([self._table], [mine])
             self._up(weights, mine)
+        if self.own is not None:
+            self.own.attach()  # pages that were written with the bytes that they had
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 

@@ -6,6 +6,7 @@ Equal results, and writes that are found.
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import logging
 import mmap
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import kvtrainer
+from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.comm import mapped
 from kvtrainer.comm.session import Session
 from kvtrainer.env import TRANSPORT
@@ -74,13 +76,13 @@ class Worker:
         return [parameter.detach().clone() for parameter in self.parameters]
 
 
-def is_mapped(parameter: Parameter) -> bool:
-    """Tell whether a place within a parameter lies in memory of a server, by the system's list of mappings."""
+def is_mapped(parameter: Parameter, what: str = "memfd:kvstore-weights") -> bool:
+    """Tell whether a place within a parameter lies in memory of a server, or in other, by the system's list."""
     address = parameter.data_ptr() + parameter.nbytes // 3
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
         if begin <= address < end:
-            return "memfd:kvstore-weights" in line
+            return what in line
     return False
 
 
@@ -239,6 +241,68 @@ def test_averaged_weights_may_be_swapped_in_and_out_between_steps(jobs: Servers,
 
 
 @on_every_way
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_weights_that_were_swapped_in_and_out_follow_those_of_workers_that_have_more_data(
+    jobs: Servers, members: Members, kind: str
+) -> None:
+    def train(rank: int, store: DistKVStore) -> list[torch.Tensor]:
+        worker = Worker(store, rank, "sgd")
+        with worker.trainer.join():
+            worker.steps(2 + 3 * rank)
+            for parameter, weight in zip(worker.parameters, worker.weights(), strict=True):
+                parameter.data.zero_()
+                parameter.data.copy_(weight)
+        return worker.weights()
+
+    pair = members.pair(jobs.of(2), type=kind)
+    first, second = together(*(lambda r=r, kv=kv: train(r, kv) for r, kv in enumerate(pair)))
+    assert all(map(torch.equal, first, second))
+
+
+@on_every_way
+def test_the_stores_weights_may_be_copied_into_parameters_without_rounds(
+    jobs: Servers, members: Members
+) -> None:
+    pair = members.pair(jobs.of(2), type="dist_async")
+    first, second = together(*(lambda r=r, kv=kv: Worker(kv, r, "sgd") for r, kv in enumerate(pair)))
+    together(first.trainer.set_data, second.trainer.set_data)
+    for worker in (first, second, first):
+        pulled = worker.trainer.pull_weights()
+        with torch.no_grad():
+            for parameter, weight in pulled.items():
+                parameter.copy_(weight)
+        worker.steps(2)
+        now = worker.trainer.pull_weights()
+        assert all(parameter.equal(now[parameter]) for parameter in worker.parameters)
+
+
+def test_weights_are_copied_where_all_memory_is_locked() -> None:
+    """Such a process has copies of pages at once, and would not see what comes to them."""
+    fork = multiprocessing.get_context("fork")
+    lock, outcome = ctypes.CDLL(None).mlockall, fork.Queue()
+
+    def look() -> None:
+        flat = torch.from_numpy(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.float32))
+        plan = make_plan([TensorSpec("w", (len(flat),), "float32")], 1)
+        if lock(2):
+            outcome.put("may not")
+            return
+        try:
+            mapped.OwnWeights({"float32": flat}, plan)
+            outcome.put("shown")
+        except OSError:
+            outcome.put("refused")
+
+    child = fork.Process(target=look)
+    child.start()
+    found = outcome.get(timeout=LIMIT)
+    child.join(LIMIT)
+    if found == "may not":
+        pytest.skip("this process may not lock its memory")
+    assert found == "refused"
+
+
+@on_every_way
 def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Members) -> None:
     worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
@@ -319,8 +383,9 @@ def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
     worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
     worker.steps(2)
     before = worker.weights()
+    assert is_mapped(worker.parameters[0], "memfd:")
     worker.trainer.close()
-    assert not is_mapped(worker.parameters[0])
+    assert not is_mapped(worker.parameters[0], "memfd:")
     assert all(map(torch.equal, before, worker.weights()))
 
 
