@@ -210,7 +210,7 @@ def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Serve
         worker.steps(2)
         with torch.no_grad():
             for parameter in worker.parameters:
-                parameter.fill_(3.0)
+                parameter.fill_(3.0 + worker.trainer.rank)
         worker.trainer.set_data()
         published = worker.weights()
         worker.steps(2)
