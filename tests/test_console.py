@@ -253,8 +253,8 @@ def test_torchrun_starts_workers_beside_a_server_as_the_page_of_stores_says(tmp_
     """On a port of its own; its workers train what the start page's do."""
     write_script(tmp_path)
     code = f"trap 'kill %1' EXIT\n{SERVERS.code.replace('5555', str(held_port()))}"
-    printed = shell(code, tmp_path, PYTHONPATH=str(ROOT)).splitlines()
-    assert [line for line in printed if "loss" in line] == ["loss 0.072"] * 2
+    printed = shell(code, tmp_path, PYTHONPATH=str(ROOT))
+    assert re.findall(r"loss \d\.\d{3}", printed) == ["loss 0.072"] * 2  # both at once, perhaps on one line
 
 
 # All blocks.
