@@ -159,9 +159,7 @@ def import_states(
     with announced("dividing optimizer states", nbytes):
         for key, given in states.items():
             state = _by_row(plan, key, given, is_dealt=False)
-            are_numbers = not plan.specs[
-                key
-            ].shape  # then what it has of each element has no dimension either
+            are_numbers = not plan.specs[key].shape  # then so is what there is of its element
             entries = {
                 n: v.to(device)
                 if isinstance(v, Tensor) and (v.dim() or are_numbers) and n != OWN_COUNT

@@ -4,6 +4,8 @@ A clean page shows what the server writes. A page that the worker writes to beco
 system's page map tells which these are. So what a loop writes is found before each round: pages that hold the server's
 bytes again are given back, all others are told. A slice begins in its page where it does on the server; the pages at
 its ends, which it may share with a slice of another server, are the worker's own and are copied.
+
+Weights that come in messages are written to a file of the worker's own, which its parameters show in the same way.
 """
 
 from __future__ import annotations
@@ -263,6 +265,7 @@ class OwnWeights:
     """
 
     changes = 1
+    """As of `MappedWeights`: all are shown from the start."""
 
     @torch.inference_mode(False)
     def __init__(self, flats: Mapping[str, Tensor], plan: Plan) -> None:

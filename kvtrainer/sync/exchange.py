@@ -202,7 +202,8 @@ class StoreExchange(Exchange):
     def map(self, weights: Mapping[str, Tensor], is_at_once: bool) -> None:
         """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
-        Weights of an engine in this process stay where they are: forked processes keep them as they were.
+        Weights of an engine in this process stay where they are: forked processes keep them as they were. So do those
+        of which no slice is long: to look at all of them takes no time.
 
         Args:
             weights: Flat, laid out by the plan, in pages of their own.
@@ -211,12 +212,12 @@ class StoreExchange(Exchange):
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
         self.own = self.mapped = None
-        if not (self.updates_weights and self._is_dist):
-            return
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
+        if not (self.updates_weights and self._is_dist and is_long):
+            return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
         try:
-            if is_whole and is_long and self._client.shares_memory:
+            if is_whole and self._client.shares_memory:
                 self.mapped = MappedWeights(weights)
             elif is_at_once:
                 self.own = OwnWeights(weights, self._table.plan)
