@@ -569,7 +569,7 @@ class Channel:
             nbytes, place = table[2 * at : 2 * at + 2]
             # The last frame of data holds numbers alone. All others are checked first, and then used: by then
             # the peer could have changed them.
-            is_numbers = at == last >= 2
+            is_numbers = at == last > 0
             most = left if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
             if not 0 <= nbytes <= most:
                 raise ValueError(f"a frame of {nbytes} bytes")

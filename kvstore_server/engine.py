@@ -297,9 +297,9 @@ class Engine:
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
         """Take slices, and commits; each round that they complete ends."""
         space, commits = sender.space, body.commits
-        some = space.together(commits[:, 0])
-        has_pushes, has_commits = len(body.pushes) > 0, len(commits) > 0
-        if has_commits and commits[0, 5] & m.ANNOUNCES:
+        has_pushes = len(body.pushes) > 0
+        some = space.together(commits[:, 0]) if len(commits) else None
+        if some is not None and commits[0, 5] & m.ANNOUNCES:
             if self.is_stopping or space.name in self.updaters:
                 return []
             return slicewise.announce(space, sender.rank, body, sender.waiter)
@@ -308,7 +308,9 @@ class Engine:
         out: list[m.Outgoing] = []
         if space.rounds.begun and has_pushes:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
-        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]) if has_commits else ():
+        if some is None:
+            return out
+        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]):
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
             out += self._commit(sender, book, commits, some, body)

@@ -34,7 +34,19 @@ from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same,
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
 from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
-from kvstore_server.rounds import Announced, Book, Ints, Mode, Piece, Rounds, SlicePart, Terms, Wait, Waits
+from kvstore_server.rounds import (
+    NO_BYTES,
+    Announced,
+    Book,
+    Ints,
+    Mode,
+    Piece,
+    Rounds,
+    SlicePart,
+    Terms,
+    Wait,
+    Waits,
+)
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.storage import Memo
@@ -42,8 +54,6 @@ from kvstore_server.table import ALL, Part, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
-
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -432,7 +442,7 @@ class Namespace:
         if slot >= len(self.rounds.slots):
             raise ProtocolError(f"slice {slot} of namespace {self.name!r} is not on this server")
         part = self._part(slot, end, body)
-        if not self.mode.is_sync or part is None or len(part.data) != nbytes:
+        if not self.mode.is_sync or part is None or part.data.numel() != nbytes:
             raise ProtocolError(
                 f"{nbytes} bytes up to element {end} of slice {slot} of namespace {self.name!r} came as a part of it, "
                 "which they cannot be; only slices of synchronous rounds come in parts, and no rows"
@@ -451,9 +461,10 @@ class Namespace:
         if body.form:
             codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
             numel, itemsize = piece.used, 0 if codec is None else codec.itemsize(piece.dtype) or 0
-        data = body.payloads[0].view(torch.uint8) if len(body.payloads) == 1 else _NO_BYTES
-        begin = end * itemsize - len(data)
-        if not itemsize or end > numel or begin < 0 or not len(data) or len(data) % itemsize:
+        data = body.payloads[0].view(torch.uint8) if len(body.payloads) == 1 else NO_BYTES
+        nbytes = data.numel()
+        begin = end * itemsize - nbytes
+        if not itemsize or end > numel or begin < 0 or not nbytes or nbytes % itemsize:
             return None
         return SlicePart(data, begin, end, numel * itemsize, codec)
 

@@ -297,7 +297,10 @@ class Given:
 
     def payload(self, slot: int) -> tuple[Any, int]:
         """Return the buffer of a slice that is here, and where in it its bytes begin."""
-        return self._buffers[slot], int(self._places[slot] % _BUFFER)
+        source = self._buffers[slot]
+        if isinstance(source, Growing):
+            source = self._buffers[slot] = source.payload()
+        return source, int(self._places[slot] % _BUFFER)
 
     def runs(self, slots: Ints) -> list[Piece]:
         """List which of some (ascending) slots are here; neighbours whose bytes are neighbours, too, together."""
@@ -306,8 +309,8 @@ class Given:
         places = places - places[:1]  # so that it is the same in all rounds
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
-            begin = int(self._places[first] % _BUFFER)
-            found.append((first, end, self._buffers[first], begin, begin + nbytes))
+            source, begin = self.payload(first)
+            found.append((first, end, source, begin, begin + nbytes))
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
@@ -321,12 +324,11 @@ class Given:
         """
         if not mark:
             return []
-        growing = self.growing.get(slot) if self.marks[slot] != mark else None
-        source, start = self.payload(slot) if growing is None else (growing.payload, 0)
+        source = self._buffers[slot] if self.marks[slot] == mark else self.growing[slot]
         if isinstance(source, Tensor):
-            size = SIZES[dtype]
+            size, start = SIZES[dtype], int(self._places[slot] % _BUFFER)
             return [(slot, slot + 1, source, start + begin * size, start + end * size)]
-        numbers = source.elements(dtype, begin, end) if isinstance(source, Encoded) else None
+        numbers = source.elements(dtype, begin, end) if isinstance(source, Encoded | Growing) else None
         if numbers is None:
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
         return [(slot, slot + 1, numbers, 0, len(numbers))]
@@ -463,14 +465,15 @@ class Book:
             return
         if given.marks[slot] == mark:
             known, start = given.payload(slot)
-            is_same = _same_payload(len(part.data), known, start + part.begin, part.payload(part.data), 0)
+            nbytes, theirs = part.data.numel(), part.payload(part.data)
+            is_same = _same_payload(nbytes, known, start + part.begin, theirs, 0)
         else:
             if growing is None or growing.mark < mark:
                 growing = given.growing[slot] = Growing(mark, part)
             is_same = growing.take(part)
             if growing.is_whole:
                 del given.growing[slot]
-                given.keep(slot, mark, [growing.payload], 0, 0)
+                given.keep(slot, mark, [growing], 0, 0)
         self.mismatches[table] = self.mismatches.get(table, 0) + (not is_same)
 
     def _drop_parts(
@@ -483,7 +486,7 @@ class Book:
                 continue
             del given.growing[slot]
             if generation + _HERE == growing.mark:
-                same = _same_payload(growing.level, growing.payload, 0, sources[which[at]], int(starts[at]))
+                same = _same_payload(growing.level, growing.payload(), 0, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
 
     def commit(
@@ -876,6 +879,9 @@ def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -
     return same_payload(mine, theirs)
 
 
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class SlicePart(NamedTuple):
     """A part of a slice as it is sent."""
 
@@ -899,7 +905,8 @@ class Growing:
     """What has come of a slice in parts, to sum and answer while the rest comes.
 
     The bytes that came first count: a part that comes again changes nothing. One that leaves a gap is dropped, for what
-    was to fill it is lost; the commit finds out, and the worker sends the slice as a whole.
+    was to fill it is lost; the commit finds out, and the worker sends the slice as a whole. Parts stay as they came:
+    as a rule they are summed one by one.
 
     Args:
         mark: Of its generation; see `Given.marks`.
@@ -912,22 +919,45 @@ class Growing:
         """So many bytes are here, from the first one on."""
         self.end = 0
         """So many elements those are."""
-        self._codec, self._bytes = part.codec, torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
-        self.payload = part.payload(self._bytes)
+        self._first = part
+        self._parts: list[tuple[int, Tensor]] = []
+        """Where each begins in the slice, and its bytes."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it is here."""
-        return self.level == self._bytes.numel()
+        return self.level == self._first.nbytes
 
     def take(self, part: SlicePart) -> bool:
         """Take a part; return whether what was here of it already are the same bytes, in the same form."""
-        data, begin = part.data, part.begin
-        if part.codec != self._codec or begin > self.level:
-            return part.codec == self._codec
+        data, begin, codec = part.data, part.begin, self._first.codec
+        if part.codec != codec or begin > self.level:
+            return part.codec == codec
         known, end = self.level - begin, begin + data.numel()
-        is_same = known <= 0 or torch.equal(self._bytes[begin : self.level][: len(data)], data[:known])
+        is_same = known == 0 or torch.equal(self._bytes(begin, min(self.level, end)), data[:known])
         if end > self.level:
-            self._bytes[self.level : end] = data[known:]
+            self._parts.append((self.level, data[known:] if known else data))
             self.level, self.end = end, part.end
         return is_same
+
+    def payload(self) -> Tensor | Encoded:
+        """Return all bytes that are here, as what a rank gives to the slice."""
+        return self._first.payload(self._bytes(0, self.level))
+
+    def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
+        """Return the bytes of some elements, all of which are here; decoded where they are encoded. As of Encoded."""
+        codec = self._first.codec
+        size = SIZES[dtype] if codec is None else codec.itemsize(dtype)
+        if size is None:
+            return None
+        data = self._bytes(begin * size, end * size)
+        return data if codec is None else Encoded(codec, data).elements(dtype, 0, end - begin)
+
+    def _bytes(self, begin: int, end: int) -> Tensor:
+        """Return some of the bytes; a copy where they came in several parts."""
+        found = [
+            data[max(begin - first, 0) : end - first]
+            for first, data in self._parts
+            if first < end and begin < first + data.numel()
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found or [NO_BYTES])

@@ -1,7 +1,7 @@
 """The socket and clock of a server, around what answers requests; the only file here, beside `tcp`, that knows ZeroMQ.
 
 One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
-stopped worker delays nobody. Weights are sent without a copy; the service asks `Leases` before it writes to them.
+stopped worker delays nobody. Weights that wait there are no copies; the service asks `Leases` before it writes to them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -56,6 +57,10 @@ _BURST = 1024
 """Frames of one message that are taken between two looks at the time."""
 _PORTION = 64 << 20
 """Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
+_NOW = int(zmq.NOBLOCK)
+_MORE = _NOW | int(zmq.SNDMORE)
+"""As plain numbers, which take a fraction of the time of names."""
+_MOST_COPIES = 4
 _LEAST, _OF_PART = 4096, 256
 """Bytes that take about as long as what is done once for each message, and for each part of it."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
@@ -113,7 +118,7 @@ class Server:
     """Serves one service until it is told to stop.
 
     Args:
-        leases: Is told which buffers of the service are still being sent.
+        leases: Is told which buffers of the service wait to be sent.
         listener: Finds workers of this host, which then send and get messages through shared memory.
         local: An address for workers of this host that want neither memory nor TCP; none where it is taken.
 
@@ -139,6 +144,8 @@ class Server:
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
+        self._copies: dict[tuple[int, int], zmq.Frame] = {}
+        """Address and size of what several workers are sent → the copy that the socket reads."""
         self._frames: list[zmq.Frame] = []
         """Those of a message, its sender's name first; until all are here the socket gives nothing of others."""
         self._long: LongMessage | None = None
@@ -148,7 +155,6 @@ class Server:
         """The server has been asked to stop."""
         self._until: Callable[[float], bool] = lambda _now: False
         self._drain_until = float("inf")
-        zmq.Frame(b"", copy=False)  # makes pyzmq open what such frames need, while there are descriptors
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options()
@@ -255,7 +261,7 @@ class Server:
         while (now := self._clock()) < end:
             for _ in range(_BURST):
                 try:
-                    frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+                    frame = self._socket.recv(_NOW, copy=False)
                 except zmq.Again:
                     return
                 if self._long is not None:
@@ -305,6 +311,7 @@ class Server:
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""
+        self._copies.clear()
         for peer, reply in packed(self._news(replies) if self._backlog else replies, self._portion):
             waiting = self._backlog.get(peer)
             if waiting is None:
@@ -366,18 +373,24 @@ class Server:
         return _Sent.NOW
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
-        """Give the socket a message; a payload that stands alone is sent from where it is."""
+        """Give the socket a message. What is long is copied once, however many workers are sent it in this turn."""
+        *head, last = frames
         if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
-            head = [zmq.Frame(frame) for frame in (peer, *frames[:-1])]
-            last = zmq.Frame(frames[-1], track=True, copy=False)
-            self._socket.send_multipart([*head, last], zmq.NOBLOCK, copy=False)
-            assert last.tracker is not None
-            self._leases.track(payloads[0], last.tracker)
-        else:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=True)
+            where = payloads[0].data_ptr(), payloads[0].nbytes
+            last = self._copies.get(where)
+            if last is None:
+                if len(self._copies) == _MOST_COPIES:
+                    self._copies.clear()
+                last = self._copies[where] = zmq.Frame(frames[-1], copy=True)
+        send = self._socket.send
+        send(peer, _MORE, copy=True)
+        for frame in head:
+            send(frame, _MORE, copy=True)
+        send(last, _NOW, copy=False)
 
     def _retry_backlog(self) -> None:
         """Send a portion of what waits; whose turn it was goes to the end of the queue."""
+        self._copies.clear()
         for peer in list(self._backlog):
             waiting = self._backlog[peer]
             while waiting.replies and self._budget > 0:
@@ -505,14 +518,16 @@ def packed(
         rounds = np.concatenate(several)
         for at in range(0, len(rounds), KEYS_PER_MESSAGE):
             found.append(m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE]))))
+    queues: list[list[m.Outgoing]] = []
     for (peer, number), outs in weights.items():
         first: Any = outs[0].reply.body
         if len(outs) == 1 and len(first.payloads) <= 1:
-            found += outs
+            queues.append(outs)
             continue
         bodies: list[Any] = [out.reply.body for out in outs]
         parts, places = (np.concatenate([getattr(body, of) for body in bodies]) for of in ("parts", "places"))
         payloads = tuple([payload for body in bodies for payload in body.payloads])
         whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]), places)
-        found += [m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))]
-    return found
+        queues.append([m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))])
+    # In turn, so that all get on, and what several are sent is sent to all while it is in a cache.
+    return found + [one for turn in zip_longest(*queues) for one in turn if one is not None]

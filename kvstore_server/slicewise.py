@@ -31,7 +31,7 @@ from kvstore_server.namespace import Namespace
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Announced, Ints, Waiter
+from kvstore_server.rounds import Announced, Given, Ints, Waiter
 from kvstore_server.table import Begun, Table
 
 _log = logging.getLogger(__name__)
@@ -155,11 +155,14 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
     """Apply of those slots what all ranks have given, but for what is last of all."""
     begun = table.begun
     assert begun is not None
-    some = np.array(sorted(begun.left.keys() & slots), np.int64)
-    sizes = _sizes(space, some.tolist())
-    places = zip(some.tolist(), _levels(space, table, some, sizes), sizes, strict=True)
-    found = [Portion(slot, begun.left[slot], level, size) for slot, level, size in places]
-    ready = [one for one in found if one.end > one.begin]
+    some = sorted(begun.left.keys() & slots)
+    sizes = _sizes(space, some)
+    levels = _levels(space, table, some, sizes)
+    ready = [
+        Portion(slot, begun.left[slot], level, size)
+        for slot, level, size in zip(some, levels, sizes, strict=True)
+        if level > begun.left[slot]
+    ]
     if sum([one.end == one.size for one in ready]) == len(begun.left):
         ready.pop()
     if not ready or not _apply(space, table, ready):
@@ -174,17 +177,28 @@ def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
     return [space.shard.storage.padded[slot].numel() for slot in slots]
 
 
-def _levels(space: Namespace, table: Table, slots: Ints, sizes: Sequence[int]) -> list[int]:
+def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Find the element of each slot up to which all ranks gave what they announced."""
-    assert table.begun is not None
+    begun, first = table.begun, table.unit.first
+    assert begun is not None
     levels = list(sizes)
-    for rank, said in table.begun.said.items():
-        own, marks = space.rounds.shared.given[rank], said.marks[slots - table.unit.first]
-        for at in (own.marks[slots] != marks).nonzero()[0].tolist():
-            growing = own.growing.get(int(slots[at]))
-            level = growing.end if growing is not None and growing.mark == marks[at] else 0
-            levels[at] = min(levels[at], level // _STEP * _STEP)
+    for rank, said in begun.said.items():
+        own, marks = space.rounds.shared.given[rank], said.marks
+        if len(slots) == 1:  # a part of one, as a rule; plain numbers take a tenth of the time of arrays
+            [slot] = slots
+            if own.marks[slot] != marks[slot - first]:
+                levels = [min(levels[0], _grown_to(own, slot, marks[slot - first]))]
+            continue
+        some = np.array(slots, np.int64)
+        for at in (own.marks[some] != marks[some - first]).nonzero()[0].tolist():
+            levels[at] = min(levels[at], _grown_to(own, slots[at], marks[slots[at] - first]))
     return levels
+
+
+def _grown_to(own: Given, slot: int, mark: int) -> int:
+    """Count the elements that a rank gave of a slot that is not here as a whole."""
+    growing = own.growing.get(slot)
+    return growing.end // _STEP * _STEP if growing is not None and growing.mark == mark else 0
 
 
 def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -133,28 +133,15 @@ def marks_in(memory: Tensor) -> Counts:
     return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
 
 
-_LOOKED_AT = 2
-"""More buffers than one are looked at for each that is sent, so what nobody sends again is forgotten."""
-
-
-class Tracker(Protocol):
-    """The state of one buffer that the socket reads from."""
-
-    @property
-    def done(self) -> bool: ...
-
-
 class Leases:
-    """Buffers that a socket, a queue or a peer still reads from, by address; weights are sent without a copy.
+    """Buffers that a queue or a peer still reads from, by address: what waits to be sent is no copy.
 
     Attributes:
         held: How many messages with a buffer wait in a queue of ours, or are with a peer that reads it in its place.
-        sent: The trackers of messages with a buffer that the socket has taken.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
-        self.sent: dict[int, list[Tracker]] = {}
         self.shared: Callable[[int], Tensor | None] = lambda _: None
         """Makes memory of so many bytes, zero, that peers can read in its place; None where there is none."""
         self.place_of: Callable[[Tensor], int | None] = lambda _: None
@@ -170,25 +157,9 @@ class Leases:
         if not self.held[buffer.data_ptr()]:
             del self.held[buffer.data_ptr()]
 
-    def track(self, buffer: Tensor, tracker: Tracker) -> None:
-        """Note that the socket took a message with this buffer. It reads until the tracker is done."""
-        self.sent.setdefault(buffer.data_ptr(), []).append(tracker)
-        # Of all buffers, since of one that is never sent again nobody would ask: the oldest are done first.
-        for address in list(itertools.islice(self.sent, _LOOKED_AT)):
-            self._forget_done(address)
-
-    def _forget_done(self, address: int) -> None:
-        """Keep those trackers of a buffer alone that are not done; with none, nothing is known of it."""
-        left = [one for one in self.sent.pop(address) if not one.done]
-        if left:
-            self.sent[address] = left  # behind the others
-
     def is_busy(self, buffer: Tensor) -> bool:
         """Tell whether somebody still reads from the buffer. It must not be written then."""
-        address = buffer.data_ptr()
-        if address in self.sent:
-            self._forget_done(address)
-        return address in self.held or address in self.sent
+        return buffer.data_ptr() in self.held
 
 
 @dataclass
@@ -440,7 +411,7 @@ class Storage:
             to_write: They are written until `settle`, and else only read.
         """
         marks = self.slots[first].block.marks if to_write else None
-        if to_write and (self._moved or (self._leases and (self._leases.sent or self._leases.held))):
+        if to_write and (self._moved or (self._leases and self._leases.held)):
             for slot in range(first, end):
                 self.make_writable(slot)
         if marks is not None:

@@ -1,10 +1,10 @@
-"""Messages as bytes: a packed header frame, a body frame, and for data one raw payload frame.
+"""Messages as bytes: one frame of a header and a body, and for data one of raw payloads.
 
     header       magic "KV", protocol version, kind, session, request number, run id     (32 bytes, little-endian)
     body         control kinds: one msgpack list (`control`); data kinds as below, numbers of 64 bits in all of them
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
-                 | msgpack [form, hyper-parameters, absent keys] | the payloads
+                 then, unless all are empty, msgpack [form, hyper-parameters, absent keys] | the payloads
     pull         timeout; the numbers of the tables
     resolve      table, round, flags, coefficient, limit of each element
     held         table, round, is finite; then (slice, partial norm) of each slice
@@ -40,12 +40,12 @@ MAX_FRAME = 1024 * 1024 + 64 * 1024
 """No frame is larger; servers set it as ZMQ_MAXMSGSIZE."""
 MAX_PAYLOAD = 1024 * 1024
 SENT_ALONE = 64 * 1024
-"""A slice of at least this many bytes has a message of its own, so that it can be sent without being copied."""
+"""A slice of at least this many bytes has a message of its own, whose bytes are copied with no others."""
 KEYS_PER_MESSAGE = 4096
 """No message of ours names more keys, slices or tables; servers refuse those with more than --max-message-keys."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
-MOST_FRAMES = 4
+MOST_FRAMES = 2
 """Of any message but a State, whose bytes come in pieces of MAX_PAYLOAD."""
 _WORD = np.dtype("<i8")
 _CONTRIBUTE = struct.Struct("<qqddd")
@@ -65,7 +65,7 @@ def encode(message: m.Request | m.Reply) -> list[Frame]:
 
 
 def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
-    """Return a message's frames, and apart from them what makes up one of data. That is the last one.
+    """Return a message's frames, and apart from them its payloads.
 
     A reply that no frame can hold becomes the failure to send it.
 
@@ -76,11 +76,11 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
     kind = _KINDS.get(type(body))
     if kind is None:
         code = _KIND_OF[type(body)]
-        frames: list[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
+        frames: Sequence[Frame] = [pack_control([getattr(body, name) for name, _ in _FIELDS[type(body)]])]
     else:
         code, frames = kind.code, kind.encode(body)
     run, session = (message.run, message.session) if isinstance(message, m.Request) else (0, 0)
-    longest = max(map(len, frames))
+    longest = _HEADER.size + len(frames[0])
     if longest > MAX_FRAME:
         error = ProtocolError(
             f"a {type(body).__name__} message would have a frame of {longest} bytes, more than the {MAX_FRAME} that "
@@ -90,7 +90,9 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
             raise error
         return encode_parts(m.Reply(message.number, m.Failed(*to_wire(error))))
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
-    return [head, *frames], body.payloads if isinstance(body, m.Contribute | m.Weights) else None
+    return [head + frames[0], *frames[1:]], body.payloads if isinstance(
+        body, m.Contribute | m.Weights
+    ) else None
 
 
 def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
@@ -102,9 +104,10 @@ def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
         VersionMismatchError: the peer speaks another protocol version.
         ProtocolError: anything else about the bytes is wrong.
     """
+    head = memoryview(frames[0]) if frames else memoryview(b"")
     try:
-        magic, version, code, session, number, run = _HEADER.unpack(frames[0])
-    except (struct.error, IndexError):
+        magic, version, code, session, number, run = _HEADER.unpack_from(head)
+    except struct.error:
         magic = b""
     if magic != _MAGIC:
         raise ProtocolError(
@@ -115,11 +118,11 @@ def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
             f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}; "
             "install the same release of kvtrainer on workers and servers"
         )
-    kind, count = _BY_CODE.get(code), len(frames) - 1
-    expected = 1 if kind is None else kind.num_frames or max(count, 1)
+    kind, count, packed = _BY_CODE.get(code), len(frames), head[_HEADER.size :]
+    expected = 1 if kind is None else kind.num_frames or count
     if count != expected:
-        raise ProtocolError(f"the message has {count} frames after its header, expected {expected}")
-    body = decode_control(code, memoryview(frames[1])) if kind is None else kind.decode(frames[1:])
+        raise ProtocolError(f"the message has {count} frames, expected {expected}")
+    body = decode_control(code, packed) if kind is None else kind.decode([packed, *frames[1:]])
     return run, session, number, body
 
 
@@ -135,7 +138,7 @@ class LongMessage:
         self._max_bytes = max_bytes
         self._frames: list[Frame] = []
         self._count = self._nbytes = 0
-        self._is_refused = len(frames[0]) != _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.State].code
+        self._is_refused = len(frames[0]) < _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.State].code
         for frame in frames:
             self.take(frame)
 
@@ -145,7 +148,7 @@ class LongMessage:
         if not self._is_refused:
             self._frames.append(frame)
             self._nbytes += len(frame)
-            most = 2 + -(-self._nbytes // MAX_PAYLOAD)
+            most = 1 + -(-self._nbytes // MAX_PAYLOAD)
             self._is_refused = self._nbytes > self._max_bytes or self._count > max(most, MOST_FRAMES)
         if self._is_refused:
             self._frames.clear()
@@ -356,26 +359,24 @@ def _freeze(value: Any) -> Any:
 
 # ---------------------------------------------------------------- data messages
 
-_NO_EXTRA = pack_control([b"", b"", ()])
 
-
-def _encode_contribute(body: m.Contribute) -> list[Frame]:
+def _encode_contribute(body: m.Contribute) -> list[bytes]:
     rescale = math.nan if body.rescale is None else body.rescale
     head = _CONTRIBUTE.pack(len(body.pushes), len(body.commits), rescale, body.timeout, body.hold)
-    is_plain = not (body.form or body.hyper or body.absent)
-    extra = _NO_EXTRA if is_plain else pack_control([body.form, body.hyper, body.absent])
-    return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes())), extra]
+    has_extra = body.form or body.hyper or body.absent
+    extra = pack_control([body.form, body.hyper, body.absent]) if has_extra else b""
+    return [b"".join((head, body.pushes.tobytes(), body.commits.tobytes(), extra))]
 
 
 def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
-    body = frames[0]
+    body = memoryview(frames[0])
     nbytes, begin = len(body), _CONTRIBUTE.size
     if nbytes < begin:
         raise ProtocolError(f"a contribution cannot have a body of {nbytes} bytes")
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
     split = begin + _WORD.itemsize * m.PUSH_WORDS * num_pushes
     size = split + _WORD.itemsize * m.COMMIT_WORDS * num_commits
-    if num_pushes < 0 or num_commits < 0 or size != nbytes:
+    if num_pushes < 0 or num_commits < 0 or size > nbytes:
         raise ProtocolError(
             f"a contribution of {nbytes} bytes cannot hold {num_pushes} slices and {num_commits} commits"
         )
@@ -387,9 +388,8 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
         raise ProtocolError("a commit has unknown flags")
-    payload, factor = _payload(frames[2], pushes[:, 3]), None if math.isnan(rescale) else rescale
-    extra = memoryview(frames[1])
-    form, hyper, absent = (b"", b"", ()) if extra == _NO_EXTRA else _decode_extra(extra)
+    payload, factor = _payload(frames[1], pushes[:, 3]), None if math.isnan(rescale) else rescale
+    form, hyper, absent = _decode_extra(body[size:]) if nbytes > size else (b"", b"", ())
     return m.Contribute(pushes, (payload,), commits, form, hyper, absent, factor, timeout, hold)
 
 
@@ -404,7 +404,7 @@ def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, in
     return form, hyper, tuple([(table, key) for table, key in absent])
 
 
-def _encode_resolve(resolve: m.Resolve) -> list[Frame]:
+def _encode_resolve(resolve: m.Resolve) -> list[bytes]:
     flags = _SKIPS * resolve.skip | _CLIPS * (resolve.clip_value is not None)
     clip = resolve.clip_value if resolve.clip_value is not None else 0.0
     return [_RESOLVE.pack(resolve.table, resolve.round, flags, resolve.coef, clip)]
@@ -420,7 +420,7 @@ def _decode_resolve(frames: Sequence[Frame]) -> m.Resolve:
     return m.Resolve(table, number, coef, clip if flags & _CLIPS else None, bool(flags & _SKIPS))
 
 
-def _encode_held(held: m.Held) -> list[Frame]:
+def _encode_held(held: m.Held) -> list[bytes]:
     partials = np.array(list(held.partials), dtype=_PARTIAL)
     return [_HELD.pack(held.table, held.round, held.is_finite) + partials.tobytes()]
 
@@ -434,7 +434,7 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
     return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
-def _encode_rows(body: m.Weights | m.Done) -> list[Frame]:
+def _encode_rows(body: m.Weights | m.Done) -> list[bytes]:
     """Make one frame of the places and parts of weights, or of rounds that are done."""
     rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
     return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
@@ -455,7 +455,7 @@ def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
     return m.Weights(parts, (_payload(frames[1], parts[:, 3]),), places=rows)
 
 
-def _encode_pull(pull: m.Pull) -> list[Frame]:
+def _encode_pull(pull: m.Pull) -> list[bytes]:
     return [struct.pack(f"<d{len(pull.tables)}q", pull.timeout, *pull.tables)]
 
 
@@ -517,14 +517,15 @@ class _Kind(NamedTuple):
 
     code: int
     num_frames: int
-    """After the header; 0: one or more."""
-    encode: Callable[[Any], list[Frame]]
-    """Without a frame of payloads."""
+    """0: one or more."""
+    encode: Callable[[Any], Sequence[Frame]]
+    """Into the body, and other frames than that of payloads."""
     decode: Callable[[Sequence[Frame]], Any]
+    """From the body and the other frames."""
 
 
 _KINDS: dict[type[Any], _Kind] = {
-    m.Contribute: _Kind(0x80, 3, _encode_contribute, _decode_contribute),
+    m.Contribute: _Kind(0x80, 2, _encode_contribute, _decode_contribute),
     m.Weights: _Kind(0x82, 2, _encode_rows, _decode_rows),
     m.Done: _Kind(0x83, 1, _encode_rows, _decode_rows),
     m.State: _Kind(0x84, 0, _encode_state, _decode_state),

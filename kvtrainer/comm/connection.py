@@ -30,8 +30,6 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
     MAX_PAYLOAD,
-    MOST_FRAMES,
-    SENT_ALONE,
     decode,
     divided,
     encode,
@@ -48,6 +46,10 @@ HEARTBEAT_INTERVAL = 1.0
 _LINGER_MS = 2000
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Events as plain numbers, as polls return them."""
+_NOW = int(zmq.NOBLOCK)
+_MORE = _NOW | int(zmq.SNDMORE)
+_COPIED = 512 << 10
+"""Bytes of a frame from which on the network reads it from where it is."""
 _SOCKETS_HERE = Path("/proc/net/unix")
 _ELSEWHERE = (errno.ECONNREFUSED, errno.ENOSYS)
 """Of errors that say that no such server is on this host, or nothing about that."""
@@ -141,11 +143,12 @@ class Connection(Transport):
         if window.holds(request.body, time.monotonic()) and not self._is_closed:
             return False
         frames = encode(request)
-        # A payload that stands alone is sent from where it is.
-        is_long = len(frames) == MOST_FRAMES and len(frames[-1]) >= SENT_ALONE
-        parts = [zmq.Frame(f, copy=not is_long or f is not frames[-1]) for f in frames]
+        # To have a payload read from where it is takes longer than to copy it, if it is short.
+        is_copied, send = len(frames[-1]) < _COPIED, self._sockets[server].send
         try:
-            self._sockets[server].send_multipart(parts, zmq.NOBLOCK, copy=False)
+            for frame in frames[:-1]:
+                send(frame, _MORE)
+            send(frames[-1], _NOW, copy=is_copied)
         except zmq.Again:
             return False
         window.sent(request.body)
@@ -200,7 +203,7 @@ class Connection(Transport):
                 self._ready.append(ready)  # there may be more
         else:
             with suppress(zmq.Again):
-                frames = ready.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = ready.recv_multipart(_NOW, copy=False)
         if frames is None:
             return None
         self._answered.add(server)

@@ -32,18 +32,21 @@ def test_servers_that_run_answer(jobs: Servers) -> None:
     assert [probe.main([address, "--timeout", str(LIMIT)]) for address in addresses] == [0, 0]
 
 
+def _header(version: int = PROTOCOL_VERSION) -> bytes:
+    return probe.HEADER.pack(b"KV", version, probe.INFO, 0, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
         (None, "no answer within 0.5 s"),
         ([b"HTTP/1.1 400"], "is no kvstore-server"),
-        ([probe.HEADER.pack(b"KV", 99, probe.INFO, 0, 1, 0), b"\x80"], "speaks protocol version 99"),
-        ([probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0)], "is no kvstore-server"),
-        ([probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0), b"\xc1"], "cannot be decoded"),
-        (
-            [probe.HEADER.pack(b"KV", PROTOCOL_VERSION, probe.INFO, 0, 1, 0), b"\x91\x01"],
-            "does not answer with",
-        ),
+        ([_header(99) + b"\x80"], "speaks protocol version 99"),
+        ([_header(15), b"\x80"], "speaks protocol version 15"),
+        ([_header()[:-1]], "is no kvstore-server"),
+        ([_header()], "cannot be decoded"),
+        ([_header() + b"\xc1"], "cannot be decoded"),
+        ([_header() + b"\x91\x01"], "does not answer with"),
         (encode(m.Reply(1, m.Heartbeat())), "does not answer with"),
         (
             encode(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),

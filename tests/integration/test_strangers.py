@@ -25,6 +25,7 @@ import zmq
 
 import kvtrainer
 from kvstore_server.optimizer.base import capability
+from kvstore_server.probe import HEADER
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, decode, encode
 from kvstore_server.server import ServerOptions, make_server
@@ -298,8 +299,8 @@ def test_damaged_messages_of_this_protocol_do_not_disturb_a_server(
     valid = [list(map(bytes, encode(m.Request(0, 0, 1, body)))) for body in _bodies()]
     for _ in range(500):
         frames = [bytearray(frame) for frame in rng.choice(valid)]
-        damaged = rng.choice(frames[1:])
-        at = rng.randrange(len(damaged) + 1)
+        damaged = rng.choice(frames)
+        at = rng.randrange(HEADER.size if damaged is frames[0] else 0, len(damaged) + 1)
         damaged[at : at + 8] = rng.choice([b"", b"\xff" * 8, struct.pack("<q", 1 << 62), rng.randbytes(8)])
         peer.send_multipart([bytes(frame) for frame in frames])
     answered = [decode(_answer_of(peer))[3] for _ in range(500)]

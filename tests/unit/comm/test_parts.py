@@ -67,9 +67,9 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
 
 
 @pytest.mark.parametrize(
-    ("share", "size"), [(1, 32768), (1 << 20, 65536), (1 << 20 | 1, 69632), (1 << 30, LONGEST)]
+    ("share", "size"), [(1, 32768), (24 << 16, 65536), (24 << 16 | 1, 69632), (1 << 30, LONGEST)]
 )
-def test_a_part_is_a_sixteenth_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
+def test_a_part_is_a_24th_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
     assert size_of_parts(share) == size
 
 
@@ -241,19 +241,19 @@ def window() -> Window:
 
 
 def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights())
-    assert sent(window, 2, 3) == [2]
+    assert sent(window, 3, 4) == [3]
 
 
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
-    assert sent(window, 0, 1) == [0, 1]
+    assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
-    assert not window.holds(part(2, 1024), 0.0)
+    assert not window.holds(part(3, 1024), 0.0)
 
 
 def test_other_messages_never_wait(window: Window) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     for body in (contribution([(0, b"1234")], 3), contribution([], 3, 0, 8), m.Heartbeat()):
         assert not window.holds(body, 0.0)
 
@@ -263,30 +263,30 @@ def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
 
 
 def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(window: Window) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert window.until == STALL
-    assert sent(window, *range(2, 9), now=STALL) == [*range(2, 9)]
+    assert sent(window, *range(3, 9), now=STALL) == [*range(3, 9)]
     window.sent(ANNOUNCEMENT)
     assert sent(window, *range(9)) == [*range(9)]
     window.sent(ANNOUNCEMENT)
-    assert sent(window, *range(3)) == [0, 1]
+    assert sent(window, *range(4)) == [0, 1, 2]
 
 
 def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_go_as_a_whole() -> None:
     window = Window()
     expected = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.MAY_CHANGE)
     window.sent(expected)
-    assert sent(window, 0, 1, 2) == [0, 1]
-    assert sent(window, 2, 3, now=STALL) == [2, 3]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
+    assert sent(window, 3, 4, now=STALL) == [3, 4]
     window.sent(expected)
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
 
 
 def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:
     held = []
     while len(held) < 20:
-        held.append(sent(window, *range(9)) == [0, 1])
-        sent(window, *range(2, 9), now=STALL)
+        held.append(sent(window, *range(9)) == [0, 1, 2])
+        sent(window, *range(3, 9), now=STALL)
         window.sent(ANNOUNCEMENT)
     assert [at for at, was_held in enumerate(held) if was_held] == [0, 2, 5, 10, 19]
 
@@ -295,28 +295,28 @@ def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Windo
 def test_weights_answer_as_many_elements_as_they_are_of_whatever_their_kind(
     kind: int, window: Window
 ) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights(4096, kind))
-    assert sent(window, 2, 3) == [2]
+    assert sent(window, 3, 4) == [3]
     window.answered(weights(3 * 4096, kind))
-    assert sent(window, 3, 4, 5) == [3, 4]
+    assert sent(window, 4, 5, 6) == [4, 5]
 
 
 def test_weights_of_a_whole_slice_answer_all_that_was_sent_of_it(window: Window) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights(0))
-    assert sent(window, 2, 3, 4) == [2, 3]
+    assert sent(window, 3, 4, 5, 6) == [3, 4, 5]
 
 
 def test_weights_that_come_twice_answer_a_part_once(window: Window) -> None:
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     window.answered(weights())
     window.answered(weights())
-    assert sent(window, 2, 3) == [2]
+    assert sent(window, 3, 4) == [3]
 
 
 def test_a_part_that_is_sent_again_is_not_on_its_way_twice(window: Window) -> None:
-    assert sent(window, 0, 0, 1, 2) == [0, 0, 1]
+    assert sent(window, 0, 0, 1, 2, 3) == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("is_answered", [True, False])

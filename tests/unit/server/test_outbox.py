@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, encode, pack_control
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode, pack_control
 from kvstore_server.rows import PACKED_ROWS
 from kvstore_server.server import Backlog, Server, ServerOptions, packed
 from tests.support.messages import contribution
@@ -40,6 +40,19 @@ def test_places_go_with_the_first_message_where_weights_are_cut_into_several() -
     reply.body.places = m.matrix([(9, 1, 7)], m.PLACE_WORDS)
     bodies = [out.reply.body for out in packed([m.Outgoing(b"peer", reply)])]
     assert [body.places.tolist() for body in bodies if isinstance(body, m.Weights)] == [[[9, 1, 7]], []]
+
+
+def test_messages_with_weights_go_to_workers_in_turn() -> None:
+    long = MAX_PAYLOAD // 4
+    outs = [m.Outgoing(peer, weights(range(3), long)) for peer in (b"a", b"b")] + [
+        m.Outgoing(b"c", weights(range(1), long))
+    ]
+    found = [
+        (out.peer, int(out.reply.body.parts[0, 0]))
+        for out in packed(outs)
+        if isinstance(out.reply.body, m.Weights)
+    ]
+    assert found == [(b"a", 0), (b"b", 0), (b"c", 0), (b"a", 1), (b"b", 1), (b"a", 2), (b"b", 2)]
 
 
 def test_weights_that_wait_are_not_added_again_by_a_repeated_request() -> None:

@@ -253,22 +253,3 @@ def test_integers_take_no_factor_and_stay_as_they_are() -> None:
     assert shard.visible(unit, 0).tolist() == [0, 0, 0]
     shard.assign_sum([given._replace(scale=1.0)])
     assert shard.visible(unit, 0).tolist() == [1, 2, 3]
-
-
-class Taken:
-    """The tracker of a message that the socket has taken."""
-
-    done = False
-
-
-def test_of_buffers_that_are_never_sent_again_nothing_is_kept_once_they_were_read() -> None:
-    leases, trackers = Leases(), [Taken() for _ in range(100)]
-    buffers = [torch.zeros(1) for _ in trackers]
-    for buffer, tracker in zip(buffers[:50], trackers, strict=False):
-        leases.track(buffer, tracker)
-    assert all(map(leases.is_busy, buffers[:50]))
-    for tracker in trackers[:50]:
-        tracker.done = True
-    for buffer, tracker in zip(buffers[50:], trackers[50:], strict=True):
-        leases.track(buffer, tracker)
-    assert set(leases.sent) == {buffer.data_ptr() for buffer in buffers[50:]}

@@ -254,11 +254,17 @@ class Parts(Job):
     """How slice 0 is sent."""
 
     def part(
-        self, rank: int, number: int, value: float = 1.0, generation: int = 0, round_: int = 1
+        self,
+        rank: int,
+        number: int,
+        value: float = 1.0,
+        generation: int = 0,
+        round_: int = 1,
+        count: int = 1,
     ) -> list[m.ReplyBody]:
-        """Give one part of slice 0, by its number."""
+        """Give one part of slice 0, by its number, or several as one."""
         begin, size = number * PART, 4 * self.slices[0].length
-        values = torch.full((min(PART, size - begin) // 4,), value)
+        values = torch.full((min(count * PART, size - begin) // 4,), value)
         end = begin + values.nbytes
         if self.form:
             values = values[: self.slices[0].used - begin // 4]
@@ -342,6 +348,29 @@ def test_other_bytes_under_the_name_of_a_part_are_counted_and_have_no_effect(par
     parts.end()
     parts.check(2.0)
     assert parts.engine.namespaces["j"].rounds.mismatches(0) == 1
+
+
+def test_parts_that_ranks_have_cut_otherwise_are_summed_element_by_element(parts: Parts) -> None:
+    for rank in range(2):
+        parts.say(rank)
+    parts.part(1, 0, 10.0)
+    for number in range(3):
+        parts.part(0, number, 1.0 + number)
+    parts.part(1, 1, 20.0, count=2)
+    assert parts.ends(0) == [PART, 3 * PART]
+    bodies = [body for body in parts.told[0, SAYS] if isinstance(body, m.Weights)]
+    found = torch.cat([body.payloads[0] for body in bodies])
+    assert found.view(3, -1).unique(dim=1).tolist() == [[11.0], [22.0], [23.0]]
+
+
+def test_a_slice_whose_first_part_was_lost_comes_as_a_whole(parts: Parts) -> None:
+    for rank in range(2):
+        parts.say(rank)
+    parts.part(0, 1, 7.0)
+    parts.part(1, 0)
+    parts.end(0, 1)
+    parts.check(2.0)
+    assert parts.engine.namespaces["j"].rounds.mismatches(0) == 0
 
 
 def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:
