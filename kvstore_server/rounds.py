@@ -919,34 +919,35 @@ class Growing:
         """So many bytes are here, from the first one on."""
         self.end = 0
         """So many elements those are."""
-        self._first = part
+        self._codec, self._nbytes = part.codec, part.nbytes
         self._parts: list[tuple[int, Tensor]] = []
         """Where each begins in the slice, and its bytes."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all of it is here."""
-        return self.level == self._first.nbytes
+        return self.level == self._nbytes
 
     def take(self, part: SlicePart) -> bool:
         """Take a part; return whether what was here of it already are the same bytes, in the same form."""
-        data, begin, codec = part.data, part.begin, self._first.codec
-        if part.codec != codec or begin > self.level:
-            return part.codec == codec
+        data, begin = part.data, part.begin
+        if part.codec != self._codec or begin > self.level:
+            return part.codec == self._codec
         known, end = self.level - begin, begin + data.numel()
         is_same = known == 0 or torch.equal(self._bytes(begin, min(self.level, end)), data[:known])
         if end > self.level:
-            self._parts.append((self.level, data[known:] if known else data))
+            self._parts.append((self.level, data[known:].clone() if known else data))
             self.level, self.end = end, part.end
         return is_same
 
     def payload(self) -> Tensor | Encoded:
         """Return all bytes that are here, as what a rank gives to the slice."""
-        return self._first.payload(self._bytes(0, self.level))
+        data = self._bytes(0, self.level)
+        return data if self._codec is None else Encoded(self._codec, data)
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
         """Return the bytes of some elements, all of which are here; decoded where they are encoded. As of Encoded."""
-        codec = self._first.codec
+        codec = self._codec
         size = SIZES[dtype] if codec is None else codec.itemsize(dtype)
         if size is None:
             return None

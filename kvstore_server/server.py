@@ -144,8 +144,8 @@ class Server:
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
-        self._copies: dict[tuple[int, int], zmq.Frame] = {}
-        """Address and size of what several workers are sent → the copy that the socket reads."""
+        self._copies: dict[tuple[int, int], tuple[Tensor, zmq.Frame]] = {}
+        """Address and size of what several workers are sent → that, and the copy that the socket reads."""
         self._frames: list[zmq.Frame] = []
         """Those of a message, its sender's name first; until all are here the socket gives nothing of others."""
         self._long: LongMessage | None = None
@@ -247,7 +247,7 @@ class Server:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that was cut comes back as the same peer
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.setsockopt(zmq.RCVHWM, 1000)
-        socket.setsockopt(zmq.SNDHWM, 64)
+        socket.setsockopt(zmq.SNDHWM, 32)  # of up to 1 MiB each: they are copies
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
@@ -365,51 +365,61 @@ class Server:
             return _Sent.NEVER
         except (BrokenPipeError, ConnectionResetError):
             return _Sent.LATER  # what it said before it ended the channel has yet to be read
-        except OSError:  # ended by the worker, which may have others
-            assert self._listener is not None
-            self._listener.drop(peer)
+        except OSError:
+            if channel is None or self._listener is None:
+                raise
+            self._listener.drop(peer)  # ended by the worker, which may have others
             return _Sent.LATER
         self._budget -= _size_of(reply)
         return _Sent.NOW
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
-        """Give the socket a message. What is long is copied once, however many workers are sent it in this turn."""
+        """Give the socket a copy of a message; of a long payload one for all workers that are sent it one by one."""
         *head, last = frames
-        if len(payloads) == 1 and payloads[0].nbytes >= SENT_ALONE:
-            where = payloads[0].data_ptr(), payloads[0].nbytes
-            last = self._copies.get(where)
-            if last is None:
-                if len(self._copies) == _MOST_COPIES:
-                    self._copies.clear()
-                last = self._copies[where] = zmq.Frame(frames[-1], copy=True)
+        is_long = len(payloads) == 1 == len(head) and payloads[0].nbytes >= SENT_ALONE
+        if is_long:
+            last = self._copy_of(payloads[0], last)
         send = self._socket.send
         send(peer, _MORE, copy=True)
         for frame in head:
             send(frame, _MORE, copy=True)
-        send(last, _NOW, copy=False)
+        send(last, _NOW, copy=not is_long)
+
+    def _copy_of(self, payload: Tensor, frame: Frame) -> zmq.Frame:
+        """Copy the frame of a payload, unless that was done just now."""
+        where = payload.data_ptr(), payload.nbytes
+        if where not in self._copies:
+            if len(self._copies) == _MOST_COPIES:
+                self._copies.clear()
+            self._copies[where] = payload, zmq.Frame(frame, copy=True)
+        return self._copies[where][1]
 
     def _retry_backlog(self) -> None:
-        """Send a portion of what waits; whose turn it was goes to the end of the queue."""
+        """Send a portion of what waits, a message to each peer in turn."""
         self._copies.clear()
-        for peer in list(self._backlog):
-            waiting = self._backlog[peer]
-            while waiting.replies and self._budget > 0:
-                waiting.divide(self._portion(peer))
-                reply = waiting.replies[0]
-                sent = self._try_send(peer, reply, waiting)
-                if sent is _Sent.LATER:
-                    channel = self._channels.get(peer)
-                    is_state = isinstance(reply.body, m.State)  # which goes over ZeroMQ
-                    if channel is not None and not is_state and channel.make_room(waiting.nbytes):
-                        continue
-                    break
-                if sent is _Sent.NEVER:
-                    self._drop_backlog(peer)
-                    break
-                for payload in _payloads_of(waiting.popleft()):
-                    self._leases.release(payload)
-            if self._backlog.pop(peer, None) is not None and waiting.replies:
-                self._backlog[peer] = waiting
+        peers = list(self._backlog)
+        while peers and self._budget > 0:
+            peers = [peer for peer in peers if self._budget > 0 and self._retry(peer)]
+
+    def _retry(self, peer: bytes) -> bool:
+        """Send the oldest reply that waits for a peer, which goes to the end of the queue; return whether more may."""
+        waiting = self._backlog[peer]
+        waiting.divide(self._portion(peer))
+        reply = waiting.replies[0]
+        sent = self._try_send(peer, reply, waiting)
+        if sent is _Sent.LATER:
+            channel = self._channels.get(peer)
+            is_state = isinstance(reply.body, m.State)  # which goes over ZeroMQ
+            return channel is not None and not is_state and channel.make_room(waiting.nbytes)
+        if sent is _Sent.NEVER:
+            self._drop_backlog(peer)
+            return False
+        for payload in _payloads_of(waiting.popleft()):
+            self._leases.release(payload)
+        del self._backlog[peer]
+        if waiting.replies:
+            self._backlog[peer] = waiting
+        return bool(waiting.replies)
 
     def _drop_backlog(self, peer: bytes) -> None:
         for reply in self._backlog.pop(peer).replies:

@@ -90,6 +90,8 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
             raise error
         return encode_parts(m.Reply(message.number, m.Failed(*to_wire(error))))
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
+    if isinstance(body, m.Failed) and body.code == VersionMismatchError.__name__:
+        return [head, *frames], None  # up to version 15 a header is a frame of its own
     return [head + frames[0], *frames[1:]], body.payloads if isinstance(
         body, m.Contribute | m.Weights
     ) else None
@@ -166,7 +168,7 @@ class LongMessage:
 def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
     """Divide slices, or new weights, into messages of at most so many bytes; commits go with the last one.
 
-    In messages of MAX_PAYLOAD a large slice is alone, for then it is not copied.
+    In messages of MAX_PAYLOAD a large slice is alone, for then it is not copied together with others.
     """
     if not isinstance(body, m.Contribute | m.Weights):
         return [body]

@@ -32,8 +32,9 @@ _PARTS = 24
 of them take more time of processors than they save on a link of 1 Gb/s."""
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
-_UNDER_WAY = 3
-"""Parts that are on their way at once: one up, one down, and one so that neither way waits for the slowest worker."""
+_UNDER_WAY, _BESIDE_OTHERS = 3, 2
+"""Parts of a table that are on their way at once: one up, one down, and one so that neither way waits for the slowest
+worker; where parts of another table are on their way, those do as well."""
 _MOST_SKIPPED = 64
 
 
@@ -96,6 +97,7 @@ class Window:
         """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
         self._ahead = self._longest = 0
         """Elements that were sent and not answered, and those of the longest part of the round."""
+        self._most = _UNDER_WAY
         self._sent: dict[int, int] = {}
         """Slot → the element before which the last part of it ends that was sent in the round."""
         self._answered: dict[int, int] = {}
@@ -107,7 +109,7 @@ class Window:
         """Tell whether a message has to wait: a part, while enough of them are on their way."""
         numel = self._numel(body) if self._is_on else 0
         self._longest = max(self._longest, numel)
-        if not numel or self._ahead + numel <= self._longest * _UNDER_WAY:
+        if not numel or self._ahead + numel <= self._longest * self._most:
             return False
         if self.until is None:
             self.until = now + STALL
@@ -123,6 +125,7 @@ class Window:
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
             self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
+            self._most = _BESIDE_OTHERS if self._ahead else _UNDER_WAY
             self._ahead, self._longest, self.until = 0, 0, None
             self._sent, self._answered = {}, {}
         elif self._is_on and (part := _part(body)) is not None:

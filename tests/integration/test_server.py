@@ -156,6 +156,10 @@ def test_a_server_that_can_open_no_more_files_sends_long_weights_all_the_same(
     store = members.join([server], 0, 1, new_name())
     store.init("w", torch.zeros(300_000))
     assert set(round_of(store, "w", torch.ones(300_000)).tolist()) == {1.0}
+    keys, ones = [str(at) for at in range(10)], [torch.ones(8000)] * 10
+    store.init(keys, [torch.zeros(8000)] * 10)
+    store.pushpull(keys, ones, outs := [torch.zeros(8000) for _ in keys])
+    assert {number for out in outs for number in out.tolist()} == {1.0}
 
 
 def test_workers_learn_at_once_that_a_server_was_stopped_while_nobody_waited(

@@ -246,6 +246,12 @@ def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
     assert sent(window, 3, 4) == [3]
 
 
+def test_fewer_parts_go_at_once_where_another_table_has_some_on_their_way(window: Window) -> None:
+    assert sent(window, 0, 1) == [0, 1]
+    window.sent(ANNOUNCEMENT)
+    assert sent(window, 0, 1, 2) == [0, 1]
+
+
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
@@ -279,7 +285,7 @@ def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert sent(window, 3, 4, now=STALL) == [3, 4]
     window.sent(expected)
-    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
+    assert sent(window, 0, 1, 2) == [0, 1]
 
 
 def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:

@@ -307,6 +307,14 @@ def test_places_of_weights_that_a_worker_maps_travel_with_the_bytes_of_others() 
     assert body.payloads[0].view(torch.float32).tolist() == WEIGHTS.payloads[0].tolist()
 
 
+def test_peers_of_an_older_version_read_the_header_of_their_refusal() -> None:
+    refusal = m.Failed("VersionMismatchError", "another version")
+    header, body = f.encode(m.Reply(0, refusal))
+    assert len(header) == HEADER
+    assert header[2] == f.PROTOCOL_VERSION
+    assert msgpack.unpackb(body)[:2] == [refusal.code, refusal.text]
+
+
 def test_an_unknown_kind_is_a_protocol_error() -> None:
     frame = bytearray(f.encode(m.Request(1, 2, 3, m.Stats()))[0])
     frame[3] = 0x7F
