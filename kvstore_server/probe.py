@@ -73,18 +73,19 @@ def question() -> list[bytes]:
 
 def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
     """Return what a server's answer says. Raises as `look`."""
-    if not frames or len(frames[0]) < HEADER.size or frames[0][:2] != b"KV":
+    message = b"".join(frames)
+    if len(message) < HEADER.size or message[:2] != b"KV":
         raise ProtocolError("what answers is no kvstore-server")
-    _, version, kind, *_ = HEADER.unpack_from(frames[0])
+    _, version, kind, *_ = HEADER.unpack_from(message)
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(
             f"the server speaks protocol version {version}, this side {PROTOCOL_VERSION}; install the same release of "
             "kvtrainer on both"
         )
     try:
-        values = msgpack.unpackb(frames[0][HEADER.size :], max_ext_len=0)
+        values = msgpack.unpackb(message[HEADER.size :], max_ext_len=0)
     except Exception as error:  # msgpack raises a family of unrelated classes on hostile input
-        raise ProtocolError(f"the answer of {len(frames[0])} bytes cannot be decoded: {error}") from None
+        raise ProtocolError(f"the answer of {len(message)} bytes cannot be decoded: {error}") from None
     match values:
         case [str(code), str(text), *_] if kind == FAILED:
             raise from_wire(code, text)

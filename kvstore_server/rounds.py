@@ -309,7 +309,9 @@ class Given:
         places = places - places[:1]  # so that it is the same in all rounds
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
-            source, begin = self.payload(first)
+            source, begin = self._buffers[first], int(self._places[first] % _BUFFER)
+            if isinstance(source, Growing):
+                source = source.payload()
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
