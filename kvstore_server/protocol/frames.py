@@ -92,9 +92,8 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
     if isinstance(body, m.Failed) and body.code == VersionMismatchError.__name__:
         return [head, *frames], None  # up to version 15 a header is a frame of its own
-    return [head + frames[0], *frames[1:]], body.payloads if isinstance(
-        body, m.Contribute | m.Weights
-    ) else None
+    payloads = body.payloads if isinstance(body, m.Contribute | m.Weights) else None
+    return [head + frames[0], *frames[1:]], payloads
 
 
 def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode, pack_control
 from kvstore_server.rows import PACKED_ROWS
-from kvstore_server.server import Backlog, Server, ServerOptions, packed
+from kvstore_server.server import Backlog, Server, ServerOptions, _Sent, packed
 from tests.support.messages import contribution
 
 
@@ -105,3 +108,38 @@ def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_wha
     [heard] = service.heard
     assert (heard.payloads[0].tolist() == [ord("x")] * 3000) == may_change
     server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(Hears(), ServerOptions())  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def test_what_waits_goes_to_workers_in_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[bytes, int]] = []
+    for peer, count in ((b"a", 3), (b"b", 1), (b"c", 2)):
+        server._backlog[peer] = waiting = Backlog()
+        for number in range(count):
+            waiting.append(m.Reply(number, m.Done(m.matrix([], 3))))
+
+    def take(peer: bytes, reply: m.Reply, waiting: Backlog) -> Any:
+        sent.append((peer, reply.number))
+        return _Sent.NOW
+
+    monkeypatch.setattr(server, "_try_send", take)
+    server._retry_backlog()
+    assert sent == [(b"a", 0), (b"b", 0), (b"c", 0), (b"a", 1), (b"c", 1), (b"a", 2)]
+    assert not server._backlog
+
+
+def test_a_payload_that_several_workers_are_sent_at_once_is_copied_once(server: Server) -> None:
+    payload = torch.arange(1 << 16, dtype=torch.float32)
+    frame = payload.view(torch.uint8).numpy().data
+    copy = server._copy_of(payload, frame)
+    assert server._copy_of(payload, frame) is copy
+    server._send_all([])
+    payload.zero_()
+    assert bytes(copy.buffer) == torch.arange(1 << 16, dtype=torch.float32).numpy().tobytes()
+    assert bytes(server._copy_of(payload, frame).buffer) == bytes(4 << 16)
