@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import mmap
 import os
 import weakref
@@ -140,6 +141,27 @@ class BornGradients:
             return torch.frombuffer(memory, dtype=home.dtype).resize_(home.shape).copy_(grad)
         finally:
             self._last[key] = last
+
+    def places(self, without: Collection[int]) -> dict[int, Tensor]:
+        """Return, flat and by key, the memory to which gradients are copied from a device, but for some keys.
+
+        There is none before servers were asked for it, nor while one of them still reads.
+        """
+        self._is_wanted = True
+        if not all([tray.is_free for tray in self._trays.values()]):
+            return {}
+        return {
+            key: torch.frombuffer(
+                self._memory, dtype=home.dtype, offset=home.begin, count=math.prod(home.shape)
+            )
+            for key, home in self._homes.items()
+            if key not in without
+        }
+
+    @property
+    def memory(self) -> Tensor:
+        """All memory that gradients are born in; empty before it is there."""
+        return torch.from_numpy(self._memory)
 
     def in_place(self, lent: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """List slices (by index) of gradients (flat, by key) left where they were born. Servers see them there."""

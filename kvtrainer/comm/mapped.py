@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.channel import Arena
-from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
+from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in
 
 _FIXED = getattr(mmap, "MAP_FIXED", 0x10)
@@ -59,15 +59,36 @@ class _Mapped(NamedTuple):
     piece: Slice
     server: int
     place: int
+    arena: Arena
+    """The server's memory."""
+    begin: int
+    """Where it begins there, in bytes."""
     source: Tensor
     """The server's bytes of it; all of them."""
-    memory: int
-    """The address of all its memory."""
     lines: slice
     """Its marks there."""
     first: int
     """Where its own pages begin, and end, in bytes of the arena of its dtype."""
     end: int
+
+
+class Stretch(NamedTuple):
+    """Mapped slices that lie side by side, here and in their server's memory."""
+
+    dtype: str
+    offset: int
+    """Where they begin here, in elements."""
+    numel: int
+    """With padding between them, not behind the last."""
+    memory: Arena
+    begin: int
+    """Where they begin there, in bytes."""
+
+    def is_before(self, one: _Mapped) -> bool:
+        """Tell whether a slice comes next."""
+        size, way = SIZES[self.dtype], one.piece.offset - self.offset
+        is_near = self.dtype == one.piece.dtype and (way - self.numel) * size < ALIGNMENT
+        return is_near and self.memory is one.arena and one.begin - self.begin == way * size
 
 
 class MappedWeights:
@@ -82,6 +103,7 @@ class MappedWeights:
 
     def __init__(self, flats: Mapping[str, Tensor]) -> None:
         self._system = _System()
+        self.flats = flats
         self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._slices: dict[int, _Mapped] = {}
         self._edges: tuple[list[Tensor], list[Tensor]] | None = None
@@ -112,11 +134,11 @@ class MappedWeights:
         if (at - begin) % PAGE or begin + nbytes > memory.nbytes or at + nbytes > len(flat):
             raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
         self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
-        source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
+        source = memory.numbers[begin : begin + nbytes]
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
-        self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
+        self._slices[piece.index] = _Mapped(piece, server, place, memory, begin, source, lines, first, end)
         marks = marks_in(memory.numbers)
-        self._marks.setdefault(base, (marks, marks.copy()))
+        self._marks.setdefault(memory.numbers.data_ptr(), (marks, marks.copy()))
         self._note_change()
 
     def leave(self, piece: Slice) -> None:
@@ -139,7 +161,7 @@ class MappedWeights:
         """List slices (by index) that servers began to write since the last round. None if all were written."""
         changed, written = set[int](), set[int]()
         for index, one in self._slices.items():
-            marks, before = self._marks[one.memory]
+            marks, before = self._marks[one.arena.numbers.data_ptr()]
             begun, ended = marks[:, one.lines]
             if (begun != before[0, one.lines]).any():
                 changed.add(index)
@@ -162,6 +184,17 @@ class MappedWeights:
         targets, sources = self._edges_now()
         if targets and not torch.equal(torch.cat(targets), torch.cat(sources)):
             found.update(at for at, one in self._slices.items() if self._ends_differ(one))
+        return found
+
+    def stretches(self) -> list[Stretch]:
+        """List what is mapped, neighbours together, in the order of dtypes and places here."""
+        found: list[Stretch] = []
+        for one in sorted(self._slices.values(), key=lambda one: (one.piece.dtype, one.piece.offset)):
+            if found and found[-1].is_before(one):
+                end = one.piece.offset + one.piece.used
+                found[-1] = found[-1]._replace(numel=end - found[-1].offset)
+            else:
+                found.append(Stretch(one.piece.dtype, one.piece.offset, one.piece.used, one.arena, one.begin))
         return found
 
     def rest(self) -> dict[str, list[tuple[int, int]]]:

@@ -207,7 +207,8 @@ class Binding:
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
-        is_mappable = self.zero_copy and arena.device.type == "cpu" and not layout.has_replicas
+        is_on_cpu = arena.device.type == "cpu"
+        is_mappable = self.zero_copy and not (is_on_cpu and layout.has_replicas)
         if isinstance(self.exchange, StoreExchange) and is_mappable:
             self.exchange.map(arena.weights, not self.selection.overlaps_pull)
             if not (self.selection.overlaps or self.selection.overlaps_pull):
@@ -222,7 +223,7 @@ class Binding:
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.shown is not None:
             self._watch(arena, self.holder.shown)
-        if self.holder is not None and self.holder.born is not None:
+        if self.holder is not None and self.holder.born is not None and is_on_cpu:
             layout.devices[0].tracker.births = self.holder.born.births()
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0], self.settle, self._foresee)

@@ -7,29 +7,34 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.channel import Arena as Memory
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
-from kvstore_server.plan import LONG, Plan, Slice, row_numel
+from kvstore_server.plan import ALIGNMENT, LONG, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
-from kvtrainer.comm.mapped import MappedWeights, OwnWeights
+from kvtrainer.comm.mapped import MappedWeights, OwnWeights, put_pages
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.tables import Compressor
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.memory.arena import paged_zeros
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.progress import announced
 
@@ -38,6 +43,11 @@ _log = logging.getLogger(__name__)
 TABLE = "parameters"
 Arenas = Mapping[str, Tensor]
 """Dtype → flat tensor."""
+Elsewhere = Sequence[tuple[int, Tensor]]
+"""(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
+_NOWHERE: Mapping[str, Elsewhere] = MappingProxyType({})
+_READ_ONLY = 8
+"""Of memory that is pinned: the device, as this process, must not write to it."""
 
 
 class Gradients(NamedTuple):
@@ -180,7 +190,7 @@ class StoreExchange(Exchange):
         self.rows = TableRows(client.rows, self._table)
         """Of row-sparse keys."""
         self._staging: Staging | None = None
-        """The way between a CUDA device, where the weights are, and the host; from `init` on."""
+        """The way between a CUDA device, where the weights are, and the host; once it is needed."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
         self.own: OwnWeights | None = None
@@ -203,10 +213,11 @@ class StoreExchange(Exchange):
         """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
         Weights of an engine in this process stay where they are: forked processes keep them as they were. So do those
-        of which no slice is long: to look at all of them takes no time.
+        of which no slice is long: to look at all of them takes no time. What is on a CUDA device is copied there from
+        the servers' memory.
 
         Args:
-            weights: Flat, laid out by the plan, in pages of their own.
+            weights: Flat, laid out by the plan, on the CPU in pages of their own.
             is_at_once: Whether all new weights are here when a step returns. If not, the loop may write to a page to
                 which a neighbour's weights have yet to come, and which would not show them.
         """
@@ -216,10 +227,16 @@ class StoreExchange(Exchange):
         if not (self.updates_weights and self._is_dist and is_long):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
+        staging = self._staging_of(weights)
         try:
             if is_whole and self._client.shares_memory:
-                self.mapped = MappedWeights(weights)
-            elif is_at_once:
+                places = weights
+                if staging is not None:
+                    places = {d: paged_zeros(flat.numel(), flat.dtype) for d, flat in weights.items()}
+                self.mapped = MappedWeights(places)
+                if staging is not None:
+                    staging.adopt(weights, places, self.mapped)
+            elif is_at_once and staging is None:
                 self.own = OwnWeights(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
@@ -227,10 +244,12 @@ class StoreExchange(Exchange):
     @property
     def shown(self) -> MappedWeights | OwnWeights | None:
         """What tells which weights the loop has written, if the system does."""
-        return self.own if self.mapped is None else self.mapped
+        return None if self._staging is not None else self.own if self.mapped is None else self.mapped
 
     def _places(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return where a round writes new weights."""
+        """Return where a round writes new weights, or else sums; of a CUDA device once that has read what is there."""
+        if self._staging is not None:
+            return self._staging.places(weights)
         return weights if self.own is None else self.own.flats
 
     def bear(self, keys: Collection[int]) -> None:
@@ -239,11 +258,11 @@ class StoreExchange(Exchange):
             self.born = self._client.born_gradients(self._table, self.lendable.intersection(keys))
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        [mine] = self._down(weights)
+        mine = self._down(weights)
         with announced("weights go to servers", self._table.plan.nbytes):
-            self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(mine)))
+            self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(weights)))
         if self.mapped is not None:
-            self._check_mapped(weights)
+            self._check_mapped(mine)
         self._up(weights, mine)
 
     def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
@@ -261,7 +280,7 @@ class StoreExchange(Exchange):
             early: Slices (by index) that were written although the round was not over.
         """
         torn = set(early)
-        if self.mapped is not None:
+        if self.mapped is not None and self._staging is None:  # a device has them after the round
             self.mapped.copy_ends()  # or they would seem to have been written here
             torn |= self.mapped.torn()
         keys = self.keys_of(torn)
@@ -286,10 +305,11 @@ class StoreExchange(Exchange):
         """Run one round over the client; see `Exchange.run`."""
         if self.rows.wanted:
             self.rows.drop()
-        target = self._places(weights) if self.updates_weights else grads.arenas
-        values, out = grads.arenas, target
+        target = weights if self.updates_weights else grads.arenas
+        values, lent = grads.arenas, grads.lent
         if self._staging is not None:
-            values, out = self._down(values, target)
+            values, lent = self._brought(self._staging, grads)
+        out = self._places(target)
         specs = self._table.plan.specs
         rows: dict[tuple[int, int], RowSet] = {}
         unsent = unread = frozenset[int]()
@@ -304,10 +324,10 @@ class StoreExchange(Exchange):
         elif grads.rows:
             unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
             unread = unsent & self._table.plan.keys_alone
-        born = self.born.in_place(grads.lent) if self.born is not None and grads.lent else {}
+        born = self.born.in_place(lent) if self.born is not None and (lent or self._staging) else {}
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
-            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=grads.lent,
+            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=lent,
             born=born, unread=unread, mapped=self.mapped,
         )  # fmt: skip
         number, self.was_missed = self._table.round, True
@@ -323,9 +343,11 @@ class StoreExchange(Exchange):
             self.was_missed = self._may_count(number)
             raise
         if self.mapped is not None:
-            self._check_mapped(weights)
+            self._check_mapped(out)
         if self.born is not None and self.born.is_coming:
             self.born.open()
+            if self._staging is not None:
+                self._staging.pin(self.born.memory)
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
@@ -415,8 +437,8 @@ class StoreExchange(Exchange):
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         self.rows.drop()
-        target = grads if not self.updates_weights else None if self.is_sync else self._places(weights)
-        out = None if target is None else self._down(target)[0]
+        target = grads if not self.updates_weights else None if self.is_sync else weights
+        out = None if target is None else self._places(target)
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
         if self._host is not None:
@@ -427,9 +449,11 @@ class StoreExchange(Exchange):
         if target is not None and out is not None:
             self._up(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
-            [mine] = self._down(self._places(weights))
+            mine = self._places(weights)
             self._client.rounds.pull([self._table], [mine])
             self._up(weights, mine)
+        if self._staging is not None and self.mapped is not None:
+            self.mapped.attach()
         if self.own is not None:
             self.own.attach()  # pages that were written with the bytes that they had
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
@@ -438,10 +462,10 @@ class StoreExchange(Exchange):
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
         self.rows.drop()
-        [mine] = self._down(weights)
+        mine = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
-            contribution = self._of_rank_0(mine, tables, self._places(mine), assign=True)
+            contribution = self._of_rank_0(mine, tables, self._places(weights), assign=True)
             try:
                 if self._host is not None:
                     self._host.before(
@@ -452,16 +476,17 @@ class StoreExchange(Exchange):
                 self._table.forget_held()
                 raise
             if self.mapped is not None:
-                self._check_mapped(weights)
+                self._check_mapped(mine)
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
             if not self.rank:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
-            rounds.pull([self._table], [self._places(mine)])
-        if self.shown is not None:
-            self.shown.attach()
+            rounds.pull([self._table], [self._places(weights)])
+        for pages in (self.own, self.mapped):
+            if pages is not None:
+                pages.attach()
         self._up(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
@@ -501,20 +526,40 @@ class StoreExchange(Exchange):
 
     def close(self) -> None:
         self._client.rounds.leave(self._table)
+        if self._staging is not None:
+            self._staging.close()
 
-    def _down(self, *given: Arenas) -> list[Arenas]:
-        """Get to the host what is on a CUDA device; what is on the host is returned."""
-        flat = next(iter(given[0].values()), None)
+    def _staging_of(self, arenas: Arenas) -> Staging | None:
+        """Get the way between the host and the CUDA device that tensors are on; None if they are on the host."""
+        flat = next(iter(arenas.values()), None)
         if flat is None or flat.is_cpu:
-            return list(given)
+            return None
         if self._staging is None:
             self._staging = Staging(SideStream(flat.device))
-        return self._staging.down(given)
+        return self._staging
+
+    def _down(self, arenas: Arenas) -> Arenas:
+        """Get to the host what is on a CUDA device; what is on the host is returned."""
+        staging = self._staging_of(arenas)
+        return arenas if staging is None else staging.down(arenas)
 
     def _up(self, arenas: Arenas, places: Arenas) -> None:
-        """Bring back what `_down` got, unless it was on the host."""
-        if self._staging is not None and places is not arenas:
+        """Bring back to a CUDA device what has come to places on the host."""
+        if self._staging is not None:
             self._staging.up(arenas, places)
+
+    def _brought(self, staging: Staging, grads: Gradients) -> tuple[Arenas, Mapping[int, Tensor]]:
+        """Copy gradients of a CUDA device to the host; return their places, and by key (its index) those elsewhere.
+
+        Long ones go where servers read them, if these have memory for them.
+        """
+        if self.born is None or grads.veto:
+            return staging.down(grads.arenas), {}
+        lent = self.born.places(grads.absent.union(grads.rows))
+        places: dict[str, list[tuple[int, Tensor]]] = {}
+        for key, place in lent.items():
+            places.setdefault(self.plan.specs[key].dtype, []).append((self.plan.key_offsets[key], place))
+        return staging.down(grads.arenas, places), lent
 
     def _of_rank_0(
         self,
@@ -605,10 +650,34 @@ class SideStream:
         try:
             return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
         except RuntimeError as error:
-            _log.warning(
-                "copies between %s and the host are slower, without pinned memory: %s", flat.device, error
-            )
+            self._say_why(error)
             return torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
+
+    def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
+        """Pin memory that others share, so that the device copies without the CPU; returns what ends that.
+
+        It must be called before the memory is unmapped. Where memory cannot be pinned, a warning says so.
+        """
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address, flags = memory.data_ptr(), _READ_ONLY if is_read_only else 0
+        with torch.cuda.device(self._device):
+            code = runtime.cudaHostRegister(address, memory.nbytes, flags)
+        if int(code):
+            self._say_why(code)
+            with suppress(RuntimeError):  # the runtime keeps the error for whoever asks next
+                torch.zeros(1, device=self._device)
+            return _pinned_nothing
+
+        def unpin() -> None:
+            self.wait()
+            runtime.cudaHostUnregister(address)
+
+        return unpin
+
+    def _say_why(self, error: object) -> None:
+        _log.warning(
+            "copies between %s and the host are slower, without pinned memory: %s", self._device, error
+        )
 
     def after_current(self) -> None:
         """Have copies that come wait for all that is queued on the current stream."""
@@ -630,37 +699,57 @@ class SideStream:
         self._side.synchronize()
 
 
+def _pinned_nothing() -> None:
+    """End what never began."""
+
+
 class Staging:
     """Copies flat tensors of a CUDA device to places on the host and back. They go to servers through these.
 
-    Places are pinned, made once, and copied to and from on a stream beside the current one. The host waits where it is
-    going to read what was copied; for what comes back the device alone waits. So that nothing is read too early or
-    written too soon, each way begins when all that was queued on the current stream is done:
+    Places are pinned, made once, and copied to and from on a stream beside the current one. Memory that servers of this
+    host share is one, too. The host waits where it is going to read what was copied; for what comes back the device
+    alone waits. So that nothing is read too early or written too soon, each way begins when all that was queued on the
+    current stream is done:
 
-        down    gradients and weights are final → copied → the host waits, and then reads and writes its places
+        down    gradients are final → copied → the host waits, and then reads its places
         up      nobody reads the old weights any more → copied → what is queued from now on finds the new ones
 
-    The host writes a place after `down` alone, which comes, on the one stream, behind the last `up` from there.
+    A place, and a server's memory, is written only after the next `down` or `places`, which come, on the one stream,
+    behind the last `up` from there: servers write new weights when all workers have given gradients.
     """
 
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Address, size and dtype of a tensor → its place."""
+        self._mapped: MappedWeights | None = None
+        """Weights of which servers show their memory; the other ones have come to places of ours."""
+        self._seen: tuple[int, dict[str, Elsewhere]] = (-1, {})
+        """The changes of what is mapped so far, and by dtype where it lies for the device."""
+        self._views: dict[int, tuple[Memory, Tensor]] = {}
+        """By identity: a server's memory, and its view for the device."""
+        self._unpin: list[Callable[[], None]] = []
+        self._pinned: list[Tensor] = []
+        """Memory that must not be unmapped before."""
+
+    def adopt(self, weights: Arenas, places: Arenas, mapped: MappedWeights) -> None:
+        """Have weights come to places of which some parts are mapped; the device reads those from servers' memory."""
+        self._places |= {_identity(flat): places[dtype] for dtype, flat in weights.items()}
+        self._mapped = mapped
+
+    def places(self, arenas: Arenas) -> Arenas:
+        """Return the places of tensors once nobody reads there; the same tensor has the same place every time."""
+        self._stream.wait()
+        return {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
 
     @torch.no_grad()
-    def down(self, given: Sequence[Arenas]) -> list[Arenas]:
-        """Copy tensors to their places, and wait for that; the same tensor has the same place every time."""
-        places: list[Arenas] = [
-            {dtype: self._place_of(flat) for dtype, flat in arenas.items()} for arenas in given
-        ]
+    def down(self, arenas: Arenas, elsewhere: Mapping[str, Elsewhere] = _NOWHERE) -> Arenas:
+        """Copy tensors to their places, parts of them elsewhere (by dtype), and wait for that; returns the places."""
+        places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
-        copied: set[int] = set()
-        for arenas, there in zip(given, places, strict=True):
-            for dtype, flat in arenas.items():
-                if id(there[dtype]) not in copied:
-                    self._stream.copy(there[dtype], flat)
-                    copied.add(id(there[dtype]))
+        for dtype, flat in arenas.items():
+            for part, place in _cut(flat, places[dtype], elsewhere.get(dtype, ())):
+                self._stream.copy(place, part)
         self._stream.wait()
         return places
 
@@ -669,11 +758,66 @@ class Staging:
         """Copy what is in places back; the device waits for it before it computes what is queued from now on."""
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            self._stream.copy(flat, places[dtype])
+            is_mapped = self._mapped is not None and places[dtype] is self._mapped.flats[dtype]
+            elsewhere = self._seen_now().get(dtype, ()) if is_mapped else ()
+            for part, place in _cut(flat, places[dtype], elsewhere):
+                self._stream.copy(part, place)
         self._stream.before_current()
 
+    def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
+        """Have the device copy to and from memory that servers share without the help of the CPU."""
+        if memory.numel():
+            self._pinned.append(memory)
+            self._unpin.append(self._stream.pin(memory, is_read_only))
+
+    def close(self) -> None:
+        """Wait for all copies, and leave the memory of servers to them."""
+        self._stream.wait()
+        while self._unpin:
+            self._unpin.pop()()
+        self._seen = (-1, {})
+        self._views.clear()
+        self._pinned.clear()
+
     def _place_of(self, flat: Tensor) -> Tensor:
-        key = flat.data_ptr(), flat.numel(), flat.dtype
-        if key not in self._places:
-            self._places[key] = self._stream.place(flat)
-        return self._places[key]
+        if _identity(flat) not in self._places:
+            self._places[_identity(flat)] = self._stream.place(flat)
+        return self._places[_identity(flat)]
+
+    def _seen_now(self) -> dict[str, Elsewhere]:
+        """Find where in servers' memory the device reads what is mapped."""
+        assert self._mapped is not None
+        if self._seen[0] != self._mapped.changes:
+            found: dict[str, Elsewhere] = {}
+            for one in self._mapped.stretches():
+                dtype = torch_dtype(one.dtype)
+                numbers = self._view_of(one.memory)[one.begin : one.begin + one.numel * dtype.itemsize]
+                found[one.dtype] = [*found.get(one.dtype, ()), (one.offset, numbers.view(dtype))]
+            self._seen = self._mapped.changes, found
+        return self._seen[1]
+
+    def _view_of(self, memory: Memory) -> Tensor:
+        """Map a server's memory once more, for the device to read: it must not make pages this process's own."""
+        if id(memory) not in self._views:
+            pages = mmap.mmap(-1, memory.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            view = torch.from_numpy(np.frombuffer(pages, np.uint8))
+            put_pages(view.data_ptr(), memory.nbytes, memory.fd, 0, mmap.PROT_READ, is_shared=True)
+            self.pin(view, is_read_only=True)
+            self._views[id(memory)] = memory, view
+        return self._views[id(memory)][1]
+
+
+def _identity(flat: Tensor) -> tuple[int, int, torch.dtype]:
+    return flat.data_ptr(), flat.numel(), flat.dtype
+
+
+def _cut(flat: Tensor, place: Tensor, elsewhere: Elsewhere) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of a flat tensor with their places; not the padding behind those that lie elsewhere."""
+    at, line = 0, ALIGNMENT // flat.element_size()
+    for first, other in elsewhere:
+        if first > at:
+            yield flat[at:first], place[at:first]
+        yield flat[first : first + len(other)], other
+        at = -(-(first + len(other)) // line) * line
+    if at < len(flat):
+        yield flat[at:], place[at:]

@@ -27,7 +27,7 @@ def test_what_a_busy_device_has_yet_to_compute_is_copied_both_ways(numel: int) -
     for step in range(1, 4):
         torch.cuda._sleep(LONG)
         flat["float32"].add_(1)
-        [places] = staging.down([flat])
+        places = staging.down(flat)
         assert places["float32"].is_pinned()
         assert places["float32"].eq(2 * step - 1).all()
         places["float32"].add_(1)

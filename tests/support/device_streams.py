@@ -21,6 +21,7 @@ class Streams:
         self._queues: dict[str, list[Callable[[], object]]] = {CURRENT: [], SIDE: []}
         self._done = {CURRENT: 0, SIDE: 0}
         self.num_places = 0
+        self.num_pinned = 0
 
     def compute(self, work: Callable[[], object], on: str = CURRENT) -> None:
         self._queues[on].append(work)
@@ -40,6 +41,14 @@ class Streams:
     def place(self, flat: Tensor) -> Tensor:
         self.num_places += 1
         return torch.full(flat.shape, float("nan"), dtype=flat.dtype, device="cpu")
+
+    def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
+        self.num_pinned += 1
+
+        def unpin() -> None:
+            self.num_pinned -= 1
+
+        return unpin
 
     def after_current(self) -> None:
         self._wait_for(CURRENT, on=SIDE)

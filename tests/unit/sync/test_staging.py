@@ -14,7 +14,7 @@ def test_the_host_reads_what_was_computed_before_it_asked(eager: tuple[str, ...]
     staging = Staging(streams)
     for step in range(1, 4):
         streams.compute(lambda step=step: grads["float32"].fill_(step))
-        [places] = staging.down([grads])
+        places = staging.down(grads)
         assert places["float32"].tolist() == [step] * 4
 
 
@@ -25,7 +25,7 @@ def test_the_device_computes_with_what_came_back_and_before_with_what_was_there(
     streams, weights, seen = Streams(eager), {"float32": torch.zeros(2)}, []
     staging = Staging(streams)
     for step in range(1, 4):
-        [places] = staging.down([weights])
+        places = staging.places(weights)
         streams.compute(lambda: seen.append(weights["float32"].tolist()))
         places["float32"].fill_(step)
         staging.up(weights, places)
@@ -35,18 +35,24 @@ def test_the_device_computes_with_what_came_back_and_before_with_what_was_there(
 
 
 @SCHEDULES
-def test_a_place_is_not_written_before_what_it_held_is_on_the_device(eager: tuple[str, ...]) -> None:
-    """A round that fails after it has written leaves no trace: the next one begins with the device's weights."""
+def test_a_place_is_not_given_before_what_it_held_is_on_the_device(eager: tuple[str, ...]) -> None:
     streams, weights = Streams(eager), {"float32": torch.zeros(2)}
     staging = Staging(streams)
-    [places] = staging.down([weights])
+    places = staging.places(weights)
     places["float32"].fill_(5)
     staging.up(weights, places)
-    [places] = staging.down([weights])
-    assert places["float32"].tolist() == [5.0] * 2
-    places["float32"].fill_(7)  # by the round that fails
-    [places] = staging.down([weights])
-    assert places["float32"].tolist() == [5.0] * 2
+    staging.places(weights)["float32"].fill_(7)  # by a round that fails
+    streams.run(CURRENT)
+    assert weights["float32"].tolist() == [5.0] * 2
+
+
+@SCHEDULES
+def test_parts_of_a_tensor_go_to_places_of_their_own(eager: tuple[str, ...]) -> None:
+    streams, grads, elsewhere = Streams(eager), {"float32": torch.arange(64.0)}, torch.zeros(20)
+    staging = Staging(streams)
+    places = staging.down(grads, {"float32": [(16, elsewhere)]})
+    assert elsewhere.tolist() == list(range(16, 36))
+    assert places["float32"].nan_to_num(-1.0).tolist() == [*range(16), *[-1.0] * 32, *range(48, 64)]
 
 
 def test_every_tensor_has_one_place_which_is_made_once() -> None:
@@ -54,9 +60,18 @@ def test_every_tensor_has_one_place_which_is_made_once() -> None:
     staging = Staging(streams)
     grads = {"float32": torch.ones(4), "float64": torch.ones(4, dtype=torch.float64)}
     weights = {"float32": torch.zeros(4)}
-    first = staging.down([grads, weights, grads])
-    again = staging.down([grads, weights])
+    first, again = [[staging.down(grads), staging.places(weights)] for _ in range(2)]
     assert streams.num_places == 3
-    for mine, theirs in zip([*first[:2], first[2]], [*again, again[0]], strict=True):
+    for mine, theirs in zip(first, again, strict=True):
         assert all(mine[dtype] is theirs[dtype] for dtype in mine)
     assert len({id(place) for one in again for place in one.values()}) == 3
+
+
+def test_memory_is_pinned_until_the_end() -> None:
+    streams = Streams(())
+    staging = Staging(streams)
+    staging.pin(torch.zeros(4))
+    staging.pin(torch.zeros(0))
+    assert streams.num_pinned == 1
+    staging.close()
+    assert streams.num_pinned == 0

@@ -1,0 +1,160 @@
+"""Weights and gradients of a device, which is simulated, whose copies go to and from the memory of servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvstore_server.optimizer import create
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.rows import RowSet
+from kvtrainer.kvstore import DistKVStore
+from kvtrainer.sync import exchange as exchanges
+from kvtrainer.sync.exchange import Gradients, StoreExchange
+from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
+from tests.support.stores import Servers
+
+WAY = "auto"
+"""Servers share memory whatever way the other tests take."""
+NUMELS = (399_600, 5, 262_144, 358_401)
+"""Slices that fill their pages, others that two servers share a page of, and one that is too short."""
+LONG = frozenset({0, 2})
+"""Those of whole lines."""
+PLAN = make_plan([TensorSpec(str(at), (numel,), "float32") for at, numel in enumerate(NUMELS)], 1)
+ROUNDS = 5
+
+
+class Worker:
+    """An exchange whose weights and gradients are on a device, or on the CPU."""
+
+    def __init__(self, store: DistKVStore, streams: Streams | None, **options: Any) -> None:
+        self.streams = streams
+        size = PLAN.resident_sizes["float32"]
+        self.weights, self.grads = self._flat(torch.ones(size)), self._flat(torch.zeros(size))
+        optimizer = create("adam", learning_rate=0.1)
+        self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True, **options)
+        if streams is not None:
+            self.exchange.map(self.weights, True)
+            self.exchange.bear(LONG)
+        self.exchange.init(self.weights)
+
+    def _flat(self, numbers: Tensor) -> dict[str, Tensor]:
+        return {"float32": numbers if self.streams is None else numbers.as_subclass(OnDevice)}
+
+    def compute(self, work: Any) -> None:
+        """Have the device do something when it comes to it."""
+        if self.streams is None:
+            work()
+        else:
+            self.streams.compute(work)
+
+    def round(self, rank: int, step: int, absent: Sequence[int] = (), veto: bool = False) -> None:
+        drawn = torch.randn(len(self.grads["float32"]), generator=torch.Generator().manual_seed(8 * step + rank))
+        self.compute(lambda: self.grads["float32"].copy_(drawn))
+        self.exchange.run(Gradients(self.grads, {}, 1.0, frozenset(absent), veto=veto), self.weights)
+
+    def values(self) -> list[Tensor]:
+        """Copy the weights of each parameter, as the device has them when it has done all."""
+        if self.streams is not None:
+            self.streams.run(CURRENT)
+        flat = self.weights["float32"].as_subclass(Tensor)
+        rows = zip(PLAN.key_offsets, NUMELS, strict=True)
+        return [flat[at : at + numel].clone() for at, numel in rows]
+
+
+def found_by(jobs: Servers, monkeypatch: pytest.MonkeyPatch, eager: Sequence[str] | None, body: Any) -> list[Any]:
+    """Return what two workers find, on simulated devices or, where there is no schedule, on the CPU."""
+    own = threading.local()
+    monkeypatch.setattr(exchanges, "SideStream", lambda device: own.streams)
+
+    def run(store: DistKVStore, rank: int) -> Any:
+        own.streams = None if eager is None else Streams(eager)
+        return body(Worker(store, own.streams), rank)
+
+    return jobs.results(2, 2, run)
+
+
+def trained(worker: Worker, rank: int) -> list[Tensor]:
+    for step in range(ROUNDS):
+        worker.round(rank, step)
+    return worker.values()
+
+
+@SCHEDULES
+def test_weights_are_those_of_the_cpu_to_the_bit(
+    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected = [found_by(jobs, monkeypatch, one, trained) for one in (eager, None)]
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, *found))
+
+
+def test_long_gradients_and_weights_are_copied_by_the_device_alone(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(worker: Worker, rank: int) -> tuple[int, set[int], list[bool]]:
+        trained(worker, rank)
+        mapped, born, staging = worker.exchange.mapped, worker.exchange.born, worker.exchange._staging
+        assert mapped is not None and born is not None and staging is not None
+        free = born.places(without=())
+        pinned = [memory.numel() * memory.element_size() for memory in staging._pinned]
+        shown = sum([one.numel for one in mapped.stretches()])
+        assert worker.streams is not None and worker.streams.num_pinned == len(pinned)
+        worker.exchange.close()
+        return shown, set(free), [size > 1 << 20 for size in pinned], worker.streams.num_pinned
+
+    for shown, keys, pinned, left in found_by(jobs, monkeypatch, (), body):
+        assert shown > 0.99 * sum(NUMELS)
+        assert keys == LONG
+        assert pinned == [True] * 3  # of two servers their weights, and what gradients are copied to
+        assert left == 0
+
+
+@pytest.mark.parametrize("eager", [(), (CURRENT,)], ids=str)
+def test_rounds_without_some_gradients_and_without_effect_count_as_on_the_cpu(
+    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(worker: Worker, rank: int) -> list[Tensor]:
+        trained(worker, rank)
+        worker.round(rank, 10, absent=[0])
+        worker.round(rank, 11, veto=rank == 1)
+        worker.round(rank, 12, absent=[0] if rank else [2, 3])
+        return worker.values()
+
+    found, expected = [found_by(jobs, monkeypatch, one, body) for one in (eager, None)]
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_weights_that_the_loop_assigns_reach_the_devices(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(worker: Worker, rank: int) -> list[list[float]]:
+        trained(worker, rank)
+        worker.compute(lambda: worker.weights["float32"].fill_(5.0 + rank))
+        worker.exchange.assign(worker.weights)
+        assigned = [own.unique().tolist() for own in worker.values()]
+        worker.round(rank, 10)
+        return assigned, worker.values()
+
+    found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
+    for assigned, values in found:
+        assert assigned == [[5.0]] * len(NUMELS)
+        assert all(map(torch.equal, values, expected[0][1]))
+
+
+def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(worker: Worker, rank: int) -> list[Tensor]:
+        trained(worker, rank)
+        if not rank:
+            worker.round(rank, 10)
+        while not worker.exchange.shadow(worker.weights, worker.grads).is_over:
+            pass
+        return worker.values()
+
+    found = found_by(jobs, monkeypatch, (), body)
+    assert all(map(torch.equal, *found))
