@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -656,10 +658,11 @@ class SideStream:
     def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
         """Pin memory that others share, so that the device copies without the CPU; returns what ends that.
 
-        It must be called before the memory is unmapped. Where memory cannot be pinned, a warning says so.
+        The memory stays as long as anybody has what is returned: the device would go on to write where it was, whatever
+        is mapped there then. Where memory cannot be pinned, a warning says so.
         """
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address, flags = memory.data_ptr(), _READ_ONLY if is_read_only else 0
+        address, flags, process = memory.data_ptr(), _READ_ONLY if is_read_only else 0, os.getpid()
         with torch.cuda.device(self._device):
             code = runtime.cudaHostRegister(address, memory.nbytes, flags)
         if int(code):
@@ -669,8 +672,9 @@ class SideStream:
             return _pinned_nothing
 
         def unpin() -> None:
-            self.wait()
-            runtime.cudaHostUnregister(address)
+            if os.getpid() == process:  # a forked one has no device
+                self.wait()
+                runtime.cudaHostUnregister(memory.data_ptr())
 
         return unpin
 
@@ -729,8 +733,7 @@ class Staging:
         self._views: dict[int, tuple[Memory, Tensor]] = {}
         """By identity: a server's memory, and its view for the device."""
         self._unpin: list[Callable[[], None]] = []
-        self._pinned: list[Tensor] = []
-        """Memory that must not be unmapped before."""
+        weakref.finalize(self, _call_all, self._unpin).atexit = False
 
     def adopt(self, weights: Arenas, places: Arenas, mapped: MappedWeights) -> None:
         """Have weights come to places of which some parts are mapped; the device reads those from servers' memory."""
@@ -767,17 +770,14 @@ class Staging:
     def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
         """Have the device copy to and from memory that servers share without the help of the CPU."""
         if memory.numel():
-            self._pinned.append(memory)
             self._unpin.append(self._stream.pin(memory, is_read_only))
 
     def close(self) -> None:
         """Wait for all copies, and leave the memory of servers to them."""
         self._stream.wait()
-        while self._unpin:
-            self._unpin.pop()()
+        _call_all(self._unpin)
         self._seen = (-1, {})
         self._views.clear()
-        self._pinned.clear()
 
     def _place_of(self, flat: Tensor) -> Tensor:
         if _identity(flat) not in self._places:
@@ -805,6 +805,11 @@ class Staging:
             self.pin(view, is_read_only=True)
             self._views[id(memory)] = memory, view
         return self._views[id(memory)][1]
+
+
+def _call_all(left: list[Callable[[], None]]) -> None:
+    while left:
+        left.pop()()
 
 
 def _identity(flat: Tensor) -> tuple[int, int, torch.dtype]:

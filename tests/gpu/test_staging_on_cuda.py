@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import kvtrainer
+from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import SideStream, Staging
 from tests.support.stores import Servers
@@ -50,3 +51,33 @@ def test_weights_are_those_of_a_model_on_the_cpu(jobs: Servers, in_store: bool) 
     found = [jobs.results(2, 2, lambda kv, rank, on=on: body(kv, rank, on))[0] for on in ("cuda", "cpu")]
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=0 if in_store else 1e-6, atol=0 if in_store else 1e-6)
+
+
+def test_long_weights_and_gradients_go_through_pinned_memory_of_servers(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gradients are exact in both places; what others than the Trainer did to weights is found, and may be given."""
+    monkeypatch.setenv("KVSTORE_TRANSPORT", "auto")
+
+    def body(kv: DistKVStore, rank: int, device: str) -> list[Tensor]:
+        w = [nn.Parameter(torch.full((size,), 0.5, device=device)) for size in (3, 999_984, 70_001, 500_000)]
+        trainer = kvtrainer.Trainer(w, "adam", {"learning_rate": 0.1}, kv)
+        for at in range(3 * STEPS):
+            if at == STEPS:
+                with torch.no_grad():
+                    w[1].mul_(2)
+                trainer.set_data()
+            if at == 2 * STEPS:
+                w[1].data[:1000] += 1
+                sum((p * 1.0).sum() for p in w).backward()  # type: ignore[union-attr]
+                with pytest.raises(WeightsWrittenError):
+                    trainer.step(4)
+                trainer.set_data()
+            trainer.zero_grad()
+            sum((p * float(rank + at + 1)).sum() for p in w).backward()  # type: ignore[union-attr]
+            trainer.step(4)
+        return [p.detach().cpu() for p in w]
+
+    found = [jobs.results(2, 2, lambda kv, rank, on=on: body(kv, rank, on))[0] for on in ("cuda", "cpu")]
+    assert all(map(torch.equal, *found))
+    assert "without pinned memory" not in caplog.text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 
 from kvtrainer.sync.exchange import Staging
@@ -67,11 +70,17 @@ def test_every_tensor_has_one_place_which_is_made_once() -> None:
     assert len({id(place) for one in again for place in one.values()}) == 3
 
 
-def test_memory_is_pinned_until_the_end() -> None:
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_memory_is_pinned_until_the_end(is_closed: bool) -> None:
+    """Also of a Trainer that nobody closes: other memory will be mapped where this was."""
     streams = Streams(())
     staging = Staging(streams)
     staging.pin(torch.zeros(4))
     staging.pin(torch.zeros(0))
     assert streams.num_pinned == 1
-    staging.close()
+    if is_closed:
+        staging.close()
+    else:
+        del staging
+        gc.collect()
     assert streams.num_pinned == 0
