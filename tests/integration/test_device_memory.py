@@ -138,18 +138,21 @@ def test_rounds_without_some_gradients_and_without_effect_count_as_on_the_cpu(
 def test_weights_that_the_loop_assigns_reach_the_devices(
     jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(worker: Worker, rank: int) -> tuple[list[list[float]], list[Tensor]]:
+    def body(worker: Worker, rank: int) -> tuple[list[list[float]], set[int], list[Tensor]]:
         trained(worker, rank)
         worker.compute(lambda: worker.weights["float32"].fill_(5.0 + rank))
         worker.exchange.assign(worker.weights)
         assigned = [own.unique().tolist() for own in worker.values()]
+        # What is not the servers' any more would stay old where rows alone come later.
+        own = set() if worker.exchange.mapped is None else worker.exchange.mapped.written()
         worker.round(rank, 10)
-        return assigned, worker.values()
+        return assigned, own, worker.values()
 
     found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
-    for assigned, values in found:
+    for assigned, own, values in found:
         assert assigned == [[5.0]] * len(NUMELS)
-        assert all(map(torch.equal, values, expected[0][1]))
+        assert own == set()
+        assert all(map(torch.equal, values, expected[0][2]))
 
 
 def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +166,16 @@ def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: p
 
     found = found_by(jobs, monkeypatch, (), body)
     assert all(map(torch.equal, *found))
+
+
+def test_weights_that_servers_show_no_more_are_copied(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(worker: Worker, rank: int) -> list[Tensor]:
+        worker.round(rank, 0)
+        if worker.exchange.mapped is not None:
+            worker.exchange.mapped.release()
+        worker.round(rank, 1)
+        return worker.values()
+
+    found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
+    for mine in found:
+        assert all(map(torch.equal, mine, expected[0]))
