@@ -38,6 +38,7 @@ from kvstore_server.reduction import (
     Run,
     Sums,
     left_out_by_all,
+    part_of,
 )
 from kvstore_server.rows import Parts, RowSet, cut_rows
 from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
@@ -144,15 +145,16 @@ class Shard:
             (h.slot, h.end_slot) for h in homes if len(self.storage.slots[h.slot].piece.segments) == 1
         )
         runs: list[Run] = []
+        slots = self.storage.slots
         for first, end in zip(
             [unit.first, *(e for _, e in alone)], [*(f for f, _ in alone), unit.end], strict=True
         ):
+            begin = first
             for number in range(first, end):
-                slot = self.storage.slots[number]
-                if runs and runs[-1].end == number and self.storage.slots[number - 1].block is slot.block:
-                    runs[-1] = runs[-1]._replace(end=number + 1)
-                else:
-                    runs.append(Run(number, number + 1, arenas[slot.block.dtype][slot.piece.offset :]))
+                block, after = slots[number].block, number + 1
+                if after == end or slots[after].block is not block:
+                    runs.append(Run(begin, after, arenas[block.dtype][slots[begin].piece.offset :]))
+                    begin = after
         return runs
 
     def visible(self, unit: Unit, index: int) -> Tensor:
@@ -411,6 +413,11 @@ class Shard:
     ) -> list[Tensor]:
         """Return the gradient of neighbouring segments in pieces, some of which are lent."""
         block, begin = chunk.block, chunk.place.start
+        keys = list(dict.fromkeys(block.keys[first:end]))
+        if all(map(lent.__contains__, keys)):
+            ends_there = self.storage.homes[keys[0]].first, self.storage.homes[keys[-1]].last
+            if ends_there == (first, end):
+                return list(map(lent.__getitem__, keys))
         starts, ends = block.states.segments, block.ends
         homes = [home for key in lent if (home := self.storage.homes[key]).block is block]
         found: list[Tensor] = []
@@ -421,8 +428,8 @@ class Shard:
                 continue
             if at < low:
                 found.append(grad[starts[at][0] - begin : ends[low - 1] - begin])
-            own = lent[home.key]
-            found.append(own[starts[low][0] - home.part.start : ends[high - 1] - home.part.start])
+            start = home.part.start
+            found.append(part_of(lent[home.key], starts[low][0] - start, ends[high - 1] - start))
             at = high
         if at < end:
             found.append(grad[starts[at][0] - begin : ends[end - 1] - begin])

@@ -49,6 +49,7 @@ _NEIGHBOURS = 4
 """Neighbouring kept sums that are compared in one turn."""
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
+_kind_of = attrgetter("dtype", "layout", "is_cpu", "requires_grad")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
@@ -100,6 +101,8 @@ class Arena:
         whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""
+        self._kinds = {key: (parameters[key].dtype, torch.strided, True, False) for key in self.long}
+        """Of those the kind of a gradient that may be used where it lies."""
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -125,13 +128,15 @@ class Arena:
         """
         pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
-        for key in self.long.intersection(lends) if lends else ():
-            parameter = self._parameters[key]
-            grad = given[key] if present[key] else None
-            if grad is None or grad.dtype != parameter.dtype or grad.is_neg():
-                continue
-            if grad.is_cpu and grad.layout is torch.strided and grad.is_contiguous():
-                lent[key] = grad.detach().view(-1)
+        if lends:
+            keys = [key for key in self.long.intersection(lends) if present[key] and given[key] is not None]
+            grads = [grad for key in keys if (grad := given[key]) is not None]
+            are_plain = map(Tensor.is_contiguous, grads), map(Tensor.is_neg, grads)
+            for key, grad, kind, is_whole, is_neg in zip(
+                keys, grads, map(_kind_of, grads), *are_plain, strict=True
+            ):
+                if kind == self._kinds[key] and is_whole and not is_neg:
+                    lent[key] = grad if grad.dim() == 1 else grad.view(-1)
         if lent:
             zeros = zeros | lent.keys()
             present = [is_in and key not in lent for key, is_in in enumerate(present)]
