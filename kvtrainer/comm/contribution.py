@@ -21,7 +21,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.rounds import Ints
 from kvstore_server.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
-from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.tables import RemoteTable, Tables
 
 Arenas = Mapping[str, Tensor]
@@ -54,7 +54,7 @@ class Contribution(NamedTuple):
             since then need not come again.
         guard: The sum is measured, and decided about, before it is used; every rank must want that.
         unread: Keys (by index) of which the new weights do not matter; slices that hold nothing else are not written.
-        mapped: Maps `outs` of the only table, as far as servers show their memory.
+        mapped: Maps `outs` of the only table, as far as servers show their memory, or knows where it is.
         priority: Where messages have to queue, those of a higher one go first.
     """
 
@@ -74,7 +74,7 @@ class Contribution(NamedTuple):
     is_kept: bool = False
     guard: Guard | None = None
     unread: frozenset[int] = frozenset()
-    mapped: MappedWeights | None = None
+    mapped: MappedWeights | SeenWeights | None = None
     priority: int = 0
 
     def gives(self, table: int, piece: Slice) -> bool:

@@ -59,36 +59,15 @@ class _Mapped(NamedTuple):
     piece: Slice
     server: int
     place: int
-    arena: Arena
-    """The server's memory."""
-    begin: int
-    """Where it begins there, in bytes."""
     source: Tensor
     """The server's bytes of it; all of them."""
+    memory: int
+    """The address of all its memory."""
     lines: slice
     """Its marks there."""
     first: int
     """Where its own pages begin, and end, in bytes of the arena of its dtype."""
     end: int
-
-
-class Stretch(NamedTuple):
-    """Mapped slices that lie side by side, here and in their server's memory."""
-
-    dtype: str
-    offset: int
-    """Where they begin here, in elements."""
-    numel: int
-    """With padding between them, not behind the last."""
-    memory: Arena
-    begin: int
-    """Where they begin there, in bytes."""
-
-    def is_before(self, one: _Mapped) -> bool:
-        """Tell whether a slice comes next."""
-        size, way = SIZES[self.dtype], one.piece.offset - self.offset
-        is_near = self.dtype == one.piece.dtype and (way - self.numel) * size < ALIGNMENT
-        return is_near and self.memory is one.arena and one.begin - self.begin == way * size
 
 
 class MappedWeights:
@@ -103,7 +82,6 @@ class MappedWeights:
 
     def __init__(self, flats: Mapping[str, Tensor]) -> None:
         self._system = _System()
-        self.flats = flats
         self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._slices: dict[int, _Mapped] = {}
         self._edges: tuple[list[Tensor], list[Tensor]] | None = None
@@ -134,11 +112,11 @@ class MappedWeights:
         if (at - begin) % PAGE or begin + nbytes > memory.nbytes or at + nbytes > len(flat):
             raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
         self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
-        source = memory.numbers[begin : begin + nbytes]
+        source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
-        self._slices[piece.index] = _Mapped(piece, server, place, memory, begin, source, lines, first, end)
+        self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
         marks = marks_in(memory.numbers)
-        self._marks.setdefault(memory.numbers.data_ptr(), (marks, marks.copy()))
+        self._marks.setdefault(base, (marks, marks.copy()))
         self._note_change()
 
     def leave(self, piece: Slice) -> None:
@@ -161,7 +139,7 @@ class MappedWeights:
         """List slices (by index) that servers began to write since the last round. None if all were written."""
         changed, written = set[int](), set[int]()
         for index, one in self._slices.items():
-            marks, before = self._marks[one.arena.numbers.data_ptr()]
+            marks, before = self._marks[one.memory]
             begun, ended = marks[:, one.lines]
             if (begun != before[0, one.lines]).any():
                 changed.add(index)
@@ -184,17 +162,6 @@ class MappedWeights:
         targets, sources = self._edges_now()
         if targets and not torch.equal(torch.cat(targets), torch.cat(sources)):
             found.update(at for at, one in self._slices.items() if self._ends_differ(one))
-        return found
-
-    def stretches(self) -> list[Stretch]:
-        """List what is mapped, neighbours together, in the order of dtypes and places here."""
-        found: list[Stretch] = []
-        for one in sorted(self._slices.values(), key=lambda one: (one.piece.dtype, one.piece.offset)):
-            if found and found[-1].is_before(one):
-                end = one.piece.offset + one.piece.used
-                found[-1] = found[-1]._replace(numel=end - found[-1].offset)
-            else:
-                found.append(Stretch(one.piece.dtype, one.piece.offset, one.piece.used, one.arena, one.begin))
         return found
 
     def rest(self) -> dict[str, list[tuple[int, int]]]:
@@ -281,6 +248,83 @@ class MappedWeights:
                 else:
                     found.add(one.piece.index)
         return found
+
+
+class Stretch(NamedTuple):
+    """Slices that lie side by side, in an arena and in their server's memory."""
+
+    dtype: str
+    offset: int
+    """Where they begin in the arena, in elements."""
+    numel: int
+    """With padding between them, not behind the last."""
+    memory: Arena
+    begin: int
+    """Where they begin there, in bytes."""
+
+    @property
+    def end(self) -> int:
+        """Where they end there, in bytes."""
+        return self.begin + self.numel * SIZES[self.dtype]
+
+    def is_before(self, other: Stretch) -> bool:
+        """Tell whether another one comes next."""
+        size, way = SIZES[self.dtype], other.offset - self.offset
+        is_near = self.dtype == other.dtype and (way - self.numel) * size < ALIGNMENT
+        return is_near and self.memory is other.memory and other.begin - self.begin == way * size
+
+
+class SeenWeights:
+    """Where servers have the weights of a table that a device reads there; not thread-safe.
+
+    What a server shows does not come to the arena any more, whose numbers of it are old.
+    """
+
+    def __init__(self) -> None:
+        self._slices: dict[int, tuple[int, int, Stretch]] = {}
+        """Slice (by index) → its server, its place as that names it, and where it is."""
+        self.is_on = True
+        """More may be seen: not any more after `release`."""
+        self.problem: OSError | None = None
+        """Why some slice cannot be read where it is, so that its present weights are not here."""
+        self.changes = 0
+        """How often other slices than before were seen."""
+
+    def shows(self, piece: Slice, server: int, place: int) -> bool:
+        """Tell whether a slice is read from there already."""
+        return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
+
+    def show(self, piece: Slice, server: int, place: int, memory: Arena, begin: int) -> None:
+        """Note where a slice begins in a server's memory. Raises OSError if it does not lie there."""
+        one = Stretch(piece.dtype, piece.offset, piece.used, memory, begin)
+        if one.end > memory.nbytes:
+            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
+        self._slices[piece.index] = server, place, one
+        self.changes += 1
+
+    def leave(self, piece: Slice) -> None:
+        """Note a slice as written to the arena, as its server's memory does not show it now."""
+        if self._slices.pop(piece.index, None) is not None:
+            self.changes += 1
+
+    def refresh(self) -> None:
+        """Do nothing: a device reads when the round has ended."""
+
+    def stretches(self) -> list[Stretch]:
+        """List what is read where servers have it, neighbours together, in the order of dtypes and arenas."""
+        found: list[Stretch] = []
+        for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
+            if found and found[-1].is_before(one):
+                found[-1] = found[-1]._replace(numel=one.offset + one.numel - found[-1].offset)
+            else:
+                found.append(one)
+        return found
+
+    def release(self) -> None:
+        """See nothing from now on: all weights come to the arena, where they have to be pulled first."""
+        self._slices.clear()
+        self.is_on, self.problem = False, None
+        self.changes += 1
 
 
 class OwnWeights:

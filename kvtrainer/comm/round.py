@@ -23,7 +23,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
 from kvtrainer.comm.contribution import Arenas, Contribution, Encoded, Layout, Memory
-from kvtrainer.comm.mapped import MappedWeights
+from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
@@ -493,7 +493,7 @@ class Round:
         leg.gathered.clear()
         leg.staged.clear()
 
-    def _map(self, mapped: MappedWeights, leg: Leg, gone: Collection[int]) -> None:
+    def _map(self, mapped: MappedWeights | SeenWeights, leg: Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
         pieces = leg.layout.pieces
         copied = [*leg.gathered, *[at for at, *_ in leg.staged]]

@@ -221,7 +221,7 @@ class Arena:
         if self.device.type != "cpu":
             return self._allocate()
         sizes = self._plan.resident_sizes.items()
-        return {dtype: paged_zeros(size, getattr(torch, dtype)) for dtype, size in sizes}
+        return {dtype: _paged_zeros(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
     def _pieces(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
@@ -383,7 +383,7 @@ def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
     return [[blocks[:, at], rest] for at in range(every)]
 
 
-def paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """Make zeros in pages of their own, which a fork copies as they are written."""
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

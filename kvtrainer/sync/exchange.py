@@ -24,19 +24,18 @@ from kvstore_server.channel import Arena as Memory
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
-from kvstore_server.plan import ALIGNMENT, LONG, Plan, Slice, row_numel
+from kvstore_server.plan import ALIGNMENT, LONG, PAGE, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
-from kvtrainer.comm.mapped import MappedWeights, OwnWeights, put_pages
+from kvtrainer.comm.mapped import MappedWeights, OwnWeights, SeenWeights, put_pages
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.tables import Compressor
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.memory.arena import paged_zeros
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.progress import announced
 
@@ -195,6 +194,8 @@ class StoreExchange(Exchange):
         """The way between a CUDA device, where the weights are, and the host; once it is needed."""
         self.mapped: MappedWeights | None = None
         """Maps the weights that are in the servers' memory."""
+        self.seen: SeenWeights | None = None
+        """Where a CUDA device reads weights in the servers' memory."""
         self.own: OwnWeights | None = None
         """Shows the weights that come in messages."""
         self._host: HostSum | None = None
@@ -216,7 +217,7 @@ class StoreExchange(Exchange):
 
         Weights of an engine in this process stay where they are: forked processes keep them as they were. So do those
         of which no slice is long: to look at all of them takes no time. What is on a CUDA device is copied there from
-        the servers' memory.
+        the servers' memory, if all of them are of this host.
 
         Args:
             weights: Flat, laid out by the plan, on the CPU in pages of their own.
@@ -224,21 +225,18 @@ class StoreExchange(Exchange):
                 which a neighbour's weights have yet to come, and which would not show them.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        self.own = self.mapped = None
+        self.own = self.mapped = self.seen = None
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (self.updates_weights and self._is_dist and is_long):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
-        staging = self._staging_of(weights)
+        if self._staging_of(weights) is not None:
+            self.seen = SeenWeights() if is_whole and self._client.shares_all_memory else None
+            return
         try:
             if is_whole and self._client.shares_memory:
-                places = weights
-                if staging is not None:
-                    places = {d: paged_zeros(flat.numel(), flat.dtype) for d, flat in weights.items()}
-                self.mapped = MappedWeights(places)
-                if staging is not None:
-                    staging.adopt(weights, places, self.mapped)
-            elif is_at_once and staging is None:
+                self.mapped = MappedWeights(weights)
+            elif is_at_once:
                 self.own = OwnWeights(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
@@ -246,7 +244,7 @@ class StoreExchange(Exchange):
     @property
     def shown(self) -> MappedWeights | OwnWeights | None:
         """What tells which weights the loop has written, if the system does."""
-        return None if self._staging is not None else self.own if self.mapped is None else self.mapped
+        return self.own if self.mapped is None else self.mapped
 
     def _places(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return where a round writes new weights, or else sums; of a CUDA device once that has read what is there."""
@@ -263,17 +261,29 @@ class StoreExchange(Exchange):
         mine = self._down(weights)
         with announced("weights go to servers", self._table.plan.nbytes):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(weights)))
-        if self.mapped is not None:
-            self._check_mapped(mine)
+        self._check_places(mine)
         self._up(weights, mine)
 
-    def _check_mapped(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights from now on where servers show what could not be mapped."""
-        assert self.mapped is not None
-        if self.mapped.problem is not None:
-            _log.warning("weights are copied from now on, not mapped: %s", self.mapped.problem)
-            self.mapped.release()
-            self._client.rounds.pull([self._table], [weights])
+    @property
+    def _in_servers(self) -> MappedWeights | SeenWeights | None:
+        """The weights that are read in the servers' memory, if any are."""
+        return self.seen if self.mapped is None else self.mapped
+
+    def _check_places(self, places: Mapping[str, Tensor]) -> None:
+        """Copy weights from now on where servers show what could not be mapped; as a round has ended."""
+        if self.seen is not None and self._staging is not None:
+            try:
+                self._staging.see(self.seen)
+            except OSError as error:
+                self.seen.problem = error
+        shown = self._in_servers
+        if shown is not None and shown.problem is not None:
+            _log.warning("weights are copied from now on, not mapped: %s", shown.problem)
+            shown.release()
+            self._client.rounds.pull([self._table], [places])
+            if self.seen is not None and self._staging is not None:
+                self._staging.see(self.seen)
+                self.seen = None
 
     def _tell_torn(self, error: BaseException, early: Collection[int] = ()) -> None:
         """Have an error name the parameters whose weights here are not of the last round.
@@ -282,7 +292,7 @@ class StoreExchange(Exchange):
             early: Slices (by index) that were written although the round was not over.
         """
         torn = set(early)
-        if self.mapped is not None and self._staging is None:  # a device has them after the round
+        if self.mapped is not None:
             self.mapped.copy_ends()  # or they would seem to have been written here
             torn |= self.mapped.torn()
         keys = self.keys_of(torn)
@@ -329,8 +339,8 @@ class StoreExchange(Exchange):
         born = self.born.in_place(lent) if self.born is not None and (lent or self._staging) else {}
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
-            rows, veto=grads.veto, is_kept=self.updates_weights and self._has_rows, guard=grads.guard, lent=lent,
-            born=born, unread=unread, mapped=self.mapped,
+            rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
+            guard=grads.guard, lent=lent, born=born, unread=unread, mapped=self._in_servers,
         )  # fmt: skip
         number, self.was_missed = self._table.round, True
         try:
@@ -344,12 +354,9 @@ class StoreExchange(Exchange):
             self._tell_torn(error)
             self.was_missed = self._may_count(number)
             raise
-        if self.mapped is not None:
-            self._check_mapped(out)
+        self._check_places(out)
         if self.born is not None and self.born.is_coming:
             self.born.open()
-            if self._staging is not None:
-                self._staging.pin(self.born.memory)
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
@@ -424,8 +431,8 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._tell_torn(error, round_.early)
             raise
-        if self.mapped is not None and round_.contribution.outs is not None:
-            self._check_mapped(round_.contribution.outs[0])
+        if round_.contribution.outs is not None:
+            self._check_places(round_.contribution.outs[0])
 
     @property
     def plan(self) -> Plan:
@@ -439,8 +446,10 @@ class StoreExchange(Exchange):
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
         self.rows.drop()
+        if self._staging is not None:
+            self._staging.wait()  # servers write weights that the device may still read once this worker takes part
         target = grads if not self.updates_weights else None if self.is_sync else weights
-        out = None if target is None else self._places(target)
+        out = None if target is None else self._places(target) if self.updates_weights else self._down(target)
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
         if self._host is not None:
@@ -454,8 +463,6 @@ class StoreExchange(Exchange):
             mine = self._places(weights)
             self._client.rounds.pull([self._table], [mine])
             self._up(weights, mine)
-        if self._staging is not None and self.mapped is not None:
-            self.mapped.attach()
         if self.own is not None:
             self.own.attach()  # pages that were written with the bytes that they had
         outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
@@ -477,8 +484,7 @@ class StoreExchange(Exchange):
             except BaseException:
                 self._table.forget_held()
                 raise
-            if self.mapped is not None:
-                self._check_mapped(mine)
+            self._check_places(mine)
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
@@ -486,9 +492,8 @@ class StoreExchange(Exchange):
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
             rounds.pull([self._table], [self._places(weights)])
-        for pages in (self.own, self.mapped):
-            if pages is not None:
-                pages.attach()
+        if self.shown is not None:
+            self.shown.attach()
         self._up(weights, mine)
 
     def pull(self) -> dict[str, Tensor]:
@@ -558,6 +563,8 @@ class StoreExchange(Exchange):
         if self.born is None or grads.veto:
             return staging.down(grads.arenas), {}
         lent = self.born.places(grads.absent.union(grads.rows))
+        if lent:
+            staging.pin(self.born.memory)
         places: dict[str, list[tuple[int, Tensor]]] = {}
         for key, place in lent.items():
             places.setdefault(self.plan.specs[key].dtype, []).append((self.plan.key_offsets[key], place))
@@ -573,10 +580,16 @@ class StoreExchange(Exchange):
         """Make this worker's part in a round in which rank 0's values count."""
         plan = self._table.plan
         given = {} if self.rank else {key: _dealt(plan, key, make()) for key, make in tables.items()}
-        is_kept = self.updates_weights and self._has_rows and out is not None
+        is_kept = self.updates_weights and self._has_rows and out is not None and self.seen is None
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
-            [self._table], values, outs, assign=assign, sources=given, is_kept=is_kept, mapped=self.mapped
+            [self._table],
+            values,
+            outs,
+            assign=assign,
+            sources=given,
+            is_kept=is_kept,
+            mapped=self._in_servers,
         )
 
 
@@ -726,19 +739,54 @@ class Staging:
         self._stream = stream
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Address, size and dtype of a tensor → its place."""
-        self._mapped: MappedWeights | None = None
-        """Weights of which servers show their memory; the other ones have come to places of ours."""
-        self._seen: tuple[int, dict[str, Elsewhere]] = (-1, {})
-        """The changes of what is mapped so far, and by dtype where it lies for the device."""
-        self._views: dict[int, tuple[Memory, Tensor]] = {}
-        """By identity: a server's memory, and its view for the device."""
-        self._unpin: list[Callable[[], None]] = []
-        weakref.finalize(self, _call_all, self._unpin).atexit = False
+        self._seen: dict[str, list[tuple[int, Tensor]]] = {}
+        """By dtype, the parts of the weights that the device reads in servers' memory."""
+        self._changes = 0
+        self._views: dict[int, _View] = {}
+        """By identity of a server's memory."""
+        self._pins: dict[int, Callable[[], None]] = {}
+        """Address of pinned memory → what ends that."""
+        self._process = os.getpid()
+        weakref.finalize(self, _call_all, self._pins).atexit = False
 
-    def adopt(self, weights: Arenas, places: Arenas, mapped: MappedWeights) -> None:
-        """Have weights come to places of which some parts are mapped; the device reads those from servers' memory."""
-        self._places |= {_identity(flat): places[dtype] for dtype, flat in weights.items()}
-        self._mapped = mapped
+    def see(self, weights: SeenWeights) -> None:
+        """Have the device read weights where servers have them. Raises OSError if their memory cannot be mapped."""
+        if weights.changes == self._changes:
+            return
+        stretches = weights.stretches()
+        views: dict[int, _View] = {}
+        for one in stretches:
+            own = [other for other in stretches if other.memory is one.memory]
+            first = min([other.begin for other in own]) // PAGE * PAGE
+            end = max([other.end for other in own])
+            if id(one.memory) not in views:
+                views[id(one.memory)] = self._view_of(one.memory, first, end)
+        for former in self._views.values():
+            if former not in views.values():
+                self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
+        self._views, self._changes, self._seen = views, weights.changes, {}
+        for one in stretches:
+            view = views[id(one.memory)]
+            numbers = view.numbers[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
+            self._seen.setdefault(one.dtype, []).append((one.offset, numbers))
+
+    def _view_of(self, memory: Memory, first: int, end: int) -> _View:
+        """Map a part of a server's memory, and pin it.
+
+        It is shared and read-only: to pin a private mapping makes its pages this process's own.
+        """
+        former = self._views.get(id(memory))
+        if former is not None and former.first <= first and end <= former.first + former.numbers.numel():
+            return former
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        numbers = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
+        put_pages(numbers.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
+        self.pin(numbers, is_read_only=True)
+        return _View(memory, first, numbers)
+
+    def wait(self) -> None:
+        """Block until the device has read what came back last."""
+        self._stream.wait()
 
     def places(self, arenas: Arenas) -> Arenas:
         """Return the places of tensors once nobody reads there; the same tensor has the same place every time."""
@@ -761,59 +809,44 @@ class Staging:
         """Copy what is in places back; the device waits for it before it computes what is queued from now on."""
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            is_mapped = self._mapped is not None and places[dtype] is self._mapped.flats[dtype]
-            elsewhere = self._seen_now().get(dtype, ()) if is_mapped else ()
-            for part, place in _cut(flat, places[dtype], elsewhere):
+            for part, place in _cut(flat, places[dtype], self._seen.get(dtype, ())):
                 self._stream.copy(part, place)
         self._stream.before_current()
 
     def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
         """Have the device copy to and from memory that servers share without the help of the CPU."""
-        if memory.numel():
-            self._unpin.append(self._stream.pin(memory, is_read_only))
+        if memory.numel() and memory.data_ptr() not in self._pins:
+            self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
 
     def close(self) -> None:
-        """Wait for all copies, and leave the memory of servers to them."""
-        self._stream.wait()
-        _call_all(self._unpin)
-        self._seen = (-1, {})
-        self._views.clear()
+        """Wait for all copies, and leave the memory of servers to them; nothing in a forked process."""
+        if os.getpid() != self._process:
+            return
+        try:
+            self._stream.wait()
+        finally:
+            _call_all(self._pins)
+            self._seen, self._views = {}, {}
 
     def _place_of(self, flat: Tensor) -> Tensor:
-        if _identity(flat) not in self._places:
-            self._places[_identity(flat)] = self._stream.place(flat)
-        return self._places[_identity(flat)]
-
-    def _seen_now(self) -> dict[str, Elsewhere]:
-        """Find where in servers' memory the device reads what is mapped."""
-        assert self._mapped is not None
-        if self._seen[0] != self._mapped.changes:
-            found: dict[str, Elsewhere] = {}
-            for one in self._mapped.stretches():
-                dtype = torch_dtype(one.dtype)
-                numbers = self._view_of(one.memory)[one.begin : one.begin + one.numel * dtype.itemsize]
-                found[one.dtype] = [*found.get(one.dtype, ()), (one.offset, numbers.view(dtype))]
-            self._seen = self._mapped.changes, found
-        return self._seen[1]
-
-    def _view_of(self, memory: Memory) -> Tensor:
-        """Map a server's memory once more, for the device to read: it must not make pages this process's own."""
-        if id(memory) not in self._views:
-            pages = mmap.mmap(-1, memory.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            view = torch.from_numpy(np.frombuffer(pages, np.uint8))
-            put_pages(view.data_ptr(), memory.nbytes, memory.fd, 0, mmap.PROT_READ, is_shared=True)
-            self.pin(view, is_read_only=True)
-            self._views[id(memory)] = memory, view
-        return self._views[id(memory)][1]
+        key = flat.data_ptr(), flat.numel(), flat.dtype
+        if key not in self._places:
+            self._places[key] = self._stream.place(flat)
+        return self._places[key]
 
 
-def _call_all(left: list[Callable[[], None]]) -> None:
+class _View(NamedTuple):
+    """A part of a server's memory, mapped for the device to read."""
+
+    memory: Memory
+    first: int
+    """Where it begins there, in bytes; a page."""
+    numbers: Tensor
+
+
+def _call_all(left: dict[int, Callable[[], None]]) -> None:
     while left:
-        left.pop()()
-
-
-def _identity(flat: Tensor) -> tuple[int, int, torch.dtype]:
-    return flat.data_ptr(), flat.numel(), flat.dtype
+        left.popitem()[1]()
 
 
 def _cut(flat: Tensor, place: Tensor, elsewhere: Elsewhere) -> Iterator[tuple[Tensor, Tensor]]:

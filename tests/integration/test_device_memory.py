@@ -31,12 +31,12 @@ ROUNDS = 5
 class Worker:
     """An exchange whose weights and gradients are on a device, or on the CPU."""
 
-    def __init__(self, store: DistKVStore, streams: Streams | None, **options: Any) -> None:
+    def __init__(self, store: DistKVStore, streams: Streams | None, in_store: bool = True) -> None:
         self.streams = streams
         size = PLAN.resident_sizes["float32"]
         self.weights, self.grads = self._flat(torch.ones(size)), self._flat(torch.zeros(size))
-        optimizer = create("adam", learning_rate=0.1)
-        self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True, **options)
+        optimizer = create("adam", learning_rate=0.1) if in_store else None
+        self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True)
         if streams is not None:
             self.exchange.map(self.weights, True)
             self.exchange.bear(LONG)
@@ -63,13 +63,21 @@ class Worker:
         """Copy the weights of each parameter, as the device has them when it has done all."""
         if self.streams is not None:
             self.streams.run(CURRENT)
+        return self.weights_now()
+
+    def weights_now(self) -> list[Tensor]:
+        """Copy the weights of each parameter, as they are now."""
         flat = self.weights["float32"].as_subclass(Tensor)
         rows = zip(PLAN.key_offsets, NUMELS, strict=True)
         return [flat[at : at + numel].clone() for at, numel in rows]
 
 
 def found_by(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch, eager: Sequence[str] | None, body: Any
+    jobs: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    eager: Sequence[str] | None,
+    body: Any,
+    in_store: bool = True,
 ) -> list[Any]:
     """Return what two workers find, on simulated devices or, where there is no schedule, on the CPU."""
     own = threading.local()
@@ -77,7 +85,7 @@ def found_by(
 
     def run(store: DistKVStore, rank: int) -> Any:
         own.streams = None if eager is None else Streams(eager)
-        return body(Worker(store, own.streams), rank)
+        return body(Worker(store, own.streams, in_store), rank)
 
     return jobs.results(2, 2, run)
 
@@ -103,14 +111,14 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
 ) -> None:
     def body(worker: Worker, rank: int) -> tuple[int, set[int], list[int]]:
         trained(worker, rank)
-        mapped, born = worker.exchange.mapped, worker.exchange.born
-        assert mapped is not None
+        seen, born = worker.exchange.seen, worker.exchange.born
+        assert seen is not None
         assert born is not None
         free = born.places(without=())
         assert worker.streams is not None
         pinned = worker.streams.num_pinned
         worker.exchange.close()
-        shown = sum([one.numel for one in mapped.stretches()])
+        shown = sum([one.numel for one in seen.stretches()])
         return shown, set(free), [pinned, worker.streams.num_pinned]
 
     for shown, keys, pinned in found_by(jobs, monkeypatch, (), body):
@@ -138,21 +146,18 @@ def test_rounds_without_some_gradients_and_without_effect_count_as_on_the_cpu(
 def test_weights_that_the_loop_assigns_reach_the_devices(
     jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(worker: Worker, rank: int) -> tuple[list[list[float]], set[int], list[Tensor]]:
+    def body(worker: Worker, rank: int) -> tuple[list[list[float]], list[Tensor]]:
         trained(worker, rank)
         worker.compute(lambda: worker.weights["float32"].fill_(5.0 + rank))
         worker.exchange.assign(worker.weights)
         assigned = [own.unique().tolist() for own in worker.values()]
-        # What is not the servers' any more would stay old where rows alone come later.
-        own = set() if worker.exchange.mapped is None else worker.exchange.mapped.written()
         worker.round(rank, 10)
-        return assigned, own, worker.values()
+        return assigned, worker.values()
 
     found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
-    for assigned, own, values in found:
+    for assigned, values in found:
         assert assigned == [[5.0]] * len(NUMELS)
-        assert own == set()
-        assert all(map(torch.equal, values, expected[0][2]))
+        assert all(map(torch.equal, values, expected[0][1]))
 
 
 def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +173,68 @@ def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: p
     assert all(map(torch.equal, *found))
 
 
+def test_a_worker_without_data_waits_until_its_device_has_read_the_weights(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its taking part lets servers write the next ones."""
+
+    def body(worker: Worker, rank: int) -> list[Tensor]:
+        read: list[Tensor] = []
+        worker.round(rank, 0)
+        worker.compute(lambda: read.extend(worker.weights_now()))
+        if not rank:
+            worker.round(rank, 1)
+        while not worker.exchange.shadow(worker.weights, worker.grads).is_over:
+            pass
+        worker.values()
+        return read
+
+    found = found_by(jobs, monkeypatch, (), body)
+    assert all(map(torch.equal, *found))
+
+
+def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(worker: Worker, rank: int) -> bool:
+        worker.round(rank, 0)
+        worker.compute(lambda: worker.grads["float32"].fill_(7.0))
+        if not rank:
+            worker.round(rank, 1, veto=True)
+        shadowed = worker.exchange.shadow(worker.weights, worker.grads)
+        worker.values()
+        is_same = bool(worker.grads["float32"].as_subclass(Tensor).eq(7.0).all())
+        while not shadowed.is_over:
+            shadowed = worker.exchange.shadow(worker.weights, worker.grads)
+        return is_same
+
+    assert found_by(jobs, monkeypatch, (), body, in_store=False)[1]
+
+
 def test_weights_that_servers_show_no_more_are_copied(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(worker: Worker, rank: int) -> list[Tensor]:
         worker.round(rank, 0)
-        if worker.exchange.mapped is not None:
-            worker.exchange.mapped.release()
+        if worker.exchange.seen is not None:
+            worker.exchange.seen.problem = OSError("no memory")
         worker.round(rank, 1)
+        worker.round(rank, 2)
+        assert worker.exchange.seen is None
         return worker.values()
 
     found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
     for mine in found:
         assert all(map(torch.equal, mine, expected[0]))
+
+
+def test_weights_are_copied_with_a_line_where_memory_of_servers_cannot_be_mapped(
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = found_by(jobs, monkeypatch, None, trained)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("too many mappings")
+
+    monkeypatch.setattr(exchanges, "put_pages", refuse)
+    found = found_by(jobs, monkeypatch, (), trained)
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert "too many mappings" in caplog.text
