@@ -11,6 +11,7 @@ the one after that: a rank that writes to this room again knows that all others 
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
@@ -343,10 +344,11 @@ def _connect(
 def _share(rank: int, peers: Sequence[_Peer]) -> Arena:
     """Make the memory and hand it over, on the lowest rank, or take it; sockets no longer block.
 
-    Raises OSError without any.
+    Raises OSError without any, or if it may become shorter, which would kill whoever reads it.
     """
+    nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
-        fd = make_memory(_ROOMS * (len(peers) + 1) * PLACE)
+        fd = make_memory(nbytes)
         for peer in peers:
             socket.send_fds(peer.end, [_GREETING.pack(rank)], [fd])
     else:
@@ -354,6 +356,13 @@ def _share(rank: int, peers: Sequence[_Peer]) -> Arena:
         if not fds:
             raise ConnectionError(f"rank {peers[0].rank} has no memory for the others")
         [fd] = fds
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if os.fstat(fd).st_size != nbytes or not seals & fcntl.F_SEAL_SHRINK:
+            size = os.fstat(fd).st_size
+            os.close(fd)
+            raise ConnectionError(
+                f"rank {peers[0].rank} gave memory of {size} bytes with seals {seals}, not of {nbytes} that stay"
+            )
     for peer in peers:
         peer.end.setblocking(False)
     return Arena(fd)

@@ -1,0 +1,46 @@
+"""Memory that ranks of one host share is of its size for ever, or is not mapped."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore_server.channel import make_memory
+from kvtrainer.comm import rank_memory
+from kvtrainer.comm.rank_memory import PLACE
+
+NBYTES = rank_memory._ROOMS * 2 * PLACE
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with first, second:
+        yield first, second
+
+
+def memory_from(ends: tuple[socket.socket, socket.socket], fd: int) -> int:
+    """Have rank 1 take memory that rank 0 gives; return its size."""
+    socket.send_fds(ends[0], [rank_memory._GREETING.pack(0)], [fd])
+    os.close(fd)
+    return rank_memory._share(1, [rank_memory._Peer(0, ends[1], -1, select.poll())]).nbytes
+
+
+def test_memory_of_the_lowest_rank_is_mapped(ends: tuple[socket.socket, socket.socket]) -> None:
+    assert memory_from(ends, make_memory(NBYTES)) == NBYTES
+
+
+def test_memory_of_another_size_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(ConnectionError):
+        memory_from(ends, make_memory(NBYTES - 4096))
+
+
+def test_memory_that_may_become_shorter_is_refused(ends: tuple[socket.socket, socket.socket]) -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, NBYTES)
+    with pytest.raises(ConnectionError):
+        memory_from(ends, fd)
