@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 import numpy as np
-from sparse_steps import BATCHES, LEARNING_RATE, PULL, Table, gradient, run, worker_options
+from sparse_steps import LEARNING_RATE, PULL, Gradients, Table, run, worker_options
 
 
 class RowSparse:
@@ -22,11 +22,11 @@ class RowSparse:
         if optimizer != PULL:
             kv.set_optimizer(mx.optimizer.create(optimizer, learning_rate=LEARNING_RATE))
         self._out = mx.nd.sparse.zeros("row_sparse", (table.rows, table.width))
-        self._given = [self._gradient(number) for number in range(BATCHES)]
+        grads = Gradients(table, kv.rank)
+        self._given = [self._gradient(*grads.of(number)) for number in range(table.warm_up + table.rounds)]
 
-    def _gradient(self, number: int) -> tuple[Any, Any]:
+    def _gradient(self, ids: Any, values: Any) -> tuple[Any, Any]:
         """The gradient of a step, its rows distinct as a backward pass of MXNet leaves them, and their ids."""
-        ids, values = gradient(self._table, self._kv.rank, number)
         distinct, place = np.unique(ids, return_inverse=True)
         summed = np.zeros((len(distinct), self._table.width), np.float32)
         np.add.at(summed, place, values)
@@ -35,7 +35,7 @@ class RowSparse:
         return rows, self._mx.nd.array(distinct, dtype="int64")
 
     def prepare(self, number: int) -> tuple[Any, Any]:
-        return self._given[number % BATCHES]
+        return self._given[number]
 
     def step(self, given: tuple[Any, Any]) -> None:
         rows, ids = given

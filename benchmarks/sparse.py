@@ -23,7 +23,7 @@ import numpy as np
 import sparse_worker
 import suite
 import torch
-from sparse_steps import BATCHES, PULL, Table
+from sparse_steps import PULL, Gradients, Table
 
 HERE = Path(__file__).resolve().parent
 TITLE = "A step by some rows of a large table: kvtrainer, torch's sparse optimizers and MXNet"
@@ -80,9 +80,9 @@ def _run(system: str, arguments: list[str], options: argparse.Namespace) -> harn
 def _reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
     """The weights after all steps of torch's optimizer in this process."""
     step, weights = sparse_worker.start_torch(table, optimizer)
-    grads = [sparse_worker.sparse_gradient(table, range(workers), number) for number in range(BATCHES)]
+    grads = [Gradients(table, rank) for rank in range(workers)]
     for number in range(table.warm_up + table.rounds):
-        step(grads[number % BATCHES].clone())
+        step(sparse_worker.sparse_gradient(table, grads, number))
     return weights()
 
 

@@ -17,8 +17,6 @@ from steps import Array, Zipf, mark, time_rounds
 LEARNING_RATE = 2.0**-6
 PULL = "pull"
 """Stands where an optimizer stands, where rows are only read."""
-BATCHES = 4
-"""Different gradients, which take turns."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,23 @@ def _popular(rows: int) -> Zipf:
     return Zipf(rows)
 
 
-def gradient(table: Table, rank: int, number: int) -> tuple[NDArray[np.int64], Array]:
-    """Ids by Zipf's law, some of them again and again, and values of few bits, whose sum is exact in every order."""
-    drawn = np.random.default_rng(rank * BATCHES + number % BATCHES)
-    ids = _popular(table.rows).draw(drawn, table.ids)
-    values: Any = drawn.integers(-8, 9, (table.ids, table.width), dtype=np.int16)
-    return ids, values.astype(np.float32)
+class Gradients:
+    """The gradients of one rank: ids by Zipf's law, some of them again and again, others in each round; and values.
+
+    Values are of few bits, so their sum is exact in every order. Each round looks at another place of one random
+    array, as in `steps.py`.
+    """
+
+    def __init__(self, table: Table, rank: int) -> None:
+        drawn, count = np.random.default_rng(rank), table.warm_up + table.rounds
+        self._ids = [_popular(table.rows).draw(drawn, table.ids) for _ in range(count)]
+        values: Any = drawn.integers(-8, 9, (table.ids + count, table.width), dtype=np.int16)
+        self._values: Array = values.astype(np.float32)
+
+    def of(self, number: int) -> tuple[NDArray[np.int64], Array]:
+        """The ids of a round, and a row of values for each; not to be changed."""
+        ids = self._ids[number]
+        return ids, self._values[number : number + len(ids)]
 
 
 def run(begin: Callable[[Table, str], Any], rank: int, barrier: Callable[[], object], options: Any) -> None:

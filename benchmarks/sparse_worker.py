@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from sparse_steps import BATCHES, LEARNING_RATE, PULL, Table, gradient, run, worker_options
+from sparse_steps import LEARNING_RATE, PULL, Gradients, Table, run, worker_options
 from step_worker import import_what_steps_need
 from torch import Tensor
 from torch.nn import Parameter
@@ -88,15 +88,15 @@ def main() -> None:
 
     def begin(table: Table, optimizer: str) -> tuple[Callable[[int], Tensor], Step, Callable[[], Any]]:
         step, weights = start(table, optimizer, made)
-        grads = [sparse_gradient(table, ranks, number) for number in range(BATCHES)]
-        return (lambda number: grads[number % BATCHES].clone()), step, lambda: weights().numpy()
+        grads = [Gradients(table, rank) for rank in ranks]
+        return (lambda number: sparse_gradient(table, grads, number)), step, lambda: weights().numpy()
 
     run(begin, rank, barrier, options)
 
 
-def sparse_gradient(table: Table, ranks: range, number: int) -> Tensor:
-    """The gradients of some workers, one behind the other, not coalesced, as a backward pass leaves them."""
-    ids, values = zip(*[gradient(table, rank, number) for rank in ranks], strict=True)
+def sparse_gradient(table: Table, grads: Sequence[Gradients], number: int) -> Tensor:
+    """A round's gradients of some workers, one behind the other, not coalesced, as a backward pass leaves them."""
+    ids, values = zip(*[one.of(number) for one in grads], strict=True)
     return torch.sparse_coo_tensor(
         torch.from_numpy(np.concatenate(ids))[None],
         torch.from_numpy(np.concatenate(values)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def run(
     `measure` has a system do a job, and raises if its weights are wrong.
     """
     present = [name for name, missing in question.systems.items() if not missing]
-    report = Report(question, [], [])
+    report, began = Report(question, [], []), time.monotonic()
     for repetition in range(options.repetitions):
         report.limits.append(measure_limits())
         for job in jobs:
@@ -91,6 +92,7 @@ def run(
                     name = f"{case.workload}, {case.optimizer}"
                     print(f"{repetition} {system:24} {seconds:10.2f} ms  {name}", flush=True)
         machine = harness.describe_machine(versions, question.settings)
+        machine["took"] = f"{time.monotonic() - began:.0f} s, repetitions of all systems together"
         if options.out:
             report.write(Path(options.out), machine)
     print(report.markdown(machine))

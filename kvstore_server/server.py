@@ -106,6 +106,7 @@ def make_server(
     """Return a server of a store; it listens. Raises ConfigurationError as `Server`."""
     leases = Leases()
     engine = Engine(config, leases, clock)
+    engine.budget.available = available_memory
     try:
         listener = Listener(config.run, engine.is_session, available_memory, leases)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -66,8 +67,12 @@ def test_a_tiny_run_checks_weights_names_a_missing_peer_and_writes_three_files(t
     options = ["--out", str(tmp_path / "found"), "--systems", "kvtrainer,mpich", "--starts", "step"]
     options += ["--mpi-env", str(tmp_path / "none"), "--servers", "1", "--mib", "0.25", "--rounds", "2"]
     run(TINY, *options, "--repetitions", "1")
-    [sample] = json.loads((tmp_path / "found.json").read_text())["samples"]
+    document = json.loads((tmp_path / "found.json").read_text())
+    [sample] = document["samples"]
     assert (sample["system"], len(sample["rounds"])) == ("kvtrainer", 2)
     assert sample["usage"]["peak_rss"] > sample["usage"]["pss"] > 0
-    assert "| mpich | missing: there is no" in (tmp_path / "found.md").read_text()
+    table = (tmp_path / "found.md").read_text()
+    assert "| mpich | missing: there is no" in table
+    assert re.search(r"^- took: \d+ s, ", table, re.MULTILINE)
+    assert f"- took: {document['machine']['took']}\n" in table
     assert ElementTree.parse(tmp_path / "found.svg").getroot().tag.endswith("svg")

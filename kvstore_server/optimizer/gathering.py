@@ -134,7 +134,12 @@ class Ordered(NamedTuple):
 
 
 def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
-    """Put ids of rows, each from 0 up to `num_rows`, in ascending order."""
+    """Put ids of rows, each from 0 up to `num_rows`, in ascending order.
+
+    Of 8,192 and 65,536 ids of 1,000,000 rows, uniform and by Zipf's law (1.1), nothing that hashes was faster on the
+    machine of `benchmarks/results`: a table with a place for each row, kept from call to call, takes 1.0 to 1.5 times
+    as long, and 8 bytes a row; a Python dict takes 6 to 19 times as long.
+    """
     passes, shift = -(-max(num_rows - 1, 1).bit_length() // 16), len(given).bit_length()
     if np.count_nonzero(given[1:] < given[:-1]) < _FEW_RUNS:
         order = given.argsort(kind="stable")  # which merges what is in order already

@@ -11,6 +11,7 @@ Weights that come in messages are written to a file of the worker's own, which i
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.channel import Arena
+from kvstore_server.memory import available_memory
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in
 
@@ -338,7 +340,8 @@ class OwnWeights:
         plan: Says what lies where.
 
     Raises:
-        OSError: this system cannot do it, or does not tell which pages are this process's own. `flats` may be used.
+        OSError: this system cannot do it, does not tell which pages are this process's own, or has no memory for them
+            to spare. `flats` may be used.
     """
 
     changes = 1
@@ -349,6 +352,9 @@ class OwnWeights:
         self._system = _System()
         self._shown = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._plan = plan
+        needed, available = sum([flat.nbytes for flat in flats.values()]), available_memory()
+        if needed > available:  # else the system would end a process as the pages fill
+            raise OSError(errno.ENOMEM, f"{needed} bytes are needed for that, {available} are available")
         self.flats = {dtype: self._replace(flat) for dtype, flat in flats.items()}
         """Dtype → where rounds write."""
 

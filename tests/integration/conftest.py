@@ -12,6 +12,8 @@ from kvtrainer.comm.connection import Connection
 from kvtrainer.env import TRANSPORT
 from tests.support.processes import Members, Processes
 
+WAYS = "auto", "ipc", "tcp"
+
 
 @pytest.fixture(autouse=True)
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +21,20 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if way := getattr(request.module, "WAY", ""):
         monkeypatch.setenv(TRANSPORT, way)
     elif TRANSPORT not in os.environ:
-        ways = ("auto", "ipc", "auto", "tcp")
-        monkeypatch.setenv(TRANSPORT, ways[zlib.crc32(request.node.nodeid.encode()) % len(ways)])
+        monkeypatch.setenv(TRANSPORT, way_of(request.node))
+
+
+def way_of(test: pytest.Function) -> str:
+    """Choose the way to servers of a test: those of a module take each in turn, and so do the cases of a test.
+
+    So each module meets every way, and each value of a parameter does where another parameter has three. All ways of
+    all tests (`make test-transports`) would take three times as long. What counts is where the test and its values
+    stand in the module, not which tests run, or in which process: so a test that fails does so when it runs alone.
+    """
+    name = test.originalname if test.cls is None else test.cls.__name__
+    tests = [one for one in vars(test.module) if one.lower().startswith("test")]
+    case = sum(test.callspec.indices.values()) if hasattr(test, "callspec") else 0
+    return WAYS[(zlib.crc32(test.module.__name__.encode()) + tests.index(name) + case) % len(WAYS)]
 
 
 @pytest.fixture

@@ -170,6 +170,25 @@ def test_a_server_without_memory_to_spare_serves_all_the_same(
     torch.testing.assert_close(table.weight.detach(), before - 2.0)
 
 
+def test_weights_are_shared_with_a_line_where_less_memory_is_available_than_they_need(
+    processes: Processes, members: Members
+) -> None:
+    """Copies of workers would need still more."""
+    command = POOR.replace("lambda: 0", "lambda: 10 << 20")
+    server = processes.start([sys.executable, "-c", command, "--num-servers", "1", "--index", "0"])
+    params = [torch.nn.Parameter(torch.ones(3_000_000))]
+    store = members.join([server], 0, 1, new_name())
+    trainer = kvtrainer.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store)
+    params[0].grad = torch.ones(3_000_000)
+    trainer.step(1)
+    assert set(params[0].tolist()) == {0.5}
+    holder: Any = trainer._pipeline.link
+    assert holder.holder.mapped.stretches()
+    store.close()
+    server.signal(signal.SIGTERM)
+    assert "where 10485760 are available now" in server.end()[1]
+
+
 def test_what_has_no_room_goes_over_tcp_with_a_line_although_shared_memory_was_asked_for(
     poor: Process, members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

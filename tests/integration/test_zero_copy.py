@@ -47,7 +47,7 @@ WAY = "auto"
 """Servers share memory whatever way the other tests take."""
 
 
-@pytest.fixture(params=["auto", "tcp"])
+@pytest.fixture(params=["auto", "ipc", "tcp"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(TRANSPORT, request.param)
     return str(request.param)
@@ -274,6 +274,22 @@ def test_the_stores_weights_may_be_copied_into_parameters_without_rounds(
         worker.steps(2)
         now = worker.trainer.pull_weights()
         assert all(parameter.equal(now[parameter]) for parameter in worker.parameters)
+
+
+def test_weights_that_come_in_messages_are_copied_with_a_line_where_no_memory_is_to_spare(
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TRANSPORT, "tcp")
+    found = []
+    for available in (1 << 40, 1 << 20):
+        monkeypatch.setattr(mapped, "available_memory", lambda available=available: available)
+        worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
+        worker.steps(3)
+        is_shown = is_mapped(worker.parameters[0], "memfd:kvtrainer-weights")
+        found.append((is_shown, len(caplog.records), worker.weights()))
+    assert [(shown, lines) for shown, lines, _ in found] == [(True, 0), (False, 1)]
+    assert f"{1 << 20} are available" in caplog.text
+    assert all(map(torch.equal, found[0][2], found[1][2]))
 
 
 def test_weights_are_copied_where_all_memory_is_locked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import struct
 import weakref
 from pathlib import Path
@@ -99,6 +100,24 @@ def test_the_tables_of_all_jobs_together_have_the_memory_of_one_server() -> None
     assert isinstance(second.register("b", MIB), m.Registered)
     assert "(--max-memory)" in refused(second.register("c", MIB))
     assert isinstance(second.register("d", 1000), m.Registered)
+
+
+@pytest.mark.parametrize(("available", "lines"), [(12 * MIB, 0), (6 * MIB, 1), (0, 0)])
+def test_a_table_that_needs_more_memory_than_is_available_is_served_with_a_line_that_has_both_numbers(
+    caplog: pytest.LogCaptureFixture, available: int, lines: int
+) -> None:
+    """It needs 8 MiB. 0 bytes are available where the system does not tell."""
+    engine = Engine(EngineConfig())
+    engine.budget.available = lambda: available
+    peer = Peer(engine)
+    assert isinstance(peer.register("a", MIB), m.Registered)
+    assert isinstance(peer.register("b", 1000), m.Registered)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == lines
+    assert all(
+        re.match(r"table 'a' needs about 8\d{6} bytes on server 0, where 6291456 are available", line)
+        for line in told
+    )
 
 
 @pytest.mark.parametrize("ends", ["leaves", "is not heard from"])
