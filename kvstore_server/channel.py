@@ -268,7 +268,7 @@ class Channel:
         self.is_usable = True
         """There is, or will be, room for what is sent; if not, the peer may still have said something."""
         self.is_full = False
-        """The message that could not be sent last had a place, but the socket took no more."""
+        """The message that could not be sent last had a place, but the socket took no more; until it is tried again."""
         self._has_asked = False
         self.is_tight = False
         """There is no more memory."""
@@ -521,7 +521,6 @@ class Channel:
         except OSError:
             self.is_usable = False
             raise
-        self.is_full = False
         if returned:
             del self._returned[: len(returned)]
         if not self._returned:

@@ -178,7 +178,7 @@ class Rounds:
                 leg.number = self._session.next_number()
                 early.legs.append(leg)
                 self._session.listen(leg.number, partial(_take_early, leg))
-                self._session.send(leg.server, leg.number, announced)
+                self._session.send(leg.server, leg.number, announced, len(table.plan.slices) + 1)
 
     def _renew(self, ahead: Ahead, table: RemoteTable) -> bool:
         """Forget what went ahead of a round that is over, and tell whether it was; its step may never have come."""
@@ -195,7 +195,8 @@ class Rounds:
         """Send a slice of an open round ahead of the commit that makes it count; returns at once.
 
         The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
-        it was sent already.
+        it was sent already. Of slices that have to queue the next forward pass reads those first that come first in
+        the plan, so those go first; the commit, which has priority 0, goes behind all of them.
 
         Args:
             parts: The numbers of each of its keys, flat; copied.
@@ -222,13 +223,17 @@ class Rounds:
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, early = self._session.next_number(), ahead.early
         leg = next((leg for leg in early.legs if leg.server == piece.server), None) if early else None
+        urgency = len(table.plan.slices) - piece.index
         if leg is None:
-            self._session.send(piece.server, number, body)
+            self._session.send(piece.server, number, body, urgency)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
         share = leg.layout.total * numbers.nbytes // max(piece.nbytes, 1)  # which is 0 of empty keys
-        for part in cut(body, share, partial(leg.layout.itemsize, form)):
-            self._session.send(piece.server, number, part)
+        sent = list(cut(body, share, partial(leg.layout.itemsize, form)))
+        # Parts wait for answers, for which every worker has to send them. Which of them queue together is different in
+        # each: were they sorted, workers would send different ones, and wait for each other.
+        for part in sent:
+            self._session.send(piece.server, number, part, urgency if len(sent) == 1 else 0)
 
     def leave(self, table: RemoteTable) -> None:
         """Keep nothing for a table of which no rounds will follow. Neither gradients nor weights."""

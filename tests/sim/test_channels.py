@@ -2,7 +2,7 @@
 
 Only sockets and polls are played: a poll loses wake-ups, delays and repeats them, and a socket holds few messages. Each
 side keeps what it got for a while. The moment that memory may be used again it is overwritten, so that who reads it too
-late, or gives it back too early, sees other numbers.
+late, or gives it back too early, sees other numbers. That holds for the worker's tray, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from kvstore_server.channel import Arena, Channel, Listener, make_memory
+from kvstore_server.channel import Arena, Channel, Listener, Tray, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
@@ -46,6 +46,7 @@ PLAN = make_plan([TensorSpec("long", (131_072,), "float32"), TensorSpec("short",
 EVERYTHING = {
     "lost wake-up", "repeated wake-up", "socket full", "queued", "backlog", "memory for requests",
     "memory for replies", "no more memory", "copied", "read in place", "mapped", "moved", "died", "survived",
+    "read in a tray", "sent twice out of a tray", "another tray",
 }  # fmt: skip
 CHANNELS: Mutants = {}
 
@@ -225,6 +226,10 @@ class Job:
         """Request → what was given, which must not change before it is answered."""
         self.kept: list[tuple[int, Tensor]] = []
         """(version, weights) that the worker got and reads."""
+        self._born: tuple[Tray, int] | None = None
+        """The tray that was written to since it was free, and the request that has that."""
+        self._asked: int | None = None
+        """The last request before a tray was asked for; None once a later one was answered, and so it is there."""
 
     def now(self) -> float:
         self.time += 0.001
@@ -236,9 +241,25 @@ class Job:
         sizes = self.draw.choices(SIZES, k=self.draw.randint(1, 4))
         given = [torch.full((size,), self._last % 251, dtype=torch.uint8) for size in sizes]
         self.open[self._last] = given
-        body = contribution(enumerate(given), 1, table=0, given=len(given))
-        self.connection.send(0, m.Request(1, TOKEN, self._last, body))
+        tray, times = self.channels[0].tray, 1
+        if tray is not None and self._born is None and tray.is_free and sum(sizes) <= tray.arena.nbytes:
+            begin = self.draw.randint(0, tray.arena.nbytes - sum(sizes))
+            numbers = tray.arena.numbers[begin : begin + sum(sizes)]
+            given, self._born = list(numbers.fill_(self._last % 251).split(sizes)), (tray, self._last)
+            self.open[self._last], times = [], self.draw.randint(1, 2)
+            self.seen["sent twice out of a tray"] += times - 1
+        for _ in range(times):
+            body = contribution(enumerate(given), 1, table=0, given=len(given))
+            self.connection.send(0, m.Request(1, TOKEN, self._last, body))
         self.seen["queued"] += any(self.connection._queues)
+
+    def ask_for_tray(self) -> None:
+        """Have the worker ask for a tray, or for another one."""
+        former = self.channels[0].tray
+        if self._asked is None and (former is None or self.draw.random() < 0.1):
+            self._asked = self._last
+            self.channels[0].ask_for_tray(MEMORY)
+            self.seen["another tray"] += former is not None
 
     def listen(self) -> None:
         """Have the worker take one message, and read all that it has once more."""
@@ -247,6 +268,8 @@ class Job:
         if got is not None:
             for mine in self.open.pop(got[1].number, ()):
                 mine.fill_(255)
+        if got is not None and self._asked is not None and got[1].number > self._asked:
+            self._asked = None
         if isinstance(body, m.Weights):
             for _, version, place in body.places.tolist():
                 channel = self.connection.channel(0)
@@ -290,11 +313,18 @@ class Job:
                 self._free[at] = free
                 for begin, end in free:
                     channel._sends.bytes[begin:end] = 0xEE
+        self.seen["read in a tray"] += bool(mine._read)
+        tray, number = self._born or (None, 0)
+        is_queueing = any([request.number == number for _, _, request in self.connection._queues[0]])
+        if tray is not None and tray.is_lost:
+            self._born = None  # it is never written to again
+        elif tray is not None and tray.is_free and not is_queueing:
+            tray.arena.bytes[:], self._born = 0xEE, None
 
     def turn(self) -> None:
         """Do one of all things that can happen next."""
         draw = self.draw
-        [act] = draw.choices(range(7), (4, self._pace, 5, 2, 1, 1, 1))
+        [act] = draw.choices(range(8), (4, self._pace, 5, 2, 1, 1, 1, 1))
         if act == 0 and len(self.open) < OUTSTANDING:
             self.ask()
         elif act == 1:
@@ -309,12 +339,16 @@ class Job:
             self.check(draw.randint(0, 9))
         elif act == 6:
             self.store.check(draw.randint(0, 6))
+        elif act == 7:
+            self.ask_for_tray()
         self.spoil()
 
     def die(self) -> None:
         """End the worker; nothing that it read is held any longer."""
         self.kept.clear()
         self.channels[0].close()
+        self.spoil()
+        self.store.check()
         for _ in range(5):
             self.serve()
             self.tick()
@@ -335,10 +369,12 @@ class Job:
             if not self.open and not self.kept:
                 self._last += 1
                 self.connection.send(0, m.Request(1, TOKEN, self._last, m.Heartbeat()))
-                if not (self.leases.held or self.server._backlog or any(self.connection._queues)):
+                is_read = self.leases.held or self.channels[0]._read
+                if not (is_read or self.server._backlog or any(self.connection._queues)):
                     break
         else:
-            raise Violation(f"stuck with {sorted(self.open)} open, {len(self.leases.held)} slices held")
+            held = len(self.leases.held), len(self.channels[0]._read)
+            raise Violation(f"stuck with {sorted(self.open)} open, {held} slices held, and places in trays")
         for slot in self.store.slots:
             self.store.write(slot)
         if self.store.storage._moved:
@@ -398,7 +434,8 @@ def weights_are_written_while_they_are_read(real: Any, self: Any, buffer: Tensor
 @replaces(Channel, "_take_back", CHANNELS)
 def released_by_the_first_reader(real: Any, self: Any, place: int) -> None:
     """Weights that were sent twice count as read when one message was."""
-    while place in self._read:
+    real(self, place)
+    while self._shelf is not None and place in self._read:
         real(self, place)
 
 
@@ -417,6 +454,40 @@ def wish_that_is_forgotten(real: Any, self: Any, nbytes: int) -> None:
     """A worker that asks for memory while its socket is full never gets any."""
     real(self, nbytes)
     self._wish = 0
+
+
+@replaces(Channel, "send", CHANNELS)
+def tray_is_free_once_it_was_sent(real: Any, self: Any, *args: Any, **options: Any) -> bool:
+    """A worker does not note that the server still reads what it was sent out of the tray."""
+    is_sent = bool(real(self, *args, **options))
+    if self.tray is not None:
+        self._read.clear()
+    return is_sent
+
+
+@replaces(Channel, "receive", CHANNELS)
+def tray_is_free_once_it_was_answered(real: Any, self: Any) -> Any:
+    """A worker takes an answer for the word that the server does not read its tray any more."""
+    frames = real(self)
+    if self.tray is not None and frames is not None:
+        self._read.clear()
+    return frames
+
+
+@replaces(Channel, "_take_back", CHANNELS)
+def tray_is_free_once_one_message_was_read(real: Any, self: Any, place: int) -> None:
+    """What was sent twice out of a tray counts as read when one message was."""
+    real(self, place)
+    while self._shelf is None and place in self._read:
+        real(self, place)
+
+
+@replaces(Channel, "close", CHANNELS)
+def tray_is_free_at_the_end(real: Any, self: Any) -> None:
+    """A worker whose channel has ended writes to a tray that the server still reads."""
+    real(self)
+    if self.tray is not None:
+        self.tray.is_lost = False
 
 
 @replaces(Channel, "close", CHANNELS)

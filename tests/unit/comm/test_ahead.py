@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +22,14 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import RowSet, same_bits
 from kvtrainer.comm.client import Client
+from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rounds import Ahead
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
 from tests.support.scripted import is_announcement
-from tests.support.switchboard import connected, line_of, play
+from tests.support.switchboard import Line, connected, line_of, play
 
 SPECS = [
     TensorSpec("small", (3,), "float32"),
@@ -275,3 +277,93 @@ def test_that_everything_is_sent_twice_is_said_once(
         for kept in steps:
             ahead.end(range(kept))
     assert len(caplog.records) == lines
+
+
+class Held:
+    """Lets a worker's messages queue, in a real connection, until they are let go.
+
+    Attributes:
+        gone: What has left the queues, with the server of each.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.connection = Connection(["inproc://nobody"] * SERVERS, 1)
+        self.gone: list[tuple[int, m.Contribute]] = []
+        self.is_holding = True
+        self._monkeypatch = monkeypatch
+
+    def stand_before(self, line: Line) -> None:
+        """Have all that a worker sends from now on queue here."""
+        send = line.send
+
+        def send_far(server: int, request: m.Request) -> bool:
+            if not self.is_holding:
+                assert isinstance(request.body, m.Contribute)
+                self.gone.append((server, request.body))
+                send(server, request)
+            return not self.is_holding
+
+        self._monkeypatch.setattr(self.connection, "_send_far", send_far)
+        self._monkeypatch.setattr(line, "send", self.connection.send)
+
+    def let_go(self) -> None:
+        """Let all that queues go, and whatever comes."""
+        self.is_holding = False
+        for server in range(SERVERS):
+            self.connection._flush(server)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = Held(monkeypatch)
+    yield made
+    made.connection.close()
+
+
+@pytest.mark.parametrize("is_far", [True, False])
+def test_slices_that_queue_leave_in_the_order_of_the_next_forward_pass_and_the_commit_last(
+    is_far: bool, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Line, "is_far", lambda *_: is_far)
+    job = Job()
+    grads, plan = job.filled(2.0), job.table.plan
+    job.send_ahead(grads)
+    job.round(grads, grads)  # which is what the next one is expected to be like
+    held.stand_before(job.line)
+    for piece in reversed(plan.slices):
+        job.send_ahead(grads, piece.index)
+    ticket = job.clients[0].rounds.start(job.given(0, grads))
+    held.let_go()
+    other = job.clients[1].rounds.start(job.given(1, job.filled(1.0)))
+    job.clients[0].rounds.wait(ticket)
+    job.clients[1].rounds.wait(other)
+    assert job.weights() == [[3.0]] * 3
+    for server in range(SERVERS):
+        bodies = [body for to, body in held.gone if to == server]
+        assert is_announcement(bodies[0]) == is_far
+        slots = [slot for body in bodies for slot in body.pushes[:, 0].tolist()]
+        assert len(slots) == len(plan.slices_of(server)) > 1
+        assert slots == sorted(slots)
+        assert [at for at, body in enumerate(bodies) if len(body.commits)][-1] == len(bodies) - 1
+
+
+def test_parts_of_slices_that_queue_leave_as_the_backward_pass_gave_them(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every worker alike: what one has sent is answered when the others have sent it."""
+    monkeypatch.setattr(f"{__name__}.SPECS", [TensorSpec("big", (1 << 18,), "float32")])
+    job = Job()
+    grads, plan = job.filled(2.0), job.table.plan
+    job.send_ahead(grads)
+    job.round(grads, grads)  # which is what the next one is expected to be like
+    held.stand_before(job.line)
+    for piece in reversed(plan.slices):
+        job.send_ahead(grads, piece.index)
+    held.let_go()
+    for server in range(SERVERS):
+        places = [
+            m.place_of(int(one.pushes[0, 0])) for to, one in held.gone if to == server and len(one.pushes)
+        ]
+        assert places == sorted(places, key=lambda place: (-place[0], place[1]))
+        assert len(places) > len(plan.slices_of(server)) > 1
+    assert job.round(grads, job.filled(1.0)) == [[3.0]]

@@ -124,6 +124,29 @@ def test_a_sender_whose_socket_is_full_waits_for_the_reader_and_takes_no_more_me
     assert made == []
 
 
+def test_a_worker_asks_for_no_more_memory_while_what_it_got_waits_for_its_socket(ends: Pair) -> None:
+    worker, server = ends()
+    large = [b"head", b"body", b"x" * MIB]
+    while worker.send(large):
+        pass
+    worker.make_room(8 * MIB)
+    while server.receive() is not None:  # and it gives the memory
+        pass
+    assert server.send([b"head", b"body", b"y" * MIB])
+    while worker.send([b"small"]):
+        pass
+    assert worker.receive() is not None
+    assert not worker.send(large)
+    assert server.receive() is not None
+    worker.tell()  # that nobody reads the message any more, for which there is room now
+    assert server.receive() is not None
+    worker.make_room(32 * MIB)
+    while server.receive() is not None:
+        pass
+    assert worker.send(large)
+    assert bytes_of(server.receive()) == large
+
+
 def test_a_worker_that_asks_for_memory_again_and_again_is_cut_off(ends: Pair) -> None:
     worker, server = ends()
     room = struct.pack("<HHIQ", 2, 0, 0, MIB)
