@@ -143,9 +143,12 @@ class BornGradients:
             self._last[key] = last
 
     def places(self, without: Collection[int]) -> dict[int, Tensor]:
-        """Return, flat and by key, the memory to which gradients are copied from a device, but for some keys.
+        """Return the memory for gradients that are copied from a device, flat, by key.
 
         There is none before servers were asked for it, nor while one of them still reads.
+
+        Args:
+            without: Keys that are left out.
         """
         self._is_wanted = True
         if not all([tray.is_free for tray in self._trays.values()]):

@@ -305,7 +305,7 @@ class SeenWeights:
         self.changes += 1
 
     def leave(self, piece: Slice) -> None:
-        """Note a slice as written to the arena, as its server's memory does not show it now."""
+        """Note a slice as written to the arena: its server does not show it now."""
         if self._slices.pop(piece.index, None) is not None:
             self.changes += 1
 
@@ -313,7 +313,7 @@ class SeenWeights:
         """Do nothing: a device reads when the round has ended."""
 
     def stretches(self) -> list[Stretch]:
-        """List what is read where servers have it, neighbours together, in the order of dtypes and arenas."""
+        """List what is read where servers have it, by dtype and place; neighbours are one."""
         found: list[Stretch] = []
         for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
             if found and found[-1].is_before(one):

@@ -795,7 +795,11 @@ class Staging:
 
     @torch.no_grad()
     def down(self, arenas: Arenas, elsewhere: Mapping[str, Elsewhere] = _NOWHERE) -> Arenas:
-        """Copy tensors to their places, parts of them elsewhere (by dtype), and wait for that; returns the places."""
+        """Copy tensors to their places, which are returned, and wait for that.
+
+        Args:
+            elsewhere: By dtype, the parts that go to other places.
+        """
         places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
         for dtype, flat in arenas.items():
@@ -814,7 +818,7 @@ class Staging:
         self._stream.before_current()
 
     def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
-        """Have the device copy to and from memory that servers share without the help of the CPU."""
+        """Have the device copy to and from memory that servers share by itself."""
         if memory.numel() and memory.data_ptr() not in self._pins:
             self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
 
