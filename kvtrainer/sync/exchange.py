@@ -761,8 +761,9 @@ class Staging:
             end = max([other.end for other in own])
             if id(one.memory) not in views:
                 views[id(one.memory)] = self._view_of(one.memory, first, end)
+        kept = {view.numbers.data_ptr() for view in views.values()}
         for former in self._views.values():
-            if former not in views.values():
+            if former.numbers.data_ptr() not in kept:
                 self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
         self._views, self._changes, self._seen = views, weights.changes, {}
         for one in stretches:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+import mmap
 
+import numpy as np
 import pytest
 import torch
 
+from kvstore_server.channel import Arena, make_memory
+from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer.comm.mapped import SeenWeights
 from kvtrainer.sync.exchange import Staging
-from tests.support.device_streams import CURRENT, SCHEDULES, Streams
+from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams
+
+LONG = 1 << 20
+"""Elements of several slices."""
 
 
 @SCHEDULES
@@ -84,3 +92,33 @@ def test_memory_is_pinned_until_the_end(is_closed: bool) -> None:
         del staging
         gc.collect()
     assert streams.num_pinned == 0
+
+
+def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() -> None:
+    plan = make_plan([TensorSpec("w", (LONG,), "float32")], 1)
+    numel = plan.slices[0].used
+    assert numel == plan.slices[1].used
+    streams, weights = Streams((CURRENT, SIDE)), {"float32": torch.zeros(LONG)}
+    staging, seen = Staging(streams), SeenWeights()
+    fd = make_memory(4 * 3 * numel)
+    torch.from_numpy(np.frombuffer(mmap.mmap(fd, 0), np.float32)).copy_(
+        torch.arange(3.0).repeat_interleave(numel)
+    )
+    memory = Arena(fd, is_ours=False)
+    for at, piece in enumerate(plan.slices[:2]):
+        seen.show(piece, 0, at, memory, (at + 1) * 4 * numel)
+        staging.see(seen)
+        assert streams.num_pinned == 1
+    staging.up(weights, {"float32": torch.full((LONG,), 7.0)})
+    assert weights["float32"][[0, numel - 1, numel, 2 * numel - 1, 2 * numel]].tolist() == [
+        1.0,
+        1.0,
+        2.0,
+        2.0,
+        7.0,
+    ]
+    seen.release()
+    staging.see(seen)
+    assert streams.num_pinned == 0
+    staging.up(weights, {"float32": torch.full((LONG,), 8.0)})
+    assert weights["float32"].unique().tolist() == [8.0]
