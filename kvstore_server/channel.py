@@ -476,6 +476,11 @@ class Channel:
         return False
 
     def _set_tight(self, is_tight: bool) -> None:
+        if is_tight and not self.is_tight and self._make is not None:
+            _log.warning(
+                "answers to a worker of this host go through %d bytes, some at a time: there is no memory for more",
+                self._sends.nbytes,
+            )
         self.is_tight = is_tight
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 

@@ -158,7 +158,7 @@ def test_a_worker_that_asks_for_memory_again_and_again_is_cut_off(ends: Pair) ->
 
 @pytest.mark.parametrize("is_workers", [True, False])
 def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_again(
-    ends: Pair, is_workers: bool
+    ends: Pair, is_workers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, server = ends(lambda _: None)
     sender, receiver = (worker, server) if is_workers else (server, worker)
@@ -177,6 +177,9 @@ def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_agai
     while (found := receiver.receive()) is not None:
         kept.append(found[2])
     assert [bytes(frame) for frame in kept] == [bytes([at]) * MIB for at in range(12)]
+    assert len(caplog.messages) == (
+        0 if is_workers else 1
+    )  # a server says so once; a worker goes over tcp, and says that
 
 
 def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pair) -> None:
