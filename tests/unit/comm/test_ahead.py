@@ -306,6 +306,17 @@ class Held:
         self._monkeypatch.setattr(self.connection, "_send_far", send_far)
         self._monkeypatch.setattr(line, "send", self.connection.send)
 
+    def backward_pass(self) -> tuple[Job, dict[str, Tensor]]:
+        """Have gradients queue here, the last slice first, after a round that they are expected to be like."""
+        job = Job()
+        grads = job.filled(2.0)
+        job.send_ahead(grads)
+        job.round(grads, grads)
+        self.stand_before(job.line)
+        for piece in reversed(job.table.plan.slices):
+            job.send_ahead(grads, piece.index)
+        return job, grads
+
     def let_go(self) -> None:
         """Let all that queues go, and whatever comes."""
         self.is_holding = False
@@ -325,13 +336,8 @@ def test_slices_that_queue_leave_in_the_order_of_the_next_forward_pass_and_the_c
     is_far: bool, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Line, "is_far", lambda *_: is_far)
-    job = Job()
-    grads, plan = job.filled(2.0), job.table.plan
-    job.send_ahead(grads)
-    job.round(grads, grads)  # which is what the next one is expected to be like
-    held.stand_before(job.line)
-    for piece in reversed(plan.slices):
-        job.send_ahead(grads, piece.index)
+    job, grads = held.backward_pass()
+    plan = job.table.plan
     ticket = job.clients[0].rounds.start(job.given(0, grads))
     held.let_go()
     other = job.clients[1].rounds.start(job.given(1, job.filled(1.0)))
@@ -352,13 +358,8 @@ def test_parts_of_slices_that_queue_leave_as_the_backward_pass_gave_them(
 ) -> None:
     """In every worker alike: what one has sent is answered when the others have sent it."""
     monkeypatch.setattr(f"{__name__}.SPECS", [TensorSpec("big", (1 << 18,), "float32")])
-    job = Job()
-    grads, plan = job.filled(2.0), job.table.plan
-    job.send_ahead(grads)
-    job.round(grads, grads)  # which is what the next one is expected to be like
-    held.stand_before(job.line)
-    for piece in reversed(plan.slices):
-        job.send_ahead(grads, piece.index)
+    job, grads = held.backward_pass()
+    plan = job.table.plan
     held.let_go()
     for server in range(SERVERS):
         places = [
