@@ -12,7 +12,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -850,8 +850,10 @@ class _View(NamedTuple):
 
 
 def _call_all(left: dict[int, Callable[[], None]]) -> None:
-    while left:
-        left.popitem()[1]()
+    """Call all, although some may raise; raises what the last of those raised."""
+    with ExitStack() as stack:
+        while left:
+            stack.callback(left.popitem()[1])
 
 
 def _cut(flat: Tensor, place: Tensor, elsewhere: Elsewhere) -> Iterator[tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from functools import partial
 
 import numpy as np
 import pytest
@@ -92,6 +93,23 @@ def test_memory_is_pinned_until_the_end(is_closed: bool) -> None:
         del staging
         gc.collect()
     assert streams.num_pinned == 0
+
+
+def test_all_memory_is_let_go_although_some_of_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, let_go = Streams(()), []
+
+    def unpin(number: int) -> None:
+        let_go.append(number)
+        raise RuntimeError(f"memory {number} cannot be let go")
+
+    monkeypatch.setattr(streams, "pin", lambda memory, is_read_only: partial(unpin, memory.numel()))
+    staging = Staging(streams)
+    memories = [torch.zeros(numel) for numel in (1, 2, 3)]
+    for memory in memories:
+        staging.pin(memory)
+    with pytest.raises(RuntimeError):
+        staging.close()
+    assert sorted(let_go) == [1, 2, 3]
 
 
 def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() -> None:
