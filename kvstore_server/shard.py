@@ -27,7 +27,7 @@ from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolEr
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
-from kvstore_server.optimizer.gathering import put_rows
+from kvstore_server.optimizer.gathering import Cuts, Gradient, Pieces, put_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import (
@@ -77,6 +77,7 @@ class Shard:
         self.units: list[Unit] = []
         self.storage = Storage(leases)
         self._sums = Sums(self.storage)
+        self._cuts = Cuts()
         self._counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, on whichever server it lies."""
         self.notes_changes = False
@@ -355,6 +356,7 @@ class Shard:
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
         lent = contributions[0].lent if is_alone else {}
+        self._cuts.begin()
         for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
                 continue
@@ -403,9 +405,12 @@ class Shard:
             if part != place:
                 where = slice(start - place.start, stop - place.start)
                 own, given = weight[where], grad[where]
-            pieces = self._pieces(chunk, i, j, grad, lent) if lent else given
+            if lent:
+                gradient: Gradient = Pieces(self._pieces(chunk, i, j, grad, lent), cuts=self._cuts)
+            else:
+                gradient = given
             state = states.view(i, part)
-            apply_update(optimizer, own, pieces, state, hyper, padding, scale)
+            apply_update(optimizer, own, gradient, state, hyper, padding, scale)
             states.keep(i, j, part, state)
 
     def _pieces(
@@ -429,7 +434,8 @@ class Shard:
             if at < low:
                 found.append(grad[starts[at][0] - begin : ends[low - 1] - begin])
             start = home.part.start
-            found.append(part_of(lent[home.key], starts[low][0] - start, ends[high - 1] - start))
+            flat = lent[home.key].view(-1)
+            found.append(part_of(flat, starts[low][0] - start, ends[high - 1] - start))
             at = high
         if at < end:
             found.append(grad[starts[at][0] - begin : ends[end - 1] - begin])

@@ -18,7 +18,7 @@ from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import Contribution
+from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
@@ -49,6 +49,8 @@ class ShardUpdate:
         self.plan = plan
         self.optimizer = optimizer
         self._weights = weights
+        self._runs: tuple[Mapping[str, Tensor], frozenset[int], list[Run]] | None = None
+        """Where gradients lay the last time, the keys that were left out, and how the Shard takes those."""
 
     @cached_property
     def shard(self) -> Shard:
@@ -84,8 +86,10 @@ class ShardUpdate:
                 if present[key]:
                     self.optimizer.check_key(spec.key, spec.shape, hypers[key])
         found = {key: some for key, some in rows.items() if present[key]}
-        runs = shard.runs_of(shard.units[0], grads, absent | found.keys())
-        given = Contribution(runs, scale, absent, found, is_scratch=True, lent=lent)
+        without = absent | found.keys()
+        if self._runs is None or self._runs[0] is not grads or self._runs[1] != without:
+            self._runs = grads, without, shard.runs_of(shard.units[0], grads, without)
+        given = Contribution(self._runs[2], scale, absent, found, is_scratch=True, lent=lent)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
     def get_state(self, piece: Slice) -> States:

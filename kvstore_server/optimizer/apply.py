@@ -15,7 +15,15 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
-from kvstore_server.optimizer.gathering import CACHED, Pieces, bound_of, lengthened, put, taken
+from kvstore_server.optimizer.gathering import (
+    CACHED,
+    Gradient,
+    Pieces,
+    bound_of,
+    lengthened,
+    put,
+    taken,
+)
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvstore_server.plan import ALIGNMENT
@@ -47,7 +55,7 @@ def follow(master: Tensor, weight: Tensor) -> Tensor:
 def apply_update(
     optimizer: Optimizer,
     weight: Tensor,
-    grad: Tensor | Sequence[Tensor],
+    grad: Gradient,
     state: State,
     hyper: Hyper,
     padding: Callable[[], Iterable[slice]] = tuple,
@@ -61,7 +69,7 @@ def apply_update(
         grad: of the same shape, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. Where
             `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one sparse dimension;
-            where it `takes_pieces`, flat ones, one after the other, which end where lines do.
+            where it `takes_pieces`, there may be several.
         state: of these elements or this key, updated in place: numbers, and tensors with one number per element, or of
             any shape for a key.
         hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
@@ -90,7 +98,8 @@ def apply_update(
             _update_in_blocks(optimizer, target, given, state, numbers, scale, bound)
         else:
             if is_here and optimizer.takes_pieces:
-                given = Pieces([grad] if isinstance(grad, Tensor) else grad, scale, bound)
+                given = grad if isinstance(grad, Pieces) else Pieces([grad])
+                given = given._replace(scale=scale, bound=bound)
             else:
                 given = given if scale == 1.0 else given * scale
                 if bound is not None:

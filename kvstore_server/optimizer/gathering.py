@@ -20,18 +20,49 @@ CACHED = 256 * 1024
 """Elements that are worked on at a time where they are gone over more than once, so that they stay in the cache."""
 
 
+class Cuts:
+    """Keeps flat memory as it was cut: the next update cuts it alike, and views take longer than a small sum.
+
+    What an update did not use is let go by the next one, so that no memory is held for long by its views.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[int, int], tuple[list[int], list[Tensor]]] = {}
+        self._former = self._used
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._used, self._former = {}, self._used
+
+    def of(self, flat: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Cut memory into parts of these sizes."""
+        place = flat.data_ptr(), flat.numel()  # of nothing else, for the views hold it
+        known = self._used.get(place) or self._former.get(place)
+        if known is None or known[0] != sizes:
+            known = sizes, _cut(flat, sizes)
+        self._used[place] = known
+        return known[1]
+
+
 class Pieces(NamedTuple):
     """A gradient that is yet to be multiplied and clipped.
 
     Args:
-        tensors: Flat, one after the other; each ends where a line of 64 bytes does.
+        tensors: Contiguous, one after the other; each ends where a line of 64 bytes does.
         scale: The factor.
         bound: The limit of the magnitude of each element, after that; None: there is none.
+        cuts: What keeps the memory beside them as it was cut; None: nothing does.
     """
 
     tensors: Sequence[Tensor]
     scale: float = 1.0
     bound: float | None = None
+    cuts: Cuts | None = None
+
+
+def _cut(flat: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Cut memory into parts of these sizes; one part of all of it is itself."""
+    return [flat] if len(sizes) == 1 else list(torch.split(flat, sizes))
 
 
 Gradient = Tensor | Pieces
@@ -54,16 +85,17 @@ def beside(
     All come at once if the gradient is used as it lies. Otherwise it is made block by block, each in memory that the
     next one overwrites, and still in the cache when it is read.
     """
-    tensors, scale, bound = grad if isinstance(grad, Pieces) else Pieces([grad])
+    tensors, scale, bound, cuts = grad if isinstance(grad, Pieces) else Pieces([grad])
+    cut = _cut if cuts is None else cuts.of
     if scale == factor == 1.0 and bound is None:
         sizes = list(map(Tensor.numel, tensors))
-        yield list(tensors), [[flat] if len(sizes) == 1 else list(torch.split(flat, sizes)) for flat in flats]
+        yield list(tensors), [cut(flat, sizes) for flat in flats]
         return
     blocks = list(_blocks(tensors))
     sizes = [sum([part.numel() for part in block]) for block in blocks]
     memory = tensors[0].new_empty(max(sizes))
     early, late = (factor, 1.0) if scale == 1.0 and bound is None else (scale, factor)
-    for block, size, *own in zip(blocks, sizes, *[torch.split(flat, sizes) for flat in flats], strict=True):
+    for block, size, *own in zip(blocks, sizes, *[cut(flat, sizes) for flat in flats], strict=True):
         made = memory[:size]
         places = [made] if len(block) == 1 else torch.split(made, [part.numel() for part in block])
         for part, place in zip(block, places, strict=True):
@@ -79,7 +111,8 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Put together, or cut, what stays in the cache."""
     block, size = list[Tensor](), 0
     for tensor in tensors:
-        for part in torch.split(tensor, CACHED) if tensor.numel() > CACHED else (tensor,):
+        flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+        for part in torch.split(flat, CACHED) if flat.numel() > CACHED else (flat,):
             if block and size + part.numel() > CACHED:
                 yield block
                 block, size = [], 0

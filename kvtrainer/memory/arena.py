@@ -18,7 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, eq
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
-LONG = 128 << 10
+LONG = 16 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
 WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
@@ -103,6 +103,8 @@ class Arena:
         """Keys (by index) with long gradients, of whole lines."""
         self._kinds = {key: (parameters[key].dtype, torch.strided, True, False) for key in self.long}
         """Of those the kind of a gradient that may be used where it lies."""
+        self._lendable: tuple[Collection[int], list[int]] = (), []
+        """What may be left where it is, as that was asked last, and which keys of `long` these are, ascending."""
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -123,20 +125,13 @@ class Arena:
 
         Args:
             given: every parameter's gradient; of a present one dense, in any memory format.
-            lends: keys (by index) of which long gradients are left where they are. Returns those by key, flat; what is
-                in their pieces does not count.
+            lends: keys (by index) of which long gradients are left where they are. Returns those by key; what is in
+                their pieces does not count.
         """
         pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
         if lends:
-            keys = [key for key in self.long.intersection(lends) if present[key] and given[key] is not None]
-            grads = [grad for key in keys if (grad := given[key]) is not None]
-            are_plain = map(Tensor.is_contiguous, grads), map(Tensor.is_neg, grads)
-            for key, grad, kind, is_whole, is_neg in zip(
-                keys, grads, map(_kind_of, grads), *are_plain, strict=True
-            ):
-                if kind == self._kinds[key] and is_whole and not is_neg:
-                    lent[key] = grad if grad.dim() == 1 else grad.view(-1)
+            lent = self._lend(given, present, lends)
         if lent:
             zeros = zeros | lent.keys()
             present = [is_in and key not in lent for key, is_in in enumerate(present)]
@@ -147,6 +142,26 @@ class Arena:
             if absent:
                 torch._foreach_zero_(absent)
         return lent
+
+    def _lend(
+        self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int]
+    ) -> dict[int, Tensor]:
+        """Find those long gradients that can be used as they lie, by key; arguments as of `gather_grads`."""
+        if lends is not self._lendable[0]:
+            self._lendable = lends, sorted(self.long.intersection(lends))
+        keys = self._lendable[1]
+        if not all(present):
+            keys = [key for key in keys if present[key]]
+        grads = list[Any](map(given.__getitem__, keys))
+        are_usual = map(eq, map(_kind_of, grads), map(self._kinds.__getitem__, keys))
+        looks = zip(
+            are_usual, map(Tensor.is_contiguous, grads), map(Tensor.is_neg, grads), keys, grads, strict=True
+        )
+        return {
+            key: grad
+            for is_usual, is_whole, is_neg, key, grad in looks
+            if is_usual and is_whole and not is_neg
+        }
 
     @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool]) -> None:

@@ -52,7 +52,7 @@ class DeviceMemory:
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
         self.lent: Mapping[int, Tensor] = {}
-        """The gradients that were left where they are, flat, by index of the key, until they are used."""
+        """The gradients that were left where they are, contiguous, by index of the key, until they are used."""
         self._tables = frozenset(tables)
         self._sparse = set(tables)
         """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""

@@ -359,7 +359,8 @@ class Binding:
         changed = b"" if self._is_told else self._hyper
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
-        return Gradients(layout.arena.grads, device.rows, scale, absent, changed, veto, guard, device.lent)
+        lent = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.lent.items()}
+        return Gradients(layout.arena.grads, device.rows, scale, absent, changed, veto, guard, lent)
 
     def _note_lost(self, layout: Memory, error: BaseException) -> None:
         """Note what a round that broke off may have left behind, here or on other workers."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer.gathering import CACHED, Pieces, beside
+from kvstore_server.optimizer.gathering import CACHED, Cuts, Pieces, beside
 
 SIZES = {
     "one": [48],
@@ -41,6 +43,32 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
             out.copy_(tensor)
     assert torch.equal(flats[1], want)
     assert torch.equal(torch.cat(pieces), given)
+
+
+def test_pieces_of_several_dimensions_are_multiplied_as_they_lie() -> None:
+    pieces, flat = [torch.ones(4, 8), torch.full((2, 2, 8), 2.0)], torch.zeros(64)
+    for [tensor], [[place]] in beside(Pieces(pieces, 0.5), flat):
+        place.copy_(tensor)
+    assert flat.tolist() == [0.5] * 32 + [1.0] * 32
+
+
+def test_memory_that_is_cut_again_alike_gives_the_same_parts() -> None:
+    cuts, flat = Cuts(), torch.arange(48.0)
+    parts = cuts.of(flat, [16, 32])
+    cuts.begin()
+    assert all(one is other for one, other in zip(cuts.of(flat[:], [16, 32]), parts, strict=True))
+    assert [part.tolist() for part in cuts.of(flat, [32, 16])] == [list(range(32)), list(range(32, 48))]
+
+
+def test_memory_that_an_update_did_not_cut_is_let_go_by_the_next_one() -> None:
+    cuts, flat = Cuts(), torch.zeros(48)
+    gone = weakref.ref(flat.untyped_storage())
+    cuts.of(flat, [16, 32])
+    del flat
+    cuts.begin()
+    assert gone() is not None
+    cuts.begin()
+    assert gone() is None
 
 
 def test_what_is_used_as_it_lies_is_not_copied() -> None:

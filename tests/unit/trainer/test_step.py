@@ -205,7 +205,7 @@ def test_a_profile_of_torch_names_the_step() -> None:
 def test_long_gradients_give_the_same_bits_where_they_lie_and_copied_and_stay_as_they_are(
     optimizer: tuple[str, dict[str, Any]], batch_size: int
 ) -> None:
-    shapes = [(5,), (256, 160), (3, 7), (700, 512), (333, 129), (1000, 64)]
+    shapes = [(5,), (256, 160), (3, 7), (700, 512), (333, 129), (1000, 64), (64, 64), (2, 96, 32)]
     gen = torch.Generator().manual_seed(0)
     first = [torch.randn(shape, generator=gen) for shape in shapes]
     grads = [[torch.randn(shape, generator=gen) for shape in shapes] for _ in range(3)]
