@@ -49,7 +49,7 @@ _NEIGHBOURS = 4
 """Neighbouring kept sums that are compared in one turn."""
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
-_kind_of = attrgetter("dtype", "layout", "is_cpu", "requires_grad")
+_kind_of = attrgetter("dtype", "layout", "requires_grad")
 
 _placed: dict[int, weakref.ref[Parameter]] = {}
 """Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
@@ -101,7 +101,7 @@ class Arena:
         whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""
-        self._kinds = {key: (parameters[key].dtype, torch.strided, True, False) for key in self.long}
+        self._kinds = {key: (parameters[key].dtype, torch.strided, False) for key in self.long}
         """Of those the kind of a gradient that may be used where it lies."""
         self._lendable: tuple[Collection[int], list[int]] = (), []
         """What may be left where it is, as that was asked last, and which keys of `long` these are, ascending."""
@@ -130,8 +130,10 @@ class Arena:
         """
         pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
-        if lends:
+        if lends and self.device.type == "cpu":
             lent = self._lend(given, present, lends)
+        if len(lent) == len(pieces):
+            return lent
         if lent:
             zeros = zeros | lent.keys()
             present = [is_in and key not in lent for key, is_in in enumerate(present)]
