@@ -230,8 +230,8 @@ class Report:
 _LEGEND = """Median (min to max) over repetitions, each the median of its steps; p99 is of the steps of all.
 Ratios are taken within a repetition. A share of a limit is the least time that it allows, divided by the time. CPU is
 that of all processes for a step, with what lies between steps; memory that of all processes after the last step: the
-sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew,
-also in models (as often as the weights). """
+sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew
+without the pages of files, also in models (as often as the weights). """
 
 
 def _title(case: harness.Case) -> str:
