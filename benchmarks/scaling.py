@@ -3,9 +3,9 @@
     python benchmarks/scaling.py --out benchmarks/results/scaling
 
 `Trainer.step` of one model with Adam by 1 to 8 workers and 1 to 4 servers on one host, each with gradients of its own,
-beside torch.distributed (gloo) in DistributedDataParallel's buckets, of as many workers, and a step of as many processes
-of which nothing is left but memory that they share. All
-share the cores of the machine, so with more workers than cores the work of a step grows with them.
+beside torch.distributed (gloo) in DistributedDataParallel's buckets, of as many workers, and beside a step of as many
+processes of which nothing is left but memory that they share. All share the cores of the machine, so with more workers
+than cores the work of a step grows with them.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class Job:
     servers: int
 
 
+_MIB = 1 << 20
 _DIFFERING = 1e-3
 """The share of weights that may differ where their changes are compressed."""
 
@@ -151,13 +152,15 @@ def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float
     """The least seconds of a step: by memory traffic of any exchange, and by bytes through one TCP connection.
 
     Memory: every gradient is read, and the weights are updated once. Loopback: servers take in each gradient and give
-    out the weights; an all-reduce sends the gradients but one, twice.
+    out the weights; an all-reduce sends the gradients but one, twice. Of models below a MiB, for which bytes hardly
+    count, also a round trip through TCP, which is what any exchange through it takes.
     """
     size = work.nbytes
     reduces = system in TORCH or system == MPICH
     sent = 2 * (job.workers - reduces) * size
     traffic = (job.workers + STATES[work.optimizer]) * size
-    return {"memory": traffic / found.add, "loopback": sent / found.loopback}
+    least = {"memory": traffic / found.add, "loopback": sent / found.loopback}
+    return least if size >= _MIB else {**least, "TCP round trip": found.round_trip}
 
 
 def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespace) -> harness.Measured:

@@ -196,12 +196,11 @@ class Report:
         return [name for name in _COSTS if any(_cost(one.values, name) is not None for one in self.samples)]
 
     def _least(self, case: harness.Case, system: str, repetition: int) -> Mapping[str, float]:
-        if self.question.bound:
-            bound = self._values(case, self.question.bound)
-            return {self.question.bound: bound[repetition]["median"]} if repetition in bound else {}
-        if not self.limits:
-            return {}
-        return self.question.limits(case, system, self.limits[repetition])
+        least = dict(self.question.limits(case, system, self.limits[repetition])) if self.limits else {}
+        bound = self._values(case, self.question.bound)
+        if repetition in bound:
+            least[self.question.bound] = bound[repetition]["median"]
+        return least
 
     def _limit_names(self) -> list[str]:
         found = [self._least(one.case, one.system, one.repetition) for one in self.samples]
