@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,8 @@ class Question:
     """Say of the others how much faster they are than the first one, not how much faster that is."""
     bound: str = ""
     """The system whose speed is the limit of the others."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Other columns: the head → what to show of the values of a case."""
     notes: str = ""
     setting: str = "workers x servers"
     """What the topology of a case says."""
@@ -146,7 +148,7 @@ class Report:
         slowest = self.question.is_first_slowest
         head.append(f"faster than {first} by" if slowest else f"{first} is faster by")
         head += [f"of the {name} limit" for name in self._limit_names()]
-        head += self._cost_names()
+        head += [*self.question.more, *self._cost_names()]
         lines = [f"# {self.question.title}", "", *(f"- {name}: {value}" for name, value in machine.items())]
         lines += [f"- limits, repetition {at}: {one}" for at, one in enumerate(self.limits)]
         lines += ["", _LEGEND + self.question.notes, "", _row(head), "|---" * len(head) + "|"]
@@ -185,6 +187,9 @@ class Report:
             least = {at: self._least(case, system, at).get(name) for at in mine}
             shares = [least[at] / mine[at]["median"] for at in mine if least[at]]
             cells.append(harness.spread(shares) if shares else "")
+        for name in self.question.more.values():
+            known = [one[name] for one in mine.values() if one.get(name) is not None]
+            cells.append(harness.spread(known) if known else "")
         return cells + self._costs(list(mine.values()))
 
     def _costs(self, values: list[Values]) -> list[str]:
