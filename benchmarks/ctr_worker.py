@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from step_worker import import_what_steps_need
-from steps import Zipf, mark, time_rounds
+from steps import Zipf, mark_base, time_rounds
 from torch import Tensor, nn
 
 ROWS, WIDTH, DENSE, HIDDEN = (1_000_000, 250_000, 50_000), 16, 13, 64
@@ -71,72 +71,85 @@ def batches(rank: int, size: int) -> list[Batch]:
 class Training:
     """A worker's network as its loop calls it, and what the loop does around it."""
 
-    rank: int
     network: nn.Module
     zero_grad: Callable[[], object]
     step: Callable[[], object]
-    barrier: Callable[[], object] = lambda: None
     fetch: Callable[[Sequence[Tensor]], object] = lambda ids: None
     """Told the ids of the next batch before a step."""
 
 
-Note = Callable[[int], None]
-"""Called with the rank before the model is made."""
+@dataclass(frozen=True)
+class Group:
+    """How a worker is connected before it has a network."""
+
+    rank: int = 0
+    barrier: Callable[[], object] = lambda: None
+    store: Any = None
+    """Of kvtrainer."""
 
 
-def start_kvtrainer(optimizer: str, note: Note) -> Training:
+def join_store() -> Group:
+    """Connect with the servers of kvtrainer."""
+    store = importlib.import_module("kvtrainer").kvstore.create("dist_sync")
+    return Group(store.rank, store.barrier, store)
+
+
+def join_ranks() -> Group:
+    """Connect with the other ranks by gloo."""
+    dist.init_process_group("gloo")
+    return Group(dist.get_rank(), dist.barrier)
+
+
+def start_kvtrainer(optimizer: str, group: Group) -> Training:
     """`Trainer.step` over `dist_sync`; each worker has the tables, and rows travel."""
-    kvtrainer = importlib.import_module("kvtrainer")
-    store = kvtrainer.kvstore.create("dist_sync")
-    note(store.rank)
-    network = Clicks()
-    trainer = kvtrainer.Trainer(network, CLASSES[optimizer], OPTIONS[optimizer], kvstore=store)
-    step = functools.partial(trainer.step, store.num_workers)
-    return Training(store.rank, network, trainer.zero_grad, step, store.barrier)
+    return _start_trainer(Clicks(), optimizer, group)
 
 
-def start_stored(optimizer: str, note: Note, prefetches: bool = False) -> Training:
+def start_stored(optimizer: str, group: Group, prefetches: bool = False) -> Training:
     """The same; the tables are on the servers alone."""
     kvtrainer = importlib.import_module("kvtrainer")
-    store = kvtrainer.kvstore.create("dist_sync")
-    note(store.rank)
     network = Clicks(lambda table: kvtrainer.RowSparseParameter(table.shape, table))
-    trainer = kvtrainer.Trainer(network, CLASSES[optimizer], OPTIONS[optimizer], kvstore=store)
-    step = functools.partial(trainer.step, store.num_workers)
+    return _start_trainer(network, optimizer, group, prefetches)
+
+
+def _start_trainer(network: Clicks, optimizer: str, group: Group, prefetches: bool = False) -> Training:
+    kvtrainer = importlib.import_module("kvtrainer")
+    trainer = kvtrainer.Trainer(network, CLASSES[optimizer], OPTIONS[optimizer], kvstore=group.store)
+    step = functools.partial(trainer.step, group.store.num_workers)
     if not prefetches:
-        return Training(store.rank, network, trainer.zero_grad, step, store.barrier)
+        return Training(network, trainer.zero_grad, step)
 
     def fetch(ids: Sequence[Tensor]) -> None:
         trainer.prefetch(dict(zip(network.stored, ids, strict=True)))
 
-    return Training(store.rank, network, trainer.zero_grad, step, store.barrier, fetch)
+    return Training(network, trainer.zero_grad, step, fetch)
 
 
-def start_ddp(optimizer: str, note: Note) -> Training:
+def start_ddp(optimizer: str, group: Group) -> Training:
     """DistributedDataParallel over gloo, which all-reduces the rows; torch's optimizer on every rank."""
-    dist.init_process_group("gloo")
-    note(dist.get_rank())
+    alone = start_torch(optimizer, group)
+    wrapped = nn.parallel.DistributedDataParallel(
+        alone.network, gradient_as_bucket_view=True, static_graph=True
+    )
+    return replace(alone, network=wrapped)
+
+
+def start_torch(optimizer: str, group: Group) -> Training:
+    """A process that sends nothing: one that has the batches of all workers, or as many as there are workers."""
     network = Clicks()
     updater = CLASSES[optimizer](network.parameters(), **OPTIONS[optimizer])
-    wrapped = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True, static_graph=True)
-    return Training(dist.get_rank(), wrapped, updater.zero_grad, updater.step, dist.barrier)
+    return Training(network, updater.zero_grad, updater.step)
 
 
-def start_torch(optimizer: str, note: Note = lambda rank: None) -> Training:
-    """One process, which has the batches of all workers."""
-    note(0)
-    network = Clicks()
-    updater = CLASSES[optimizer](network.parameters(), **OPTIONS[optimizer])
-    return Training(0, network, updater.zero_grad, updater.step)
-
-
-START: dict[str, Callable[[str, Note], Training]] = {
-    "kvtrainer": start_kvtrainer,
-    "stored": start_stored,
-    "prefetched": functools.partial(start_stored, prefetches=True),
-    "ddp": start_ddp,
-    "torch": start_torch,
+START: dict[str, tuple[Callable[[], Group], Callable[[str, Group], Training]]] = {
+    "kvtrainer": (join_store, start_kvtrainer),
+    "stored": (join_store, start_stored),
+    "prefetched": (join_store, functools.partial(start_stored, prefetches=True)),
+    "ddp": (join_ranks, start_ddp),
+    "alone": (join_ranks, start_torch),
+    "torch": (Group, start_torch),
 }
+"""How to connect, and how to begin then."""
 
 
 def joined(all: Sequence[Batch]) -> Batch:
@@ -145,12 +158,14 @@ def joined(all: Sequence[Batch]) -> Batch:
     return [torch.cat(own) for own in zip(*ids, strict=True)], torch.cat(dense), torch.cat(clicks)
 
 
-def train(training: Training, given: Sequence[Batch], rounds: int, marks: str = "") -> dict[str, Any]:
+def train(
+    training: Training, given: Sequence[Batch], rounds: int, barrier: Callable[[], object], marks: str = ""
+) -> dict[str, Any]:
     """Train, and measure the seconds of every step after the first WARM_UP."""
 
     def prepare(number: int) -> tuple[Batch, Batch]:
         if number == WARM_UP:
-            training.barrier()  # steps wait for no other but by what they exchange
+            barrier()  # steps wait for no other but by what they exchange
         return given[number % BATCHES], given[(number + 1) % BATCHES]
 
     def step(both: tuple[Batch, Batch]) -> None:
@@ -161,7 +176,7 @@ def train(training: Training, given: Sequence[Batch], rounds: int, marks: str = 
         training.step()
 
     measured = time_rounds(prepare, step, lambda: None, WARM_UP, rounds, marks)
-    training.barrier()
+    barrier()
     return measured
 
 
@@ -171,18 +186,19 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.disable()
     import_what_steps_need()
-    training = START[options.system](
-        options.optimizer, lambda rank: None if rank else mark(f"{options.out}.0.base")
-    )
-    workers = options.workers
-    ranks = range(workers) if options.system == "torch" else [training.rank]
+    join, start = START[options.system]
+    group, workers = join(), options.workers
+    ranks = range(workers) if options.system == "torch" else [group.rank]
     given = [joined(all) for all in zip(*[batches(rank, options.batch) for rank in ranks], strict=True)]
-    measured = train(training, given, options.rounds, "" if training.rank else f"{options.out}.0")
-    if training.rank == 0:
+    marks = "" if group.rank else f"{options.out}.0"
+    mark_base(marks, group.barrier)
+    training = start(options.optimizer, group)
+    measured = train(training, given, options.rounds, group.barrier, marks)
+    if group.rank == 0:
         state = {name.removeprefix("module."): one for name, one in training.network.state_dict().items()}
         torch.save(list(state.values()), options.weights)
         Path(options.out).write_text(json.dumps({options.optimizer: measured}))
-    training.barrier()
+    group.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
         os._exit(0)  # a thread of gloo that still holds an object of Python could abort the ordinary end

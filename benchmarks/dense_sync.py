@@ -5,7 +5,8 @@
 A step ends when every worker can read the new weights. It is measured twice: from the call of `step`, with gradients
 assigned to `.grad` before, and from the start of a backward pass. Beside `Trainer.step` with the optimizer on servers:
 torch.distributed (gloo) with one flat buffer, and in DistributedDataParallel's buckets; MPICH with one flat buffer; and
-MXNet 1.9.1. Peers update on every rank by torch's fused optimizer, MXNet on its servers.
+MXNet 1.9.1. Peers update on every rank by torch's fused optimizer, MXNet on its servers. "bare shared memory" is no
+peer but what a host allows: the same step of nothing but shared memory, eventfds and fused kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MIB = 1 << 20
 def main() -> int:
     """Run the comparison and write what is known after every repetition; return 0."""
     options = _options()
-    peers = ["gloo flat", "gloo DDP", step_jobs.MPICH, step_jobs.MXNET]
+    peers = ["gloo flat", "gloo DDP", step_jobs.MPICH, step_jobs.MXNET, step_jobs.BARE]
     return step_jobs.ask(TITLE, _jobs(options), peers, options, notes=_NOTES)
 
 

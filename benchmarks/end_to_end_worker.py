@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from models import LEARNING_RATE, MODELS, WARM_UP, loss_of, weights_of
 from step_worker import import_what_steps_need
-from steps import mark, time_rounds
+from steps import mark_base, time_rounds
 from torch import nn
 
 
@@ -75,12 +75,13 @@ def main() -> None:
     measured = {}
     for at, name in enumerate(options.models.split(",")):
         model, marks = MODELS[name], "" if rank else f"{options.out}.{at}"
-        if marks:
-            mark(f"{marks}.base")
+        batches = model.batches(rank)
+        mark_base(marks, barrier)
         training = start(model.network(), made)
-        measured[name] = _train(training, model.batches(rank), barrier, options.rounds, marks)
+        measured[name] = _train(training, batches, barrier, options.rounds, marks)
         if rank == 0:
             np.save(f"{options.weights}.{at}.npy", weights_of(training.network).numpy())
+        del training  # what follows has its memory
         barrier()
     if rank == 0:
         Path(options.out).write_text(json.dumps(measured))

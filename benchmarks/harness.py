@@ -28,6 +28,7 @@ from typing import Any
 import usage
 
 from kvtrainer.launcher.guardian import end_with_parent
+from kvtrainer.launcher.processes import inherited
 
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
@@ -90,6 +91,16 @@ def run_torch_job(command: Sequence[str], workers: int, timeout: float) -> Measu
     with Processes() as job:
         for rank in range(workers):
             job.start([*command, "--out", str(job.out)], {**common, "RANK": str(rank)})
+        return job.wait(timeout)
+
+
+def run_process(command: Sequence[str], timeout: float) -> Measured:
+    """Run `command --out FILE` as one process, which may start others; return what FILE holds then.
+
+    They keep memory that they freed, as those of a job under kvlaunch do.
+    """
+    with Processes() as job:
+        job.start([*command, "--out", str(job.out)], {**inherited(os.environ), "PYTHONPATH": FOLDER})
         return job.wait(timeout)
 
 

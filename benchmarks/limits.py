@@ -2,7 +2,8 @@
 
     python benchmarks/limits.py
 
-Memory: bytes that are read and written in a second by `a += b` of 64 MiB on all cores, and payload bytes of a copy.
+Memory: bytes that are read and written in a second by `a += b` of 64 MiB on all cores, payload bytes of a copy, and
+those of rows of 64 and of 256 bytes that are copied from anywhere in a table of 256 MiB.
 Loopback: bytes that one TCP connection moves in a second between two processes, and the time of a byte and its answer;
 and bytes that ZeroMQ moves over TCP and over a Unix socket, in frames of 1 MiB that are not copied to be handed over.
 """
@@ -25,6 +26,9 @@ import numpy as np
 import zmq
 
 _BYTES = 64 << 20
+_TABLE = 256 << 20
+_GATHERED = 8 << 20
+"""Bytes that each core copies row by row: fewer, and more of them lie in its cache."""
 _CHUNK = 1 << 20
 _SENT = 256
 _TURNS = 2000
@@ -41,10 +45,14 @@ class Limits:
     round_trip: float
     zmq_tcp: float
     zmq_ipc: float
+    rows_64: float = 0.0
+    """Of rows of 64 bytes, at any place."""
+    rows_256: float = 0.0
 
     def __str__(self) -> str:
         rates = {"copy": self.copy, "add": self.add, "TCP": self.loopback}
         rates |= {"ZeroMQ tcp": self.zmq_tcp, "ipc": self.zmq_ipc}
+        rates |= {"rows of 64 bytes": self.rows_64, "of 256": self.rows_256}
         said = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items())
         return f"{said} GB/s, TCP round trip {self.round_trip * 1e6:.0f} µs"
 
@@ -73,7 +81,21 @@ def _measure() -> Limits:
     with ThreadPoolExecutor(cores) as pool:
         copy = _best(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
         add = _best(lambda: list(pool.map(lambda part: np.add(*part, out=part[0]), parts)))
-    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip, over_tcp, over_ipc)
+        rows = [_measure_rows(pool, cores, width) for width in (64, 256)]
+    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip, over_tcp, over_ipc, *rows)
+
+
+def _measure_rows(pool: ThreadPoolExecutor, cores: int, width: int) -> float:
+    """Payload bytes of rows of some bytes that all cores copy in a second, from random places to one place."""
+    table, drawn = np.zeros((_TABLE // width, width), np.uint8), np.random.default_rng(0)
+    table += 1  # zeros that nobody has written are all one page
+    ids = [drawn.integers(0, len(table), _GATHERED // width) for _ in range(cores)]
+    spaces = [table[own] for own in ids]
+
+    def gather(at: int) -> None:
+        np.take(table, ids[at], axis=0, out=spaces[at], mode="clip")
+
+    return cores * _GATHERED / _best(lambda: list(pool.map(gather, range(cores))))
 
 
 def _best(run: Callable[[], object]) -> float:

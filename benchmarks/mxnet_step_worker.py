@@ -38,6 +38,9 @@ class MXNetStep:
             self._parameters, work.optimizer, rate, kvstore=self._kv, update_on_kvstore=True
         )
 
+    def end(self) -> None:
+        self._parameters, self._trainer, self._loss = [], None, None
+
     def assign(self, grads: list[Array]) -> None:
         for parameter, grad in zip(self._parameters, grads):  # noqa: B905 - Python 3.8, 3.9 know no strict=
             parameter.grad()[:] = grad

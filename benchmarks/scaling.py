@@ -3,8 +3,9 @@
     python benchmarks/scaling.py --out benchmarks/results/scaling
 
 `Trainer.step` of one model with Adam by 1 to 8 workers and 1 to 4 servers on one host, each with gradients of its own,
-beside torch.distributed (gloo) with one flat buffer and in DistributedDataParallel's buckets, of as many workers. All
-share the cores of the machine, so with more workers than cores the work of a step grows with them.
+beside torch.distributed (gloo) in DistributedDataParallel's buckets, of as many workers, and beside a step of as many
+processes of which nothing is left but memory that they share. All share the cores of the machine, so with more workers
+than cores the work of a step grows with them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mib", default="100", help="size of the model")
     parser.add_argument("--tensors", type=suite.positive, default=16, help="into which it is cut")
     parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
-    parser.add_argument("--peers", default="gloo DDP", help="commas between them")
+    parser.add_argument("--peers", default=f"gloo DDP,{step_jobs.BARE}", help="commas between them")
     parser.add_argument("--rounds", type=suite.positive, default=5, help="timed steps of a job")
     return step_jobs.add_options(parser, repetitions=2)
 

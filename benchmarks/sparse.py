@@ -23,11 +23,14 @@ import numpy as np
 import sparse_worker
 import suite
 import torch
+from limits import Limits
 from sparse_steps import PULL, Gradients, Table
 
 HERE = Path(__file__).resolve().parent
 TITLE = "A step by some rows of a large table: kvtrainer, torch's sparse optimizers and MXNet"
 OPTIMIZERS = ("adam", "sgd", "adagrad", PULL)
+STATES = {"sgd": 2, "adagrad": 4, "adam": 6}
+"""How often an optimizer reads or writes a row of a weight or state."""
 BEFORE, MXNET = "before", "MXNet 1.9.1"
 SYSTEMS = {suite.OURS: "kvtrainer", BEFORE: "kvtrainer", f"{suite.OURS} local": "local", "torch": "torch"}
 
@@ -39,17 +42,45 @@ def main() -> int:
     torch.sparse.check_sparse_tensor_invariants.disable()
     systems = {name: "" for name in SYSTEMS if name != BEFORE or options.before}
     systems[MXNET] = harness.why_missing(_mxnet(options), "mxnet")
-    question = suite.Question(TITLE, suite.choose(systems, options.systems))
-    jobs = [list(suite.choose(dict.fromkeys(OPTIMIZERS, ""), options.optimizers))]
+    limits = functools.partial(_limits, options=options)
+    question = suite.Question(TITLE, suite.choose(systems, options.systems), limits)
+    # A job for each, so that its memory is its own: a table that servers have stays there until the job ends.
+    jobs = [[name] for name in suite.choose(dict.fromkeys(OPTIMIZERS, ""), options.optimizers)]
     versions = harness.installed_versions(sys.executable, ["kvtrainer", "torch", "pyzmq"])
     return suite.run(question, jobs, functools.partial(_measure, options=options), versions, options)
+
+
+def _limits(case: harness.Case, system: str, found: Limits, options: argparse.Namespace) -> dict[str, float]:
+    """The least seconds of a step by memory traffic, the same for every system.
+
+    Of a step: all rows of gradients are read, as fast as a copy, and of each distinct row of the batch of all workers
+    the weights and states are read and written, as fast as rows of 256 bytes are copied from random places. Of "pull":
+    each worker reads the distinct rows of its ids. What travels between processes is not counted.
+    """
+    table = _table(options)
+    of_all, of_each = _distinct(table, options.workers)
+    row = 4 * table.width
+    if case.optimizer == PULL:
+        return {"memory": of_each * row / found.rows_256}
+    gradients = options.workers * table.ids * row
+    return {"memory": gradients / found.copy + STATES[case.optimizer] * of_all * row / found.rows_256}
+
+
+@functools.lru_cache(maxsize=1)
+def _distinct(table: Table, workers: int) -> tuple[float, float]:
+    """The distinct rows of a step: of all workers together, and the sum of those of each; means over all rounds."""
+    grads, rounds = [Gradients(table, rank) for rank in range(workers)], table.warm_up + table.rounds
+    steps = [[one.of(number)[0] for one in grads] for number in range(rounds)]
+    of_all = sum(len(np.unique(np.concatenate(ids))) for ids in steps)
+    of_each = sum(len(np.unique(own)) for ids in steps for own in ids)
+    return of_all / rounds, of_each / rounds
 
 
 def _measure(
     system: str, optimizers: list[str], options: argparse.Namespace
 ) -> dict[harness.Case, suite.Values]:
     """Have a system make its steps, and compare the weights with those of one process."""
-    table = Table(options.rows, options.width, options.ids, rounds=options.rounds)
+    table = _table(options)
     with tempfile.TemporaryDirectory(prefix="kvtrainer-weights-") as folder:
         weights = f"{folder}/weights"
         command = ["--table", json.dumps(asdict(table)), "--optimizers", ",".join(optimizers)]
@@ -84,6 +115,10 @@ def _reference(table: Table, optimizer: str, workers: int) -> torch.Tensor:
     for number in range(table.warm_up + table.rounds):
         step(sparse_worker.sparse_gradient(table, grads, number))
     return weights()
+
+
+def _table(options: argparse.Namespace) -> Table:
+    return Table(options.rows, options.width, options.ids, rounds=options.rounds)
 
 
 def _mxnet(options: argparse.Namespace) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from steps import Array, Zipf, mark, time_rounds
+from steps import Array, Zipf, mark_base, time_rounds
 
 LEARNING_RATE = 2.0**-6
 PULL = "pull"
@@ -74,12 +74,12 @@ def run(begin: Callable[[Table, str], Any], rank: int, barrier: Callable[[], obj
     table, measured = Table(**json.loads(options.table)), {}
     for at, optimizer in enumerate(options.optimizers.split(",")):
         marks = "" if rank else f"{options.out}.{at}"
-        if marks:
-            mark(f"{marks}.base")
+        mark_base(marks, barrier)
         prepare, step, weights = begin(table, optimizer)
         measured[optimizer] = time_rounds(prepare, step, barrier, table.warm_up, table.rounds, marks)
         if not rank:
             np.save(f"{options.weights}.{optimizer}.npy", weights())
+        prepare = step = weights = None  # what follows has their memory
         barrier()
     if not rank:
         Path(options.out).write_text(json.dumps(measured))

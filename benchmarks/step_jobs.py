@@ -36,6 +36,8 @@ TORCH = {
     "gloo per tensor": "tensors",
 }
 PUSHPULL, MPICH, MXNET, MXNET_IPC = "pushpull", "mpich", "mxnet", "mxnet ipc"
+BARE = "bare shared memory"
+"""No peer, but a step of which nothing is left that does not move or change numbers."""
 STATES = {"adam": 6, "sgd": 2, "momentum": 4}
 """How often an optimizer reads or writes a weight or state, the gradient aside."""
 
@@ -49,6 +51,7 @@ class Job:
     servers: int
 
 
+_MIB = 1 << 20
 _DIFFERING = 1e-3
 """The share of weights that may differ where their changes are compressed."""
 
@@ -149,13 +152,15 @@ def _limits(system: str, job: Job, work: Work, found: Limits) -> dict[str, float
     """The least seconds of a step: by memory traffic of any exchange, and by bytes through one TCP connection.
 
     Memory: every gradient is read, and the weights are updated once. Loopback: servers take in each gradient and give
-    out the weights; an all-reduce sends the gradients but one, twice.
+    out the weights; an all-reduce sends the gradients but one, twice. Of models below a MiB, for which bytes hardly
+    count, also a round trip through TCP, which is what any exchange through it takes.
     """
     size = work.nbytes
     reduces = system in TORCH or system == MPICH
     sent = 2 * (job.workers - reduces) * size
     traffic = (job.workers + STATES[work.optimizer]) * size
-    return {"memory": traffic / found.add, "loopback": sent / found.loopback}
+    least = {"memory": traffic / found.add, "loopback": sent / found.loopback}
+    return least if size >= _MIB else {**least, "TCP round trip": found.round_trip}
 
 
 def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespace) -> harness.Measured:
@@ -163,6 +168,10 @@ def _run(system: str, job: Job, arguments: list[str], options: argparse.Namespac
     if system in (MXNET, MXNET_IPC):
         command = [_python(MXNET, options), str(HERE / "mxnet_step_worker.py"), *arguments]
         return harness.run_mxnet_job(command, job.workers, job.servers, limit, system == MXNET_IPC)
+    if system == BARE:
+        command = [sys.executable, str(HERE / "bare_worker.py"), *arguments]
+        command += ["--workers", str(job.workers), "--servers", str(job.servers)]
+        return harness.run_process(command, limit)
     python = _python(MPICH, options) if system == MPICH else sys.executable
     command = [python, str(HERE / "step_worker.py"), *arguments, "--device", options.device, "--store"]
     if system == MPICH:
@@ -210,10 +219,12 @@ def _as_sent(grad: torch.Tensor, compressor: Compressor, plan: Plan) -> torch.Te
 
 
 def _missing(system: str, options: argparse.Namespace) -> str:
-    if system not in (MPICH, MXNET, MXNET_IPC):
+    if system not in (BARE, MPICH, MXNET, MXNET_IPC):
         return ""
     if options.device != "cpu":
         return "measured with parameters on the CPU"
+    if system == BARE:
+        return ""
     modules = "mpi4py.MPI, torch" if system == MPICH else "mxnet"
     return harness.why_missing(_python(system, options), modules)
 

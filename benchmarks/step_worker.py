@@ -44,7 +44,7 @@ def import_what_steps_need() -> None:
     updater.zero_grad()
 
 
-class _Parameters:
+class Parameters:
     """Parameters of zeros, and a loss with given gradients."""
 
     rank = 0
@@ -58,6 +58,9 @@ class _Parameters:
 
     def begin(self, work: Work) -> None:
         self.parameters = [Parameter(torch.zeros(numel, device=self.device)) for numel in work.numels]
+
+    def end(self) -> None:
+        self.parameters, self.loss = [], torch.zeros(())
 
     def assign(self, grads: list[Array]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
@@ -79,7 +82,7 @@ class _Parameters:
         return result
 
 
-class TrainerStep(_Parameters):
+class TrainerStep(Parameters):
     """`Trainer.step` over `dist_sync`, whose servers have the optimizer, or in this process alone."""
 
     def __init__(
@@ -109,6 +112,10 @@ class TrainerStep(_Parameters):
             self.parameters, name, options, kvstore=self._kv, **self._options
         )
 
+    def end(self) -> None:
+        super().end()
+        self._trainer = None
+
     def forward(self, grads: list[Array]) -> None:
         self._trainer.zero_grad()
         super().forward(grads)
@@ -121,12 +128,18 @@ class TrainerStep(_Parameters):
             self._kv.barrier()
 
 
-class Fused(_Parameters):
+class Fused(Parameters):
     """torch's fused optimizer in one process."""
+
+    _updater: Any = None
 
     def begin(self, work: Work) -> None:
         super().begin(work)
         self._updater = make_updater(self.parameters, work.optimizer)
+
+    def end(self) -> None:
+        super().end()
+        self._updater = None
 
     def step(self) -> None:
         self._updater.step()
@@ -135,7 +148,7 @@ class Fused(_Parameters):
         """Wait for nobody."""
 
 
-class PushPull(_Parameters):
+class PushPull(Parameters):
     """`pushpull` of all keys over `dist_sync`, with the optimizer on the servers."""
 
     def __init__(self, kvstore: str = "dist_sync") -> None:
@@ -155,6 +168,10 @@ class PushPull(_Parameters):
             self._kv.barrier()
         self._keys = range(self._keys.stop, self._keys.stop + work.keys)
         self._kv.init(list(self._keys), [p.detach() for p in self.parameters])
+
+    def end(self) -> None:
+        super().end()
+        self._grads = []
 
     def assign(self, grads: list[Array]) -> None:
         self._grads = [torch.from_numpy(grad) for grad in grads]
@@ -200,6 +217,10 @@ class OverlappedTrainer(TrainerStep):
         self._seconds = seconds
         self._grads: list[Tensor] = []
 
+    def end(self) -> None:
+        super().end()
+        self._grads = []
+
     def assign(self, grads: list[Array]) -> None:
         self._grads = [torch.from_numpy(grad) for grad in grads]
 
@@ -227,7 +248,7 @@ class _Layer(torch.autograd.Function):
         return above[0], grad, None, None
 
 
-class AllReduce(_Parameters):
+class AllReduce(Parameters):
     """All-reduce of buckets that gradients are gathered in, and then torch's fused optimizer on every rank.
 
     Args:
@@ -256,6 +277,10 @@ class AllReduce(_Parameters):
         self._updater = make_updater([whole] if self._is_flat else self.parameters, work.optimizer)
         for parameter, slot in zip(self.parameters, self._slots, strict=True):
             parameter.grad = slot
+
+    def end(self) -> None:
+        super().end()
+        self._buckets, self._slots, self._assigned, self._updater = [], [], [], None
 
     def assign(self, grads: list[Array]) -> None:
         self._assigned = list(map(self.tensor, grads))
@@ -306,7 +331,7 @@ class Mpi(AllReduce):
             self._ranks.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
 
 
-class Ddp(_Parameters):
+class Ddp(Parameters):
     """DistributedDataParallel with gradients as views of its buckets, and then torch's fused optimizer."""
 
     def __init__(self) -> None:
@@ -322,6 +347,10 @@ class Ddp(_Parameters):
             _Dots(self.parameters), gradient_as_bucket_view=True, static_graph=True
         )
         self._updater = make_updater(self.parameters, work.optimizer)
+
+    def end(self) -> None:
+        super().end()
+        self._model = self._updater = None
 
     def forward(self, grads: list[Array]) -> None:
         self._model.zero_grad()
@@ -376,7 +405,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu", help="where the parameters are")
     options = worker_options(parser).parse_args()
     torch.set_num_threads(options.threads)
-    _Parameters.device = torch.device(options.device)
+    Parameters.device = torch.device(options.device)
     if options.store in OVERLAPPED:
         store: Store = OVERLAPPED[options.store](options.compute)
     else:

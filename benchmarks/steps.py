@@ -7,6 +7,9 @@ script that wraps it in a `Store` and calls `run`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import statistics
 import time
@@ -110,7 +113,10 @@ class Store(Protocol):
     """What a step leaves under way goes on in the next one, so workers do not meet between steps."""
 
     def begin(self, work: Work) -> None:
-        """Make parameters of zeros and what updates them; those of former work go."""
+        """Make parameters of zeros and what updates them."""
+
+    def end(self) -> None:
+        """Let them go, so that what follows has their memory."""
 
     def assign(self, grads: list[Array]) -> None:
         """Put gradients where a step takes them from, in place of a backward pass. Not timed."""
@@ -143,6 +149,7 @@ def run(store: Store, options: argparse.Namespace, synchronize: Callable[[], obj
         measured[str(at)] = _measure(store, work, marks, synchronize)
         if store.rank == 0:
             np.save(f"{options.weights}.{at}.npy", store.weights())
+        store.end()
     if store.rank == 0:
         Path(options.out).write_text(json.dumps(measured))
     store.barrier()
@@ -162,6 +169,25 @@ def mark(path: str) -> None:
         time.sleep(0.002)
 
 
+def mark_base(marks: str, barrier: Callable[[], object]) -> None:
+    """Have the harness look at the job before its model is made, the same moment for every system.
+
+    All workers are connected and have their gradients by then, and none goes on before the harness has looked: who is
+    late would count for less, who is early would have made its model. What was freed is given back to the system.
+
+    Args:
+        marks: The stem of the files by which worker 0 asks; "" on others.
+        barrier: Waits for all workers.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library may have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+    barrier()
+    if marks:
+        mark(f"{marks}.base")
+    barrier()
+
+
 def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what every worker script takes."""
     parser.add_argument("--works", required=True, help="JSON list of the fields of Work")
@@ -172,8 +198,7 @@ def worker_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _measure(store: Store, work: Work, marks: str, synchronize: Callable[[], object]) -> dict[str, Any]:
     grads = Gradients(work, store.rank)
-    if marks:
-        mark(f"{marks}.base")
+    mark_base(marks, store.barrier)
     store.begin(work)
     from_backward = work.start == "backward"
     prepare = store.forward if from_backward else store.assign
@@ -220,4 +245,5 @@ def time_rounds(
     barrier()
     if marks:
         mark(f"{marks}.end")
+    barrier()  # nobody lets its memory go before the harness has looked
     return {"rounds": seconds, "median": statistics.median(seconds)}

@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,8 @@ class Question:
     """Say of the others how much faster they are than the first one, not how much faster that is."""
     bound: str = ""
     """The system whose speed is the limit of the others."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Other columns: the head → what to show of the values of a case."""
     notes: str = ""
     setting: str = "workers x servers"
     """What the topology of a case says."""
@@ -146,7 +148,7 @@ class Report:
         slowest = self.question.is_first_slowest
         head.append(f"faster than {first} by" if slowest else f"{first} is faster by")
         head += [f"of the {name} limit" for name in self._limit_names()]
-        head += self._cost_names()
+        head += [*self.question.more, *self._cost_names()]
         lines = [f"# {self.question.title}", "", *(f"- {name}: {value}" for name, value in machine.items())]
         lines += [f"- limits, repetition {at}: {one}" for at, one in enumerate(self.limits)]
         lines += ["", _LEGEND + self.question.notes, "", _row(head), "|---" * len(head) + "|"]
@@ -185,6 +187,9 @@ class Report:
             least = {at: self._least(case, system, at).get(name) for at in mine}
             shares = [least[at] / mine[at]["median"] for at in mine if least[at]]
             cells.append(harness.spread(shares) if shares else "")
+        for name in self.question.more.values():
+            known = [one[name] for one in mine.values() if one.get(name) is not None]
+            cells.append(harness.spread(known) if known else "")
         return cells + self._costs(list(mine.values()))
 
     def _costs(self, values: list[Values]) -> list[str]:
@@ -196,12 +201,11 @@ class Report:
         return [name for name in _COSTS if any(_cost(one.values, name) is not None for one in self.samples)]
 
     def _least(self, case: harness.Case, system: str, repetition: int) -> Mapping[str, float]:
-        if self.question.bound:
-            bound = self._values(case, self.question.bound)
-            return {self.question.bound: bound[repetition]["median"]} if repetition in bound else {}
-        if not self.limits:
-            return {}
-        return self.question.limits(case, system, self.limits[repetition])
+        least = dict(self.question.limits(case, system, self.limits[repetition])) if self.limits else {}
+        bound = self._values(case, self.question.bound)
+        if repetition in bound:
+            least[self.question.bound] = bound[repetition]["median"]
+        return least
 
     def _limit_names(self) -> list[str]:
         found = [self._least(one.case, one.system, one.repetition) for one in self.samples]
@@ -230,8 +234,8 @@ class Report:
 _LEGEND = """Median (min to max) over repetitions, each the median of its steps; p99 is of the steps of all.
 Ratios are taken within a repetition. A share of a limit is the least time that it allows, divided by the time. CPU is
 that of all processes for a step, with what lies between steps; memory that of all processes after the last step: the
-sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew,
-also in models (as often as the weights). """
+sum of their peaks (RSS) since before the model was made, their proportional share (PSS), and by how much that grew
+without the pages of files, also in models (as often as the weights). """
 
 
 def _title(case: harness.Case) -> str:

@@ -21,10 +21,13 @@ class Usage:
     peak_rss: int = 0
     pss: int | None = 0
     """None where the system does not let it be read."""
+    own: int | None = 0
+    """The same without pages of files: of a library a process has the less, the more others use it, of whatever job."""
 
     def __add__(self, other: Usage) -> Usage:
         pss = None if self.pss is None or other.pss is None else self.pss + other.pss
-        return Usage(self.cpu + other.cpu, self.peak_rss + other.peak_rss, pss)
+        own = None if self.own is None or other.own is None else self.own + other.own
+        return Usage(self.cpu + other.cpu, self.peak_rss + other.peak_rss, pss, own)
 
 
 class Marks:
@@ -51,7 +54,8 @@ class Marks:
         """Add to each work its "usage", if it has asked.
 
         "cpu" is seconds between begin and end, "peak_rss" bytes between base and end, "pss" bytes at the end, and
-        "grown", in a job of one work alone, the proportional bytes since base: others may leave memory behind.
+        "grown", in a job of one work alone, the proportional bytes since base, those of files left out: former works
+        may leave memory behind.
         """
         for at, values in enumerate(measured.values()):
             base, begin, end = (self._seen.get(f"{at}.{name}") for name in ("base", "begin", "end"))
@@ -59,7 +63,7 @@ class Marks:
                 continue
             values["usage"] = {"cpu": end.cpu - begin.cpu, "peak_rss": end.peak_rss, "pss": end.pss}
             if len(measured) == 1:
-                values["usage"]["grown"] = None if end.pss is None or base.pss is None else end.pss - base.pss
+                values["usage"]["grown"] = None if end.own is None or base.own is None else end.own - base.own
 
 
 def measure(pids: Sequence[int]) -> Usage:
@@ -82,11 +86,13 @@ def _measure_one(pid: int) -> Usage:
     fields = _stat(pid)
     status = _fields_in_kib(f"/proc/{pid}/status")
     try:
-        pss: int | None = _fields_in_kib(f"/proc/{pid}/smaps_rollup")["Pss"]
+        proportional = _fields_in_kib(f"/proc/{pid}/smaps_rollup")
     except OSError:
-        pss = None
+        proportional = {}
+    pss, in_files = proportional.get("Pss"), proportional.get("Pss_File")
+    own = None if pss is None or in_files is None else pss - in_files
     # utime and stime, and those of children that were waited for are not counted: each is looked at while it runs.
-    return Usage((int(fields[11]) + int(fields[12])) / _TICKS, status.get("VmHWM", 0), pss)
+    return Usage((int(fields[11]) + int(fields[12])) / _TICKS, status.get("VmHWM", 0), pss, own)
 
 
 def with_descendants(pids: Sequence[int]) -> set[int]:

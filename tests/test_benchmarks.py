@@ -21,6 +21,7 @@ QUESTIONS = (
     "end_to_end",
     "key_scaling",
     "latency",
+    "merging",
     "scaling",
     "sparse",
     "straggler",
@@ -43,7 +44,7 @@ TINY = """
 import sys
 sys.path.insert(0, ".")
 import dense_sync, limits, suite
-suite.measure_limits = lambda: limits.Limits(*[1e9] * 6)  # of the machine: seconds of copying
+suite.measure_limits = lambda: limits.Limits(*[1e9] * 8)  # of the machine: seconds of copying
 sys.exit(dense_sync.main())
 """
 
@@ -64,13 +65,16 @@ def test_every_question_has_a_help() -> None:
 
 @pytest.mark.full
 def test_a_tiny_run_checks_weights_names_a_missing_peer_and_writes_three_files(tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "found"), "--systems", "kvtrainer,mpich", "--starts", "step"]
+    systems = "kvtrainer,mpich,bare shared memory"
+    options = ["--out", str(tmp_path / "found"), "--systems", systems, "--starts", "step"]
     options += ["--mpi-env", str(tmp_path / "none"), "--servers", "1", "--mib", "0.25", "--rounds", "2"]
     run(TINY, *options, "--repetitions", "1")
     document = json.loads((tmp_path / "found.json").read_text())
-    [sample] = document["samples"]
-    assert (sample["system"], len(sample["rounds"])) == ("kvtrainer", 2)
-    assert sample["usage"]["peak_rss"] > sample["usage"]["pss"] > 0
+    samples = document["samples"]
+    assert [one["system"] for one in samples] == ["kvtrainer", "bare shared memory"]
+    for sample in samples:
+        assert len(sample["rounds"]) == 2
+        assert sample["usage"]["peak_rss"] > sample["usage"]["pss"] > 0
     table = (tmp_path / "found.md").read_text()
     assert "| mpich | missing: there is no" in table
     assert re.search(r"^- took: \d+ s, ", table, re.MULTILINE)
