@@ -85,7 +85,7 @@ class Arena:
         nbytes = plan.key_nbytes
         _check_parameters(parameters, names, here, self._resident, nbytes)
         self.device = parameters[0].device
-        self.weights = self._allocate_weights()
+        self.weights = self._allocate()
         self.zeros: frozenset[int] = frozenset()
         """Gradients that nobody writes to until the next `gather_grads`, and that are zero there already."""
         pieces = list(compress(self._pieces(self.weights), self._resident))
@@ -229,16 +229,13 @@ class Arena:
 
     @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:
-        sizes = self._plan.resident_sizes.items()
-        return {dtype: aligned_zeros(size, getattr(torch, dtype), self.device) for dtype, size in sizes}
+        """Make room, on the CPU in pages of their own: those of weights may be others', of gradients never taken.
 
-    @torch.inference_mode(False)
-    def _allocate_weights(self) -> dict[str, Tensor]:
-        """Make room for the weights; on the CPU in pages of their own, so that others can take their places."""
-        if self.device.type != "cpu":
-            return self._allocate()
-        sizes = self._plan.resident_sizes.items()
-        return {dtype: _paged_zeros(size, getattr(torch, dtype)) for dtype, size in sizes}
+        Memory that was freed before would have to be cleared, which takes its pages at once.
+        """
+        is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
+        make = _paged_zeros if is_here else partial(aligned_zeros, device=self.device)
+        return {dtype: make(size, getattr(torch, dtype)) for dtype, size in sizes}
 
     @torch.inference_mode(False)
     def _pieces(self, flats: Mapping[str, Tensor]) -> list[Tensor]:

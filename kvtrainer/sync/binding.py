@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kvstore_server.hyper import pack_hypers
+from kvstore_server.memory import return_free_memory
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client
@@ -217,6 +218,8 @@ class Binding:
             self.exchange.init(arena.weights, layout.tables.first())
             layout.tables.are_placed()
             arena.mark_updated(None)
+        if is_on_cpu:
+            return_free_memory()  # the parameters had memory of their own before
         self._layout = layout
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers

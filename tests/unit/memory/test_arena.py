@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -182,6 +185,21 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
         values = [torch.zeros_like(p) if at == absent else p.grad for at, p in enumerate(parameters)]
         for dtype, flat in expected_arenas(plan_for(parameters), values).items():  # type: ignore[arg-type]
             assert torch.equal(arena.grads[dtype], flat)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages there are")
+def test_gradients_that_are_used_where_they_lie_take_no_memory_also_after_much_was_freed() -> None:
+    parameters = [Parameter(torch.zeros(1 << 18)) for _ in range(4)]
+    arena = arena_of(parameters)
+    del parameters
+    freed = [torch.ones(1 << 18) for _ in range(4)]
+    del freed
+    arena.gather_grads([torch.ones(1 << 18)] * 4, [True] * 4, arena.long)
+    [grads] = arena.grads.values()
+    pages = ctypes.create_string_buffer(grads.nbytes // mmap.PAGESIZE)
+    asked = ctypes.c_void_p(grads.data_ptr()), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages
+    assert ctypes.CDLL(None).mincore(*asked) == 0
+    assert bytes(len(pages)) == bytes(page & 1 for page in pages.raw[: len(pages)])
 
 
 def test_scatter_writes_back_in_place_where_present_and_makes_a_missing_gradient() -> None:
