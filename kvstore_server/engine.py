@@ -174,8 +174,10 @@ class Engine:
                     "changed in part; restart the job from its last saved states"
                 )
             answer = self._handlers.get(type(body))
-            if answer is None and isinstance(body, m.Hello | m.Look):
-                return _reply(waiter, self._answer_anybody(peer, body, now))
+            if answer is None and isinstance(body, m.Hello):
+                return _reply(waiter, self._hello(peer, body, now))
+            if answer is None and isinstance(body, m.Look):
+                return _reply(waiter, m.Info(self._facts_at(now)))
             if request.run != self.config.run:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
@@ -199,12 +201,6 @@ class Engine:
         except BaseException:
             self.is_torn = True
             raise
-
-    def _answer_anybody(self, peer: bytes, body: m.Hello | m.Look, now: float) -> m.Welcome | m.Info:
-        """Answer what is asked in no session."""
-        if isinstance(body, m.Hello):
-            return self._hello(peer, body, now)
-        return m.Info(self._facts_at(now))
 
     def _fault(self, error: Exception) -> KVStoreError:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")

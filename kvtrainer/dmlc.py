@@ -380,7 +380,7 @@ def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
     own, task = (-1 if number is None else number for number in (rank, job.task))
     counts = job.num_workers, job.num_servers
     host = (job.node_host or socket.gethostname())[:255]
-    return m.JoinJob(job.role, *counts, own, task, host, _started(), os.getpid(), _machine())
+    return m.JoinJob(job.role, *counts, own, task, host, _started(), os.getpid(), env.name_host())
 
 
 def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
@@ -433,9 +433,3 @@ def _limits(
 def _started() -> int:
     """Return when this process was started, in ticks since its machine was."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def _machine() -> str:
-    """Name this machine, alike in all processes that reach each other on loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"[:255]

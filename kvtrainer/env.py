@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
@@ -47,6 +49,9 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI
 """Variables in which launchers say which process of its host this one is."""
 
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Names what the kernel runs since it has begun."""
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")
 
@@ -264,6 +269,11 @@ def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None =
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"{name} is {source!r}; it must be a number of seconds above 0")
     return seconds
+
+
+def name_host() -> str:
+    """Name this host: one network under one kernel, as sockets between its processes need it. Raises OSError."""
+    return BOOT_ID.read_text().strip() + os.readlink("/proc/self/ns/net")
 
 
 def numeric_host(host: str) -> str:

@@ -266,7 +266,8 @@ def collect(params: Any, first: int = 0) -> list[Group]:
             seen[at] = found[label] = replicas
             names.append(label)
         # Those of different lengths are refused below.
-        by_device = list(map(list, zip(*map(found.__getitem__, names), strict=False)))
+        num_devices = min([len(found[name]) for name in names], default=0)
+        by_device = [[found[name][at] for name in names] for at in range(num_devices)]
         group: Group = {**options, "params": by_device[0] if by_device else [], "param_names": names}
         groups.append({**group, COPIES: by_device[1:]} if len(by_device) > 1 else group)
     if not found:

@@ -11,7 +11,6 @@ hosts by their lowest ranks.
 from __future__ import annotations
 
 import logging
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,12 +23,12 @@ from kvstore_server.errors import DeadlineError, KVStoreError, WorkerLostError
 from kvstore_server.plan import SIZES, Plan
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rank_memory import BOOT_ID, Heard, RankMemory, share_memory
+from kvtrainer.comm.rank_memory import Heard, RankMemory, share_memory
 from kvtrainer.comm.round import Round
+from kvtrainer.env import name_host
 
 _log = logging.getLogger(__name__)
 
-_NETWORK = "/proc/self/ns/net"
 _SEPARATE = 20
 """After so many rounds in a row in which every worker gave its own gradient, the log says so."""
 _TERMS = struct.Struct("<?16sd")
@@ -190,11 +189,6 @@ def open_host_sum(client: Client) -> HostSum | None:
             "hierarchy=True changes nothing: no two workers share a host, or all share the memory of all servers"
         )
     return None
-
-
-def name_host() -> str:
-    """Name this host: one network under one kernel, as sockets between its processes need it. Raises OSError."""
-    return BOOT_ID.read_text().strip() + os.readlink(_NETWORK)
 
 
 def _hosts(heard: Heard) -> list[Sequence[int]]:

@@ -22,7 +22,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ _CONNECT_TIMEOUT = 5.0
 _MEETING = struct.Struct("<QQ")
 """Number of the meeting; what is exchanged there."""
 _GREETING = struct.Struct("<I")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _GATHER, _BROADCAST, _SUM, _SUMMED = range(4)
 
 Piece = tuple[Tensor, Tensor]
@@ -227,7 +225,9 @@ def open_memory(
         ConfigurationError: there is none, and a rank has KVSTORE_TRANSPORT=shm; or an unknown word. On every rank.
     """
     said = {"transport": env.text_of(os.environ, env.TRANSPORT)}
-    memory, _, heard, trouble = share_memory(rank, BOOT_ID.read_text, said, _all_of_one_host, tell, seconds)
+    memory, _, heard, trouble = share_memory(
+        rank, env.BOOT_ID.read_text, said, _all_of_one_host, tell, seconds
+    )
     if memory is not None:
         return memory
     transports = [one["transport"] for one in heard]

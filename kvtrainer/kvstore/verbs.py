@@ -542,7 +542,8 @@ class TableKVStore(KVStoreBase):
         tables = [entry.table for entry in entries]
         for table in tables if client.rounds.open else ():
             client.rounds.settle(table)
-        self._given = [(table, table.round) for table in tables]
+        number_of = client.rounds.tables.round.item
+        self._given = [(table, number_of(table.index)) for table in tables]
         try:
             ticket = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
             if self._engine is not None or arenas is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtrainer.comm.connection import Connection
 from kvtrainer.env import TRANSPORT
-from tests.support.processes import Members, Processes
+from tests.support.processes import Members, Process, Processes
 
 WAYS = "auto", "ipc", "tcp"
 
@@ -41,6 +41,13 @@ def way_of(test: pytest.Function) -> str:
 def processes() -> Iterator[Processes]:
     with Processes() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def servers(request: pytest.FixtureRequest) -> Iterator[list[Process]]:
+    """Two servers of the module's own, with its SERVER_FLAGS if it has any."""
+    with Processes() as started:
+        yield started.servers(2, *getattr(request.module, "SERVER_FLAGS", ()))
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from tests.support.processes import (
     Call,
     Members,
     Process,
-    Processes,
     assert_serve,
     new_name,
     raised,
@@ -29,12 +28,6 @@ from tests.support.processes import (
 )
 
 Pair = tuple[DistKVStore, DistKVStore]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Process]]:
-    with Processes() as processes:
-        yield processes.servers(2)
 
 
 @pytest.fixture

@@ -35,12 +35,7 @@ from tests.support.processes import (
 )
 
 Pair = tuple[DistKVStore, DistKVStore]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Process]]:
-    with Processes() as processes:
-        yield processes.servers(2, "--import", raising_optimizer.__name__)
+SERVER_FLAGS = "--import", raising_optimizer.__name__
 
 
 @pytest.fixture

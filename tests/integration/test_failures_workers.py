@@ -76,12 +76,6 @@ for _ in range(2):
 """
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Process]]:
-    with Processes() as processes:
-        yield processes.servers(2)
-
-
 @dataclass
 class Job:
     """Rank 1 of three is a process, which has reported "ready"; ranks 0 and 2 are stores here."""

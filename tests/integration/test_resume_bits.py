@@ -24,7 +24,7 @@ from kvtrainer.kvstore import DistKVStore
 from kvtrainer.states import pack
 from kvtrainer.strategy import Strategy, agreement_of
 from tests.support.jobs import Job, Results, own_place, run_job
-from tests.support.processes import Members, Processes, new_name, together
+from tests.support.processes import Members, new_name, together
 
 BATCHES, EPOCHS = 4, 3
 BAD_STEP = 5
@@ -293,12 +293,6 @@ def test_every_rank_has_random_numbers_of_its_own_also_after_resuming(runs: Runs
     assert agreed(runs[1], case, "seed") == [5, 6]
     mine, other = (found["random"] for found in runs[1][case])
     assert [differences(one, another) == [] for one, another in zip(mine, other, strict=True)] == [False] * 3
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Any]]:
-    with Processes() as processes:
-        yield processes.servers(2)
 
 
 def on_both(stores: tuple[DistKVStore, DistKVStore], call: Callable[[DistKVStore], Any]) -> list[Any]:

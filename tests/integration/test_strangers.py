@@ -48,6 +48,7 @@ from tests.support.processes import (
     together,
 )
 
+SERVER_FLAGS = "--log", "debug"
 HEARTBEAT_MS = 20
 """As often as this, a ZeroMQ heartbeat would be due in the server that is flooded here, if it had any."""
 UNREAD = f"""
@@ -67,12 +68,6 @@ server.run()
 server.close()
 """
 """A server that reads nothing before it is told to, as one that is busy with a large update."""
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[Process]]:
-    with Processes() as processes:
-        yield processes.servers(2, "--log", "debug")
 
 
 @pytest.fixture
