@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import accumulate, pairwise, repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -450,8 +450,10 @@ class Shard:
         if end - first == 1:
             return [(first, end)]
         steps, ids = block.states.steps[first:end], block.hyper_ids[first:end]
-        entries = np.fromiter(map(id, block.states.entries[first:end]), np.int64, end - first)
-        breaks = (steps[1:] != steps[:-1]) | (ids[1:] != ids[:-1]) | (entries[1:] != entries[:-1])
+        breaks, entries = (steps[1:] != steps[:-1]) | (ids[1:] != ids[:-1]), block.states.entries[first:end]
+        if not all(map(is_, entries, repeat(entries[0]))):  # one for all of most models
+            own = np.fromiter(map(id, entries), np.int64, end - first)
+            breaks |= own[1:] != own[:-1]
         if present is not None:
             breaks |= present[1:] != present[:-1]
         edges = [first, *(np.flatnonzero(breaks) + (first + 1)).tolist(), end]

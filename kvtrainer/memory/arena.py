@@ -31,7 +31,7 @@ from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
 
-LONG = 16 << 10
+LONG = 8 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
 WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
