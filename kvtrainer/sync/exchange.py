@@ -11,7 +11,7 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -47,8 +47,16 @@ Arenas = Mapping[str, Tensor]
 Elsewhere = Sequence[tuple[int, Tensor]]
 """(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
 _NOWHERE: Mapping[str, Elsewhere] = MappingProxyType({})
+_LENT = 128 << 10
+"""Bytes of a gradient from which on it is given as it lies: to name one of fewer takes longer than to copy it."""
 _READ_ONLY = 8
 """Of memory that is pinned: the device, as this process, must not write to it."""
+
+
+def worth_lending(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
+    """Find the keys (by index), of some, whose gradients are long enough to be given to a store as they lie."""
+    nbytes = plan.key_nbytes
+    return frozenset([key for key in keys if nbytes[key] >= _LENT])
 
 
 class Gradients(NamedTuple):
@@ -184,7 +192,7 @@ class StoreExchange(Exchange):
             delta_codec=None if takes_half else pull_codec,
         )
         if is_dist and self.updates_weights and codec is None:
-            self.lendable = plan.keys_alone
+            self.lendable = worth_lending(plan, plan.keys_alone)
         self._table.takes_half, self._pull_codec = takes_half, pull_codec
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)

@@ -38,7 +38,7 @@ from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.exchange import Exchange, Gradients, Outcome, Shadowed
+from kvtrainer.sync.exchange import Exchange, Gradients, Outcome, Shadowed, worth_lending
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GroupExchange(Exchange):
         )
         self._group.is_agreed = True
         if any([self._group.memory_for(flat.device) is not None for flat in weights.values()]):
-            self.lendable = frozenset(self._keys)
+            self.lendable = worth_lending(self._plan, self._keys)
         self._broadcast(weights)
 
     def listen(self, memory: DeviceMemory) -> None:
