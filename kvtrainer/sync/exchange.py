@@ -54,7 +54,7 @@ _READ_ONLY = 8
 
 
 def worth_lending(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
-    """Find the keys (by index), of some, whose gradients are long enough to be given to a store as they lie."""
+    """Find the keys (by index) whose gradients are given as they lie, among some."""
     nbytes = plan.key_nbytes
     return frozenset([key for key in keys if nbytes[key] >= _LENT])
 
