@@ -356,7 +356,8 @@ class Shard:
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
         lent = contributions[0].lent if is_alone else {}
-        self._cuts.begin()
+        if lent:
+            self._cuts.begin()
         for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
                 continue

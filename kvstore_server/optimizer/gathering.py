@@ -6,7 +6,7 @@ Pieces are multiplied and clipped in the cache just before the kernel reads them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ CACHED = 256 * 1024
 class Cuts:
     """Keeps flat memory as it was cut: the next update cuts it alike, and views take longer than a small sum.
 
-    What an update did not use is let go by the next one, so that no memory is held for long by its views.
+    What an update did not use is let go by the next one that begins, so that no memory is held for long by its views.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Cuts:
         place = flat.data_ptr(), flat.numel()  # of nothing else, for the views hold it
         known = self._used.get(place) or self._former.get(place)
         if known is None or known[0] != sizes:
-            known = sizes, _cut(flat, sizes)
+            known = sizes, list(torch.split(flat, sizes))
         self._used[place] = known
         return known[1]
 
@@ -58,11 +58,6 @@ class Pieces(NamedTuple):
     scale: float = 1.0
     bound: float | None = None
     cuts: Cuts | None = None
-
-
-def _cut(flat: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Cut memory into parts of these sizes; one part of all of it is itself."""
-    return [flat] if len(sizes) == 1 else list(torch.split(flat, sizes))
 
 
 Gradient = Tensor | Pieces
@@ -86,10 +81,10 @@ def beside(
     next one overwrites, and still in the cache when it is read.
     """
     tensors, scale, bound, cuts = grad if isinstance(grad, Pieces) else Pieces([grad])
-    cut = _cut if cuts is None else cuts.of
+    cut: Callable[[Tensor, list[int]], Sequence[Tensor]] = torch.split if cuts is None else cuts.of
     if scale == factor == 1.0 and bound is None:
         sizes = list(map(Tensor.numel, tensors))
-        yield list(tensors), [cut(flat, sizes) for flat in flats]
+        yield list(tensors), [[flat] if len(sizes) == 1 else list(cut(flat, sizes)) for flat in flats]
         return
     blocks = list(_blocks(tensors))
     sizes = [sum([part.numel() for part in block]) for block in blocks]
