@@ -107,14 +107,14 @@ def _loss_after(steps: int, found: Sequence[Mapping[str, NDArray[Any]]]) -> floa
     return float(np.exp(np.interp(steps, versions[order], np.log(losses[order]))))
 
 
-def _check(found: NDArray[np.float32], given: Sequence[NDArray[np.float32]]) -> None:
+def _check(found: NDArray[np.float32], given: Sequence[NDArray[np.float64]]) -> None:
     """Compare the weights with the sum of the gradients that all workers gave.
 
     Raises:
         ValueError: they differ.
     """
-    expected = np.sum(given, axis=0) * np.float32(-RATE / len(given))
-    if not np.allclose(found, expected, rtol=1e-3, atol=1e-4):
+    expected = np.sum(given, axis=0) * (-RATE / len(given))
+    if not np.allclose(found, expected, rtol=1e-5, atol=1e-5):
         raise ValueError(f"weights are up to {abs(found - expected).max():g} away from the sum of gradients")
 
 

@@ -186,7 +186,7 @@ def _train(
     seconds: list[float] = []
     versions: list[int] = []
     losses: list[float] = []
-    given = torch.zeros(WORK.keys, WORK.floats)
+    given = torch.zeros(WORK.keys, WORK.floats, dtype=torch.float64)  # which rounds less than the weights
     if marks:
         mark(f"{marks}.begin")
     group.barrier()
