@@ -328,7 +328,8 @@ class Channel:
         """
         pieces = payloads or ()
         data = sum(map(_nbytes_of, pieces))
-        stays = self._place_of(pieces) if may_stay and pieces and data >= len(pieces) * SENT_ALONE else None
+        least = len(pieces) * SENT_ALONE if self.tray is None else _INLINE + 1
+        stays = self._place_of(pieces) if may_stay and pieces and data >= least else None
         table: list[int] = []
         inline: list[Frame] = []
         taken: list[int] = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvstore_server.protocol.frames import pack_control
 
 PACKED_ROWS = pack_control({"type": "rows"})
 """What takes the place of a codec's description for such payloads."""
+_NO_SLICES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Encoded(NamedTuple):
@@ -263,13 +265,18 @@ def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, Ro
 
 
 def pack_rows(
-    plan: Plan, rows: Mapping[int, RowSet], arenas: Mapping[str, Tensor], absent: frozenset[int]
+    plan: Plan,
+    rows: Mapping[int, RowSet],
+    arenas: Mapping[str, Tensor],
+    absent: frozenset[int],
+    elsewhere: Mapping[int, Tensor] = _NO_SLICES,
 ) -> dict[int, Tensor]:
     """Write rows of keys for their servers, as few messages as have room for them.
 
     Args:
         arenas: All numbers of the other keys, as the plan lays them out.
         absent: The keys of which there is nothing.
+        elsewhere: Slices (by index) whose numbers are not in the arenas.
 
     Returns:
         The slice that each message goes with → its bytes.
@@ -288,8 +295,10 @@ def pack_rows(
         piece = plan.slices[index]
         for position, segment in enumerate(piece.segments):
             if position not in parts and segment.key not in absent:
-                start = piece.offset + segment.start
-                parts[position] = arenas[piece.dtype][start : start + segment.numel]
+                flat, start = elsewhere.get(index), segment.start
+                if flat is None:
+                    flat, start = arenas[piece.dtype], piece.offset + start
+                parts[position] = flat[start : start + segment.numel]
         packed[index] = encode_rows(plan, piece, parts, slices)
     return packed
 

@@ -290,6 +290,8 @@ class Server:
             _log.warning("refused a message: %s", error)
             self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
             return
+        if isinstance(message, list):
+            message.clear()
         body = request.body
         if is_shared and isinstance(body, m.Contribute) and body.form not in (b"", PACKED_ROWS):
             # What a codec reads is checked now, and must still hold when it is used. Of rows the ids are copied.
@@ -298,6 +300,7 @@ class Server:
         replies = self.service.handle(peer, request, self._clock())
         if isinstance(body, m.Look):
             replies = [self._with_queue(one) for one in replies]
+        del request, body  # so that a worker hears with the answer that nobody reads its memory any more
         if replies:
             self._send_all(replies)
 

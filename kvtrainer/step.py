@@ -40,7 +40,7 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import Accumulation, Limits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.exchange import Outcome
-from kvtrainer.types import StepResult
+from kvtrainer.types import NOWHERE, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -466,13 +466,15 @@ class StepPipeline:
         """
         memory, link = self.memory, self.link
         lends: Collection[int] = ()
+        targets = NOWHERE
         if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
             pass  # what is measured here is the arena
         elif link.exchange is None:
             lends = memory.arena.long if self.groups.optimizer.takes_pieces else ()
-        elif factor == 1.0 and not memory.has_replicas:
-            lends = link.exchange.lendable
-        memory.gather(fresh, lends)
+        elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
+            lends, born = link.exchange.lendable, link.exchange.born
+            targets = NOWHERE if born is None else born.targets()
+        memory.gather(fresh, lends, targets)
         if factor != 1.0 and link.is_lossy(memory.arena.grads):
             memory.scale(factor)
         else:

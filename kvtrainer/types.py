@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
 """A parameter group, as torch.optim has them."""
+NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
+"""No targets: all that is gathered goes to its place in the arena."""
 
 
 @dataclass(frozen=True)

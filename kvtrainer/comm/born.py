@@ -1,9 +1,10 @@
-"""Gradients born where servers read them, so that a step copies none of them.
+"""Gradients where servers read them: long ones are born there, so that a step copies none; others are copied once.
 
-A server makes a tray for each worker, once a backward pass has made a gradient anew; a loop that assigns `.grad` has no
-use for one. The worker maps parts of the trays of all servers side by side, so that each long
-gradient is one piece of memory, and the backward pass puts it there. A page that two servers share belongs to the first
-one; what the other one has of it is copied before it is sent.
+A server makes a tray for each worker. Of short gradients, which lie side by side in slices, it holds the slices, and a
+step gathers them there. Long ones have room in it once a backward pass has made one anew; a loop that assigns `.grad`
+has no use for that. The worker maps parts of the trays of all servers side by side, so that each long gradient is one
+piece of memory, and the backward pass puts it there. A page that two servers share belongs to the first one; what the
+other one has of it is copied before it is sent.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
 from kvtrainer.comm.mapped import put_pages
+from kvtrainer.types import NOWHERE
 
 _log = logging.getLogger(__name__)
 
 LEAST = 256 << 10
 """Bytes of a gradient from which on it is born in shared memory."""
+_WORTH_A_PLACE = 4 << 10
+"""Bytes of all gradients that are gathered from which on they have places: fewer go within a message."""
 
 
 class _Run(NamedTuple):
@@ -41,6 +45,7 @@ class _Run(NamedTuple):
     begin: int
     """In the key, in bytes."""
     end: int
+    """With the padding of the last one."""
     place: int
     """Where it begins in its server's tray."""
 
@@ -51,7 +56,7 @@ class _Run(NamedTuple):
     @property
     def own(self) -> int:
         """Where, in the key, the pages begin that are its own."""
-        return min(-(-self.begin // PAGE) * PAGE, self.end)
+        return min(_whole_pages(self.begin), self.end)
 
 
 class _Home(NamedTuple):
@@ -67,28 +72,60 @@ class _Home(NamedTuple):
 
 
 class BornGradients:
-    """The long gradients of one worker, in the memory of servers of its host; `take` may be called by any thread.
+    """The gradients of one worker in memory of servers of its host; `take` may be called by any thread.
 
     Args:
         plan: Of the only table.
         keys: Those (by index) that a round may send from where they are; each has its slices for itself.
         channel: Server → the channel to it.
+        bears: Whether long ones of those are born here.
+        gathers: Whether all others are gathered here.
     """
 
-    def __init__(self, plan: Plan, keys: Collection[int], channel: Callable[[int], Channel | None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        keys: Collection[int],
+        channel: Callable[[int], Channel | None],
+        bears: bool = True,
+        gathers: bool = True,
+    ) -> None:
         self._plan = plan
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
-        long = [key for key in keys if plan.specs[key].nbytes >= LEAST]
-        here = {key for key in long if all([piece.server in near for piece in plan.slices_with(key)])}
-        sizes: dict[int, int] = {}
-        self._runs = list(_runs_of(plan, here, sizes))
-        self._sizes = sizes
-        self._channels = {server: near[server] for server in sizes}
+        far = _keys_of([piece for piece in plan.slices if piece.server not in near])
+        here = [
+            piece for piece in plan.slices if plan.is_resident(piece) and far.isdisjoint(_keys_of([piece]))
+        ]
+        lent = _keys_of(here).intersection(keys)
+        long = {key for key in lent if bears and plan.specs[key].nbytes >= LEAST}
+        others = [piece for piece in here if gathers and piece.segments[0].key not in keys]
+        if sum([piece.nbytes for piece in others]) < _WORTH_A_PLACE:
+            others = []
+        spread = {key for key in _keys_of(others) if len({one.server for one in plan.slices_with(key)}) > 1}
+        self._gathered = [piece for piece in others if piece.segments[0].key not in spread]
+        """Slices that lie side by side in their server's tray."""
+        self._sizes: dict[int, int] = {}
+        """Server → the bytes of its tray, without room for gradients that are born."""
+        for piece in self._gathered:
+            self._sizes[piece.server] = self._sizes.get(piece.server, 0) + _nbytes(piece)
+        self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
+        self._spread = list(_runs_of(plan, spread, self._sizes))
+        """The other slices that a step copies gradients to."""
+        self._all_sizes = self._sizes.copy()
+        self._long = list(_runs_of(plan, long, self._all_sizes))
+        self._channels = {server: near[server] for server in self._all_sizes}
         """Of the servers that have slices of these gradients."""
+        self.has_some = bool(self._channels)
+        """Whether any gradients have room here."""
         self._is_wanted = False
         """Whether a gradient came that could have been born here."""
+        self._asked: Mapping[int, int] | None = None
+        """The sizes that servers were asked for last."""
+        self._num_rounds = 0
         self.is_coming = False
         """Whether servers were asked for trays that are not mapped yet."""
+        self._runs: list[_Run] = []
+        """Those that are mapped."""
         self._trays: dict[int, Tray] = {}
         self._memory: Any = np.zeros(0, np.uint8)
         self._homes: dict[int, _Home] = {}
@@ -96,27 +133,34 @@ class BornGradients:
         """Key → the memory of its last gradient, if somebody has it still; not there while one is being born."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Key → what is copied, in front of pages of its runs, and to where."""
-        self._has_trimmed = False
+        self._targets: Mapping[int, Tensor] = NOWHERE
+        """Key → where its gradient is gathered, flat."""
+        self._filled: dict[int, Tensor] = {}
+        """The slices (by index) of those."""
+        self._has_trimmed = self._has_forks = False
 
     def open(self) -> None:
         """Map the trays, once a round of servers that were asked is over; without them steps copy gradients."""
         self.is_coming = False
-        trays = {server: channel.tray for server, channel in self._channels.items()}
+        trays = {server: self._channels[server].tray for server in self._asked or ()}
         found = {server: tray for server, tray in trays.items() if tray is not None}
         if len(found) < len(trays):
-            _log.warning("gradients are copied to servers: %d of %d have no memory for them to be born in",
+            _log.warning("gradients are copied to servers: %d of %d have no memory for them",
                          len(trays) - len(found), len(trays))  # fmt: skip
-        elif found:
-            try:
-                self._map(found)
-            except OSError as error:
-                _log.warning("gradients are copied to servers, not born in their memory: %s", error)
-            else:
-                os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
+            return
+        try:
+            self._map(found)
+        except OSError as error:
+            self._targets = NOWHERE
+            _log.warning("gradients are copied to servers, not made in their memory: %s", error)
+            return
+        if not self._has_forks:
+            self._has_forks = True
+            os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
     def births(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Return for each key that can have a place here its `take`."""
-        return {run.key: partial(self.take, run.key) for run in self._runs}
+        return {run.key: partial(self.take, run.key) for run in self._long}
 
     def take(self, key: int, grad: Tensor) -> Tensor | None:
         """Return a new gradient, of a parameter that has none, in its place; None if it has to stay where it is.
@@ -166,66 +210,103 @@ class BornGradients:
         """All memory that gradients are born in; empty before it is there."""
         return torch.from_numpy(self._memory)
 
-    def in_place(self, lent: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """List slices (by index) of gradients (flat, by key) left where they were born. Servers see them there."""
-        if self._is_wanted and self._sizes:
-            self._ask()
+    def targets(self) -> Mapping[int, Tensor]:
+        """Return where to gather gradients, flat, by key; nowhere before there are trays, or while a server reads."""
+        are_free = all([tray.is_free for tray in self._trays.values()])
+        return self._targets if are_free else NOWHERE
+
+    def in_place(self, lent: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
+        """List slices (by index) that their servers see where they are.
+
+        Args:
+            lent: Gradients, flat, by key, that were left where they are.
+            are_gathered: All others were copied to `targets`.
+        """
+        self._num_rounds += 1
+        sizes = self._all_sizes if self._is_wanted else self._sizes
+        # By the second round it is known whether backward passes make gradients anew.
+        is_known = self._is_wanted or self._num_rounds > 1 or not self._long
+        if sizes and sizes != self._asked and self._asked is not self._all_sizes and is_known:
+            self._ask(sizes)
         base = self._memory.ctypes.data
         here = [key for key, flat in lent.items() if self._is_home(key, flat.data_ptr() - base)]
         edges = [pair for key in here for pair in self._edges.get(key, ())]
+        if are_gathered:
+            edges += [pair for key in {run.key for run in self._spread} for pair in self._edges.get(key, ())]
         if edges:
             targets, sources = zip(*edges, strict=True)
             torch._foreach_copy_(targets, sources)
-        if here and not self._has_trimmed:
+        if (here or are_gathered) and not self._has_trimmed:
             # The first gradients came before, and went as messages.
             self._has_trimmed = True
             return_free_memory()
             for channel in self._channels.values():
                 channel.trim()
-        return {index: own for key in here for index, own in self._homes[key].slices.items()}
+        found = {index: own for key in here for index, own in self._homes[key].slices.items()}
+        return found | self._filled if are_gathered else found
 
-    def _ask(self) -> None:
+    def _ask(self, sizes: Mapping[int, int]) -> None:
         """Have servers make trays; they do before they answer to the round that comes."""
-        for server, nbytes in self._sizes.items():
+        for server, nbytes in sizes.items():
             self._channels[server].ask_for_tray(nbytes)
-        self._sizes, self.is_coming = {}, True
+        self._asked, self.is_coming = sizes, True
 
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._homes[key].begin == begin
 
     def _map(self, trays: Mapping[int, Tray]) -> None:
         plan = self._plan
-        keys = list(dict.fromkeys([run.key for run in self._runs]))
-        sizes = [-(-plan.specs[key].nbytes // PAGE) * PAGE for key in keys]
-        pages = mmap.mmap(-1, sum(sizes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory = np.frombuffer(pages, np.uint8)
+        runs = self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
+        keys = list(dict.fromkeys([run.key for run in runs]))
+        sizes = [_whole_pages(plan.specs[key].nbytes) for key in keys]
+        pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory, self._edges = np.frombuffer(pages, np.uint8)[: sum(sizes)], {}
         numbers = torch.from_numpy(self._memory)
-        for key, end in zip(keys, itertools.accumulate(sizes), strict=True):
-            spec, begin = plan.specs[key], end - -(-plan.specs[key].nbytes // PAGE) * PAGE
-            self._homes[key] = _Home(begin, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {})
-        for run in self._runs:
+        for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
+            spec = plan.specs[key]
+            self._homes[key] = _Home(end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {})
+        for run in runs:
             home, tray = self._homes[run.key], trays[run.pieces[0].server]
             self._map_run(run, home, tray, is_shared=True)
             shared, at = tray.arena.numbers, run.place
             for piece in run.pieces:
-                home.slices[piece.index] = shared[at : at + piece.nbytes].view(home.dtype)
-                at += piece.nbytes
+                home.slices[piece.index] = shared[at : at + _nbytes(piece)].view(home.dtype)
+                at += _nbytes(piece)
             if run.own > run.begin:
                 front = numbers[home.begin + run.begin : home.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
+        self._lay_out(trays)
         self._trays = dict(trays)
-        self._last = dict.fromkeys(self._homes, _nobody)
+        self._last = dict.fromkeys({run.key for run in runs[len(self._spread) :]}, _nobody)
+
+    def _lay_out(self, trays: Mapping[int, Tray]) -> None:
+        """Note where gradients are gathered."""
+        targets: dict[int, Tensor] = {}
+        self._targets, self._filled, numbers = targets, {}, torch.from_numpy(self._memory)
+        for key in {run.key for run in self._spread}:
+            home = self._homes[key]
+            targets[key] = numbers[home.begin : home.begin + home.nbytes].view(home.dtype)
+            self._filled |= home.slices
+        ends: dict[int, int] = {}
+        for piece in self._gathered:
+            shared, begin = trays[piece.server].arena.numbers, ends.get(piece.server, 0)
+            end = ends[piece.server] = begin + _nbytes(piece)
+            self._filled[piece.index] = shared[begin:end].view(torch_dtype(piece.dtype))
+            for segment in piece.segments:
+                if not segment.key_start:  # further slices of the key come next
+                    spec, first = self._plan.specs[segment.key], begin + segment.start * SIZES[piece.dtype]
+                    targets[segment.key] = shared[first : first + spec.nbytes].view(torch_dtype(spec.dtype))
 
     def _map_run(self, run: _Run, home: _Home, tray: Tray, is_shared: bool) -> None:
         address = self._memory.ctypes.data + home.begin + run.own
         if run.own < run.end:
-            nbytes, offset = -(-run.end // PAGE) * PAGE - run.own, run.place + run.own - run.begin
+            nbytes, offset = _whole_pages(run.end) - run.own, run.place + run.own - run.begin
             put_pages(address, nbytes, tray.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
 
     def part(self) -> None:
-        """Part from the parent in a forked process: writes to gradients are seen here alone, and none are born."""
-        self._last = {}
+        """Part from the parent in a forked process: writes to gradients are seen here alone, and none are made here."""
+        self._last, self._targets = {}, NOWHERE
         for run in self._runs:
             self._map_run(run, self._homes[run.key], self._trays[run.pieces[0].server], is_shared=False)
 
@@ -240,10 +321,23 @@ def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterat
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)
         begin = run[0].segments[0].key_start * SIZES[run[0].dtype]
-        end = begin + sum([piece.nbytes for piece in run])
+        end = begin + sum(map(_nbytes, run))
         place = sizes.get(server, 0) + begin % PAGE
-        sizes[server] = -(-(place + end - begin) // PAGE) * PAGE
+        sizes[server] = _whole_pages(place + end - begin)
         yield _Run(run, begin, end, place)
+
+
+def _keys_of(pieces: Collection[Slice]) -> set[int]:
+    return {segment.key for piece in pieces for segment in piece.segments}
+
+
+def _nbytes(piece: Slice) -> int:
+    """Count the bytes of a slice with its padding, as it is sent."""
+    return piece.length * SIZES[piece.dtype]
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _nobody() -> None:

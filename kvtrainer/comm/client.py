@@ -63,9 +63,11 @@ class Client:
         """Send a report with signs of life, and have it count how long this worker waits."""
         self._session.report = report
 
-    def born_gradients(self, table: RemoteTable, keys: Collection[int]) -> BornGradients:
+    def born_gradients(
+        self, table: RemoteTable, keys: Collection[int], bears: bool, gathers: bool
+    ) -> BornGradients:
         """Have servers of this host make memory for gradients of a table; see `BornGradients`."""
-        return BornGradients(table.plan, keys, self._session.transport.channel)
+        return BornGradients(table.plan, keys, self._session.transport.channel, bears, gathers)
 
     @property
     def shares_all_memory(self) -> bool:

@@ -167,22 +167,26 @@ class Leg:
             return [m.Pull(tuple(commits[:, 0].tolist()), timeout)]
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
         """(form, slices, what they are given)."""
-        plain = self._encode_some(round_, given, batches) if round_.encoded else given
+        plain: Sequence[int] = self._encode_some(round_, given, batches) if round_.encoded else given
+        runs: list[list[int]] = []
+        if contribution.born:
+            runs, plain = _in_place(contribution, layout, plain)
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
             sources = [_given(contribution, layout, at) for at in small]
             torch._foreach_copy_([self.memory.views[at] for at in small], sources)
-        groups: Sequence[Sequence[int]] = [plain] if plain else []
-        if contribution.born:
-            groups = _apart(contribution, layout, plain)
-        for own in groups:
+        if plain:
             payloads = [
                 _whole(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
-                for at, begin, end in (layout.runs if own is layout.resident else layout.runs_of(own))
+                for at, begin, end in (layout.runs if plain is layout.resident else layout.runs_of(plain))
             ]
-            batches.append((b"", own, tuple(payloads)))
-        nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
-        is_apart = nbytes > SENT_ALONE and (len(given) > 1 or self.is_announced)
+            batches.append((b"", plain, tuple(payloads)))
+        copied = nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
+        for run in runs:
+            payloads = [contribution.born[layout.pieces[at].index] for at in run]
+            batches.append((b"", run, tuple(payloads)))
+            nbytes += sum([data.nbytes for data in payloads])
+        is_apart = copied > SENT_ALONE and (len(given) > 1 or self.is_announced)
         if is_apart and nbytes <= _NEAR and len(round_.legs) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
         if is_apart or not batches:
@@ -606,8 +610,6 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
     """Return the numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
-    if piece.index in contribution.born:
-        return contribution.born[piece.index]
     if key in contribution.sources:
         return contribution.sources[key](start, numel).contiguous()
     if key in contribution.lent:
@@ -619,7 +621,9 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
     return arenas[piece.dtype][piece.offset : piece.offset + piece.length]
 
 
-def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> list[list[int]]:
+def _in_place(
+    contribution: Contribution, layout: Layout, given: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
     """Cut slices, by position, into runs in their server's memory, and all others."""
     others: list[int] = []
     runs: list[list[int]] = []
@@ -633,7 +637,7 @@ def _apart(contribution: Contribution, layout: Layout, given: Sequence[int]) -> 
             runs.append([])
         runs[-1].append(at)
         end = own.data_ptr() + own.nbytes
-    return [others, *runs] if others else runs
+    return runs, others
 
 
 def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:

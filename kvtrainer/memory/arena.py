@@ -16,6 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from itertools import compress
 from operator import attrgetter, eq
@@ -28,8 +29,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import ALIGNMENT, SIZES, Plan
+from kvstore_server.plan import ALIGNMENT, PAGE, SIZES, Plan
+from kvtrainer.comm.mapped import put_pages
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
+from kvtrainer.types import NOWHERE
 
 LONG = 8 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
@@ -105,6 +108,12 @@ class Arena:
         """Of those the kind of a gradient that may be used where it lies."""
         self._lendable: tuple[Collection[int], list[int]] = (), []
         """What may be left where it is, as that was asked last, and which keys of `long` these are, ascending."""
+        self._targets: Mapping[int, Tensor] | None = None
+        """As of the last `gather_grads`."""
+        self._places: list[Tensor] = []
+        """Where gradients were gathered then."""
+        self._elsewhere: tuple[Mapping[int, Tensor], list[Tensor]] = NOWHERE, []
+        """The same, of the last that had some, and the places of all gradients then."""
         _note_placed(self._addresses, here)
 
     @cached_property
@@ -119,7 +128,11 @@ class Arena:
 
     @torch.no_grad()
     def gather_grads(
-        self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int] = ()
+        self,
+        given: Sequence[Tensor | None],
+        present: Sequence[bool],
+        lends: Collection[int] = (),
+        targets: Mapping[int, Tensor] = NOWHERE,
     ) -> dict[int, Tensor]:
         """Copy the gradients of parameters `present` into `grads`. Zero the pieces of the others.
 
@@ -127,8 +140,11 @@ class Arena:
             given: every parameter's gradient; of a present one dense, in any memory format.
             lends: keys (by index) of which long gradients are left where they are. Returns those by key; what is in
                 their pieces does not count.
+            targets: by key (index), flat memory elsewhere that takes the place of its piece.
         """
-        pieces, zeros, lent = self._grad_pieces, self.zeros, dict[int, Tensor]()
+        if targets is not self._targets:
+            self._turn_to(targets)
+        pieces, zeros, lent = self._places, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
         if lends and self.device.type == "cpu":
             lent = self._lend(given, present, lends)
@@ -144,6 +160,17 @@ class Arena:
             if absent:
                 torch._foreach_zero_(absent)
         return lent
+
+    def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
+        """Have the places of some gradients elsewhere from now on; see `gather_grads`."""
+        self._targets, self.zeros, self._places = targets, frozenset(), self._grad_pieces
+        if targets and targets is not self._elsewhere[0]:
+            for flat in self.grads.values():
+                _give_pages_back(flat)
+            moved = {key: flat.view(self._places[key].shape) for key, flat in targets.items()}
+            self._elsewhere = targets, [moved.get(key, piece) for key, piece in enumerate(self._places)]
+        if targets:
+            self._places = self._elsewhere[1]
 
     def _lend(
         self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int]
@@ -402,6 +429,13 @@ def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.from_numpy(np.frombuffer(pages, np.uint8)[:nbytes]).view(dtype)
+
+
+def _give_pages_back(flat: Tensor) -> None:
+    """Zero a flat tensor in pages of its own, which takes no memory then."""
+    nbytes = -(-flat.nbytes // PAGE) * PAGE
+    with suppress(OSError):  # they stay, then
+        put_pages(flat.data_ptr(), nbytes, -1, 0, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 class _CudaPiece:

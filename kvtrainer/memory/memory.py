@@ -26,7 +26,7 @@ from kvtrainer.memory.arena import Arena, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
-from kvtrainer.types import Group
+from kvtrainer.types import NOWHERE, Group
 
 
 class DeviceMemory:
@@ -53,15 +53,23 @@ class DeviceMemory:
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
         self.lent: Mapping[int, Tensor] = {}
         """The gradients that were left where they are, contiguous, by index of the key, until they are used."""
+        self.targets: Mapping[int, Tensor] = NOWHERE
+        """Where gradients were gathered that are not in the arena, flat, by index of the key."""
         self._tables = frozenset(tables)
         self._sparse = set(tables)
         """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
-    def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
+    def gather(
+        self,
+        present: Sequence[bool],
+        lends: Collection[int] = (),
+        targets: Mapping[int, Tensor] = NOWHERE,
+    ) -> None:
         """Copy gradients of parameters `present`, dense ones into the arena, or to `rows`.
 
         Args:
             lends: keys (by index) of which long dense ones stay where they are, and in `lent`.
+            targets: as of `Arena.gather_grads`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -72,13 +80,13 @@ class DeviceMemory:
         by_rows = self._by_rows(present) if self._sparse else []
         dense = [is_in and i not in by_rows for i, is_in in enumerate(present)] if by_rows else present
         try:
-            self.lent = self.arena.gather_grads(grads, dense, lends)
+            self.lent, self.targets = self.arena.gather_grads(grads, dense, lends, targets), targets
         except RuntimeError:
             found = {i for i, is_in in enumerate(present) if is_in and _is_sparse(grads[i])}
             if found <= self._sparse:
                 raise
             self._sparse |= found
-            self.gather(present, lends)
+            self.gather(present, lends, targets)
             return
         # Parameters without elements have no rows.
         self.rows = {i: self._rows(i) for i in by_rows if 0 not in self.plan.specs[i].shape}
@@ -343,11 +351,16 @@ class Memory:
         for device in self.devices:
             device.tracker.close()
 
-    def gather(self, present: Sequence[bool], lends: Collection[int] = ()) -> None:
+    def gather(
+        self,
+        present: Sequence[bool],
+        lends: Collection[int] = (),
+        targets: Mapping[int, Tensor] = NOWHERE,
+    ) -> None:
         """Copy new gradients of parameters `present` into the arenas, by rows into `rows`.
 
         Args:
-            lends: as of `DeviceMemory.gather`.
+            lends, targets: as of `DeviceMemory.gather`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -361,7 +374,7 @@ class Memory:
                 for fresh in self.fresh_by_device(with_zeros=True)
             ]
         for device, own in zip(self.devices, self.own_present, strict=True):
-            device.gather(own, lends)
+            device.gather(own, lends, targets)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
         """Do as `gather`, for gradients on the first device that are sums by `scatter`."""

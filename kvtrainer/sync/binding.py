@@ -209,11 +209,12 @@ class Binding:
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
         is_on_cpu = arena.device.type == "cpu"
-        is_mappable = self.zero_copy and not (is_on_cpu and layout.has_replicas)
-        if isinstance(self.exchange, StoreExchange) and is_mappable:
-            self.exchange.map(arena.weights, not self.selection.overlaps_pull)
+        has_replicas = is_on_cpu and layout.has_replicas
+        if isinstance(self.exchange, StoreExchange) and not has_replicas:
+            if self.zero_copy:
+                self.exchange.map(arena.weights, not self.selection.overlaps_pull)
             if not (self.selection.overlaps or self.selection.overlaps_pull):
-                self.exchange.bear(arena.long)
+                self.exchange.bear(arena.long, bears=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
             self.exchange.init(arena.weights, layout.tables.first())
             layout.tables.are_placed()
@@ -363,7 +364,9 @@ class Binding:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
         lent = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.lent.items()}
-        return Gradients(layout.arena.grads, device.rows, scale, absent, changed, veto, guard, lent)
+        return Gradients(
+            layout.arena.grads, device.rows, scale, absent, changed, veto, guard, lent, device.targets
+        )
 
     def _note_lost(self, layout: Memory, error: BaseException) -> None:
         """Note what a round that broke off may have left behind, here or on other workers."""

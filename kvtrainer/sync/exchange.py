@@ -38,6 +38,7 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.progress import announced
+from kvtrainer.types import NOWHERE
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class Gradients(NamedTuple):
     rounds; every worker must give one, of the same type of norm."""
     lent: Mapping[int, Tensor] = {}
     """Keys (by index) whose values lie elsewhere, flat, on the CPU; what is in `arenas` does not count."""
+    targets: Mapping[int, Tensor] = NOWHERE
+    """The same, of all others that the exchange had a target for."""
 
 
 class Outcome(NamedTuple):
@@ -121,6 +124,8 @@ class Exchange(ABC):
     """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
     lendable: frozenset[int] = frozenset()
     """Keys (by index) whose gradients may stay where they are."""
+    born: BornGradients | None = None
+    """Gradients in the servers' memory; None where there can be none."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
     was_missed = False
@@ -210,8 +215,6 @@ class StoreExchange(Exchange):
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
             self._host, self.lendable = host, frozenset()
-        self.born: BornGradients | None = None
-        """Where gradients are born that are in the servers' memory."""
         if (
             optimizer is None and is_dist
         ):  # also with one worker: a script that works with one works with several
@@ -260,10 +263,19 @@ class StoreExchange(Exchange):
             return self._staging.places(weights)
         return weights if self.own is None else self.own.flats
 
-    def bear(self, keys: Collection[int]) -> None:
-        """Have long gradients of keys (by index) born in memory of this host's servers; before `init`."""
-        if self.lendable and self.is_sync and self._client.shares_memory:
-            self.born = self._client.born_gradients(self._table, self.lendable.intersection(keys))
+    def bear(self, keys: Collection[int], bears: bool, gathers: bool) -> None:
+        """Have gradients made in memory of this host's servers, where they can be; before `init`.
+
+        Args:
+            keys: Those (by index) whose gradients may be used where they lie.
+            bears: Whether long ones of these may be born there.
+            gathers: Whether all others are copied there, and not to the arena.
+        """
+        is_plain = self._is_dist and self.updates_weights and self._table.compressor is None
+        if is_plain and self._host is None and self._client.shares_memory:
+            keys, bears = self.lendable.intersection(keys), bears and self.is_sync
+            born = self._client.born_gradients(self._table, keys, bears, gathers)
+            self.born = born if born.has_some else None
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = self._down(weights)
@@ -344,7 +356,7 @@ class StoreExchange(Exchange):
         elif grads.rows:
             unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
             unread = unsent & self._table.plan.keys_alone
-        born = self.born.in_place(lent) if self.born is not None and (lent or self._staging) else {}
+        born = {} if self.born is None else self.born.in_place(lent, bool(grads.targets))
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,

@@ -39,7 +39,7 @@ class Worker:
         self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True)
         if streams is not None:
             self.exchange.map(self.weights, True)
-            self.exchange.bear(LONG)
+            self.exchange.bear(LONG, bears=True, gathers=False)
         self.exchange.init(self.weights)
 
     def _flat(self, numbers: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,223 @@
+"""Gradients that a step copies once, to memory of the host's servers: equal results, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import kvtrainer
+from kvtrainer.kvstore import DistKVStore
+from kvtrainer.sync.exchange import StoreExchange
+from tests.support.limits import LIMIT
+from tests.support.processes import Members, Process, new_name
+from tests.support.stores import Servers
+
+WAY = "auto"
+"""Servers share memory whatever way the other tests take."""
+ASYNCHRONOUS = {"type": "dist_async"}
+ROWS = 40
+
+
+class Worker:
+    """A worker with many short parameters, long ones of no whole lines, one in half precision, and a small table.
+
+    Its gradients are drawn by its rank.
+    """
+
+    def __init__(self, store: DistKVStore, rank: int, is_sparse: bool = False, **options: Any) -> None:
+        drawn = torch.Generator().manual_seed(5)
+        shapes = [(97, 101)] * 24 + [(701, 513), (300, 333)]
+        self.parameters = [Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
+        self.parameters.append(Parameter(torch.randn(640, 511, generator=drawn).bfloat16()))
+        self.table = nn.Embedding.from_pretrained(
+            torch.randn(ROWS, 8, generator=drawn), freeze=False, sparse=is_sparse
+        )
+        self.parameters.append(self.table.weight)
+        names = {f"p{at}": parameter for at, parameter in enumerate(self.parameters)}
+        self.trainer = kvtrainer.Trainer(names, "adam", {"learning_rate": 0.01}, kvstore=store, **options)
+        self._drawn = torch.Generator().manual_seed(rank)
+
+    def backward(self, without: Sequence[int] = ()) -> None:
+        """Run a backward pass, without some parameters."""
+        losses = [self.table(torch.randint(ROWS, (9,), generator=self._drawn)).pow(2).sum()]
+        for at, parameter in enumerate(self.parameters[:-1]):
+            drawn = torch.randn(parameter.shape, generator=self._drawn).to(parameter.dtype)
+            if at not in without:
+                losses.append((parameter * drawn).sum().float())
+        torch.stack(losses).sum().backward()
+
+    def steps(self, number: int = 1, without: Sequence[int] = ()) -> None:
+        for _ in range(number):
+            self.backward(without)
+            self.trainer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @property
+    def exchange(self) -> Any:
+        return self.trainer._pipeline.link.exchange
+
+    @property
+    def copied(self) -> int:
+        """How many numbers were gathered in memory of the worker's own, since this was asked last."""
+        flats = self.trainer._pipeline.memory.arena.grads.values()
+        number = sum([int(flat.count_nonzero()) for flat in flats])
+        for flat in flats:
+            flat.zero_()
+        return number
+
+
+def alone(jobs: Servers, members: Members, servers: int = 2, **options: Any) -> Worker:
+    """A worker of its own job after three steps: the third has found the memory that it asked for before."""
+    worker = Worker(members.join(jobs.of(servers), 0, 1, new_name()), 0, **options)
+    worker.steps(3)
+    return worker
+
+
+def on_two(members: Members, servers: Sequence[Process], work: Any, **options: Any) -> list[Any]:
+    """What two workers return that do the same work."""
+    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
+
+
+def on_two_that_send(members: Members, servers: Sequence[Process], work: Any, **options: Any) -> list[Any]:
+    """The same, of workers that have no memory of servers for gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreExchange, "bear", lambda *_, **__: None)
+        return on_two(members, servers, work, **options)
+
+
+def are_equal(found: Sequence[Sequence[Tensor]]) -> bool:
+    return all(all(map(torch.equal, weights, found[0])) for weights in found)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_weights_are_the_same_to_the_bit_whether_gradients_are_gathered_in_shared_memory_or_sent(
+    jobs: Servers, members: Members, servers: int, is_sparse: bool
+) -> None:
+    def train(worker: Worker) -> list[Tensor]:
+        worker.steps(4)
+        worker.steps(2, without=[1, 7, 24, 26])
+        worker.steps()
+        return worker.weights()
+
+    running = jobs.of(servers)
+    found = on_two(members, running, train, is_sparse=is_sparse)
+    found += on_two(members, running, train, is_sparse=is_sparse, zero_copy=False)
+    found += on_two_that_send(members, running, train, is_sparse=is_sparse)
+    assert are_equal(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"zero_copy": False}, {"clip_grad": {"max_norm": 0.1}}, {"amp": {"init_scale": 8.0}}, ASYNCHRONOUS],
+)
+def test_a_step_copies_gradients_once(jobs: Servers, members: Members, options: dict[str, Any]) -> None:
+    options = options.copy()
+    store = members.join(jobs.of(2), 0, 1, new_name(), type=options.pop("type", "dist_sync"))
+    worker = Worker(store, 0, **options)
+
+    def step() -> None:
+        worker.trainer.update_params(
+            torch.stack([(p * torch.ones_like(p)).sum().float() for p in worker.parameters]).sum()
+        )
+
+    step()
+    assert worker.copied > 0  # it had no other place
+    for _ in range(2):
+        step()
+    sent = [channel._sends.numbers for channel in worker.exchange.born._channels.values()]
+    for numbers in sent:
+        numbers.zero_()
+    step()
+    assert worker.copied == 0
+    assert not any([bool(numbers.any()) for numbers in sent])
+
+
+def test_nothing_is_gathered_where_a_server_still_reads(jobs: Servers, members: Members) -> None:
+    worker, other = alone(jobs, members), alone(jobs, members)
+    born = worker.exchange.born
+    unread = born._trays[1]._reads
+    assert not unread
+    before = {server: tray.arena.numbers.clone() for server, tray in born._trays.items()}
+    unread[0] = []
+    worker.steps()
+    assert worker.copied > 0
+    assert all(
+        [torch.equal(born._trays[server].arena.numbers, numbers) for server, numbers in before.items()]
+    )
+    del unread[0]
+    worker.steps()
+    assert worker.copied == 0
+    other.steps(2)
+    assert are_equal([worker.weights(), other.weights()])
+
+
+def test_a_parameter_that_has_a_gradient_again_does_not_keep_that_of_former_steps(
+    jobs: Servers, members: Members
+) -> None:
+    def train(worker: Worker) -> list[Tensor]:
+        every_other = range(0, 24, 2)
+        for _ in range(3):
+            worker.steps(without=every_other)
+            worker.steps()
+        return worker.weights()
+
+    running = jobs.of(2)
+    found = on_two(members, running, train)
+    assert are_equal(found + on_two_that_send(members, running, train))
+
+
+def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: Members) -> None:
+    worker = alone(jobs, members)
+    born = worker.exchange.born
+    before = {server: tray.arena.numbers.clone() for server, tray in born._trays.items()}
+    worker.backward()
+
+    def gather() -> None:
+        memory = worker.trainer._pipeline.memory
+        memory.gather([True] * len(worker.parameters), (), worker.exchange.born.targets())
+        os._exit(0 if worker.copied > 0 else 1)
+
+    child = multiprocessing.get_context("fork").Process(target=gather)
+    child.start()
+    child.join(LIMIT)
+    assert child.exitcode == 0
+    assert all(
+        [torch.equal(born._trays[server].arena.numbers, numbers) for server, numbers in before.items()]
+    )
+
+
+def test_gradients_that_are_born_later_have_room_beside_those_that_are_gathered(
+    jobs: Servers, members: Members
+) -> None:
+    def train(store: DistKVStore, rank: int) -> tuple[list[Tensor], bool]:
+        drawn = torch.Generator().manual_seed(rank)
+        parameters = [Parameter(torch.zeros(512, 700)), *[Parameter(torch.zeros(60, 50)) for _ in range(40)]]
+        trainer = kvtrainer.Trainer(parameters, "adam", {"learning_rate": 0.01}, kvstore=store)
+        for at in range(8):
+            given = [torch.randn(p.shape, generator=drawn) for p in parameters]
+            if at < 4:
+                for parameter, grad in zip(parameters, given, strict=True):
+                    parameter.grad = grad
+            else:
+                torch.stack([(p * g).sum() for p, g in zip(parameters, given, strict=True)]).sum().backward()
+            trainer.step()
+        exchange: Any = trainer._pipeline.link.exchange
+        born = exchange.born
+        is_born = (
+            parameters[0].grad is not None and born.in_place({0: parameters[0].grad.view(-1)}, False) != {}
+        )
+        return [parameter.detach().clone() for parameter in parameters], is_born and bool(born.targets())
+
+    (first, are_here), (second, _) = members.on_two(jobs.of(2), train)
+    assert are_here
+    assert are_equal([first, second])
