@@ -21,6 +21,7 @@ import select
 import socket
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -241,6 +242,14 @@ class Tray:
         return begin | self.arena.number << _NUMBER
 
 
+class TrayRequest:
+    """What a worker has asked for."""
+
+    def __init__(self) -> None:
+        self.tray: Tray | None = None
+        """The tray, once it has come. None comes where the server has no memory, or another was asked for meanwhile."""
+
+
 class Channel:
     """One end of the connection between a worker and a server. Never blocks; not thread-safe.
 
@@ -278,7 +287,11 @@ class Channel:
         self._weights: dict[int, Arena] = {}
         """Memory of weights that the worker knows, by its number; on the server the worker's tray."""
         self.tray: Tray | None = None
-        """Of the worker, once the server has made it."""
+        """Of the worker, once the server has made the one that was asked for last."""
+        self._asked_trays: deque[TrayRequest] = deque()
+        """Those that have not come."""
+        self._last_tray = _FIRST_WEIGHTS
+        """On the server, the number of the worker's last tray."""
         self._shown: set[int] = set()
         """The numbers that the server has told."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
@@ -485,12 +498,15 @@ class Channel:
         self.is_tight = is_tight
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 
-    def ask_for_tray(self, nbytes: int) -> None:
-        """Have the server make a tray of so many bytes, in place of a former one; None comes where it has no memory."""
+    def ask_for_tray(self, nbytes: int) -> TrayRequest:
+        """Have the server make a tray of so many bytes, in place of a former one, whoever asked for that."""
         if self.tray is not None:
             self.tray.is_lost, self.tray = True, None
+        asked = TrayRequest()
         with suppress(OSError):  # found out by `receive`
-            self._put(_TRAY, (), (), nbytes)
+            if self._put(_TRAY, (), (), nbytes):
+                self._asked_trays.append(asked)
+        return asked
 
     def trim(self) -> None:
         """Give back the pages of this end's memory, if nothing is in it; they come again as they are written."""
@@ -551,10 +567,13 @@ class Channel:
         elif kind == _WEIGHTS and self._make is None and fds:
             self._weights[value] = Arena(fds.pop(), value, is_ours=False)
         elif kind == _TRAY and self._make is not None and value:
-            arena, is_told = self._made(value, _TRAY, max(self._weights, default=_FIRST_WEIGHTS) + 1)
+            self._last_tray += 1
+            arena, is_told = self._made(value, _TRAY, self._last_tray)
             self._weights = {} if arena is None or not is_told else {arena.number: arena}
-        elif kind == _TRAY and self._make is None:
-            self.tray = Tray(fds.pop(), value, self._read) if fds else None
+        elif kind == _TRAY and self._make is None and self._asked_trays:
+            asked = self._asked_trays.popleft()
+            if fds and not self._asked_trays:
+                self.tray = asked.tray = Tray(fds.pop(), value, self._read)
         else:
             raise ValueError(f"a datagram of kind {kind}")
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Channel, Tray
+from kvstore_server.channel import Channel, Tray, TrayRequest
 from kvstore_server.codec import torch_dtype
 from kvstore_server.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
@@ -121,6 +121,8 @@ class BornGradients:
         """Whether a gradient came that could have been born here."""
         self._asked: Mapping[int, int] | None = None
         """The sizes that servers were asked for last."""
+        self._requests: dict[int, TrayRequest] = {}
+        """Server → that."""
         self._num_rounds = 0
         self.is_coming = False
         """Whether servers were asked for trays that are not mapped yet."""
@@ -142,8 +144,8 @@ class BornGradients:
     def open(self) -> None:
         """Map the trays, once a round of servers that were asked is over; without them steps copy gradients."""
         self.is_coming = False
-        trays = {server: self._channels[server].tray for server in self._asked or ()}
-        found = {server: tray for server, tray in trays.items() if tray is not None}
+        trays = {server: asked.tray for server, asked in self._requests.items()}
+        found = {server: tray for server, tray in trays.items() if tray is not None and not tray.is_lost}
         if len(found) < len(trays):
             _log.warning("gradients are copied to servers: %d of %d have no memory for them",
                          len(trays) - len(found), len(trays))  # fmt: skip
@@ -247,9 +249,8 @@ class BornGradients:
 
     def _ask(self, sizes: Mapping[int, int]) -> None:
         """Have servers make trays; they do before they answer to the round that comes."""
-        for server, nbytes in sizes.items():
-            self._channels[server].ask_for_tray(nbytes)
-        self._asked, self.is_coming = sizes, True
+        asked = {server: self._channels[server].ask_for_tray(nbytes) for server, nbytes in sizes.items()}
+        self._asked, self._requests, self.is_coming = sizes, asked, True
 
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._homes[key].begin == begin

@@ -221,3 +221,21 @@ def test_gradients_that_are_born_later_have_room_beside_those_that_are_gathered(
     (first, are_here), (second, _) = members.on_two(jobs.of(2), train)
     assert are_here
     assert are_equal([first, second])
+
+
+def test_two_trainers_of_one_store_do_not_gather_in_the_same_memory(jobs: Servers, members: Members) -> None:
+    def train(store: DistKVStore, rank: int) -> list[Tensor]:
+        first, second = Worker(store, rank), Worker(store, rank + 7)
+        for _ in range(5):
+            first.steps()
+            second.backward()
+            first.steps()
+            second.trainer.step()
+        return first.weights() + second.weights()
+
+    running = jobs.of(2)
+    found = members.on_two(running, train)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreExchange, "bear", lambda *_, **__: None)
+        found += members.on_two(running, train)
+    assert are_equal(found)

@@ -578,6 +578,27 @@ def test_what_a_worker_puts_into_its_tray_is_read_there_and_the_tray_is_free_aft
     assert not tray.is_free
 
 
+def test_of_two_who_ask_for_a_tray_one_after_the_other_the_last_has_it(ends: Pair) -> None:
+    worker, server = ends()
+    first = worker.ask_for_tray(MIB)
+    second = worker.ask_for_tray(2 * MIB)
+    assert server.receive() is None
+    assert worker.receive() is None
+    assert first.tray is None
+    assert second.tray is not None
+    assert second.tray.arena.nbytes == 2 * MIB
+    assert worker.send([b"head", b"body"], [second.tray.arena.numbers[:200_000].fill_(3)], may_stay=True)
+    frames = server.receive()
+    assert frames is not None
+    assert set(bytes(frames[2])) == {3}
+    third = worker.ask_for_tray(MIB)
+    assert second.tray.is_lost
+    assert server.receive() is None
+    assert worker.receive() is None
+    assert third.tray is not None
+    assert set(bytes(frames[2])) == {3}  # the server has that memory as long as it reads there
+
+
 def test_a_worker_gets_no_tray_where_the_server_has_no_memory(ends: Pair) -> None:
     worker, server = ends()
     worker.ask_for_tray(2 * GIB)
