@@ -248,6 +248,8 @@ class TrayRequest:
     def __init__(self) -> None:
         self.tray: Tray | None = None
         """The tray, once it has come. None comes where the server has no memory, or another was asked for meanwhile."""
+        self.is_sent = False
+        """Whether the server will hear of it."""
 
 
 class Channel:
@@ -504,8 +506,9 @@ class Channel:
             self.tray.is_lost, self.tray = True, None
         asked = TrayRequest()
         with suppress(OSError):  # found out by `receive`
-            if self._put(_TRAY, (), (), nbytes):
-                self._asked_trays.append(asked)
+            asked.is_sent = self._put(_TRAY, (), (), nbytes)
+        if asked.is_sent:
+            self._asked_trays.append(asked)
         return asked
 
     def trim(self) -> None:

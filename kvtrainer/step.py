@@ -314,6 +314,7 @@ class StepPipeline:
             self.memory.share_weights()
         self.memory.accept_writes(self.link.has_weights)
         self.states.hand_over()
+        self.link.is_torn = False
         return True
 
     def _decide(self) -> None:

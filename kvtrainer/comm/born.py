@@ -143,22 +143,21 @@ class BornGradients:
 
     def open(self) -> None:
         """Map the trays, once a round of servers that were asked is over; without them steps copy gradients."""
-        self.is_coming = False
         trays = {server: asked.tray for server, asked in self._requests.items()}
         found = {server: tray for server, tray in trays.items() if tray is not None and not tray.is_lost}
-        if len(found) < len(trays):
-            _log.warning("gradients are copied to servers: %d of %d have no memory for them",
-                         len(trays) - len(found), len(trays))  # fmt: skip
-            return
         try:
+            if len(found) < len(trays):
+                raise OSError(f"{len(trays) - len(found)} of {len(trays)} have made none")
             self._map(found)
+            if not self._has_forks:
+                self._has_forks = True
+                os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
         except OSError as error:
-            self._targets = NOWHERE
             _log.warning("gradients are copied to servers, not made in their memory: %s", error)
-            return
-        if not self._has_forks:
-            self._has_forks = True
-            os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
+            if self._asked is self._all_sizes and self._sizes:
+                self._long, self._all_sizes = [], self._sizes  # there may be memory for less
+                self._asked = None
+        self.is_coming = False
 
     def births(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Return for each key that can have a place here its `take`."""
@@ -250,23 +249,26 @@ class BornGradients:
     def _ask(self, sizes: Mapping[int, int]) -> None:
         """Have servers make trays; they do before they answer to the round that comes."""
         asked = {server: self._channels[server].ask_for_tray(nbytes) for server, nbytes in sizes.items()}
-        self._asked, self._requests, self.is_coming = sizes, asked, True
+        if all([one.is_sent for one in asked.values()]):
+            self._asked, self._requests, self.is_coming = sizes, asked, True
 
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._homes[key].begin == begin
 
     def _map(self, trays: Mapping[int, Tray]) -> None:
+        """Map the trays; whatever interrupts it leaves no gradients here."""
+        self._last, self._targets = {}, NOWHERE
         plan = self._plan
-        runs = self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
-        keys = list(dict.fromkeys([run.key for run in runs]))
+        self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
+        keys = list(dict.fromkeys([run.key for run in self._runs]))
         sizes = [_whole_pages(plan.specs[key].nbytes) for key in keys]
         pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory, self._edges = np.frombuffer(pages, np.uint8)[: sum(sizes)], {}
+        self._memory, self._edges, self._trays = np.frombuffer(pages, np.uint8)[: sum(sizes)], {}, dict(trays)
         numbers = torch.from_numpy(self._memory)
         for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
             spec = plan.specs[key]
             self._homes[key] = _Home(end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {})
-        for run in runs:
+        for run in self._runs:
             home, tray = self._homes[run.key], trays[run.pieces[0].server]
             self._map_run(run, home, tray, is_shared=True)
             shared, at = tray.arena.numbers, run.place
@@ -277,27 +279,27 @@ class BornGradients:
                 front = numbers[home.begin + run.begin : home.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
-        self._lay_out(trays)
-        self._trays = dict(trays)
-        self._last = dict.fromkeys({run.key for run in runs[len(self._spread) :]}, _nobody)
+        targets, self._filled = self._lay_out(trays)
+        self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _nobody)
+        self._targets = targets
 
-    def _lay_out(self, trays: Mapping[int, Tray]) -> None:
-        """Note where gradients are gathered."""
-        targets: dict[int, Tensor] = {}
-        self._targets, self._filled, numbers = targets, {}, torch.from_numpy(self._memory)
+    def _lay_out(self, trays: Mapping[int, Tray]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Say where gradients are gathered, flat, by key, and what slices (by index) that makes."""
+        targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
             home = self._homes[key]
             targets[key] = numbers[home.begin : home.begin + home.nbytes].view(home.dtype)
-            self._filled |= home.slices
+            filled |= home.slices
         ends: dict[int, int] = {}
         for piece in self._gathered:
             shared, begin = trays[piece.server].arena.numbers, ends.get(piece.server, 0)
             end = ends[piece.server] = begin + _nbytes(piece)
-            self._filled[piece.index] = shared[begin:end].view(torch_dtype(piece.dtype))
+            filled[piece.index] = shared[begin:end].view(torch_dtype(piece.dtype))
             for segment in piece.segments:
                 if not segment.key_start:  # further slices of the key come next
                     spec, first = self._plan.specs[segment.key], begin + segment.start * SIZES[piece.dtype]
                     targets[segment.key] = shared[first : first + spec.nbytes].view(torch_dtype(spec.dtype))
+        return targets, filled
 
     def _map_run(self, run: _Run, home: _Home, tray: Tray, is_shared: bool) -> None:
         address = self._memory.ctypes.data + home.begin + run.own

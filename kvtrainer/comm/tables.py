@@ -283,9 +283,8 @@ class Tables:
     def add(self, name: str, plan: Plan) -> RemoteTable:
         """Note a table that servers are yet to number."""
         table = RemoteTable(name, plan, len(self.all), self)
-        self.all.append(table)
-        if len(self.round) < len(self.all):
-            more = max(16, len(self.round))
+        if self.held.shape[1] <= table.index:  # it grows last, so that it tells whether all have grown
+            more = max(16, table.index)
             self.round, self.staleness = (
                 np.append(a, np.zeros(more, np.int64)) for a in (self.round, self.staleness)
             )
@@ -295,6 +294,7 @@ class Tables:
                 np.append(a, none, axis=1)
                 for a in (self.number, self.slot, self.version, self.newest, self.held)
             )
+        self.all.append(table)
         return table
 
 

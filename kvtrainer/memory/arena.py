@@ -163,14 +163,14 @@ class Arena:
 
     def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
         """Have the places of some gradients elsewhere from now on; see `gather_grads`."""
-        self._targets, self.zeros, self._places = targets, frozenset(), self._grad_pieces
+        own, self._targets, self.zeros = self._grad_pieces, None, frozenset()  # None, until all is done
         if targets and targets is not self._elsewhere[0]:
-            for flat in self.grads.values():
-                _give_pages_back(flat)
-            moved = {key: flat.view(self._places[key].shape) for key, flat in targets.items()}
-            self._elsewhere = targets, [moved.get(key, piece) for key, piece in enumerate(self._places)]
-        if targets:
-            self._places = self._elsewhere[1]
+            moved = {key: flat.view(own[key].shape) for key, flat in targets.items()}
+            self._elsewhere = targets, [moved.get(key, piece) for key, piece in enumerate(own)]
+        for flat in self.grads.values() if targets else ():
+            _give_pages_back(flat)
+        self._places = self._elsewhere[1] if targets else own
+        self._targets = targets
 
     def _lend(
         self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int]

@@ -197,7 +197,11 @@ class Binding:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
     def start(self, layout: Memory, optimizer: Optimizer) -> None:
-        """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively."""
+        """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively.
+
+        `is_torn` is left set, for the caller has more to do.
+        """
+        self.check_whole()
         arena = layout.arena
         layout.check_in_place()
         if self._left is not None:
@@ -208,6 +212,7 @@ class Binding:
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
+        self.is_torn = True
         is_on_cpu = arena.device.type == "cpu"
         has_replicas = is_on_cpu and layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and not has_replicas:
@@ -216,7 +221,11 @@ class Binding:
             if not (self.selection.overlaps or self.selection.overlaps_pull):
                 self.exchange.bear(arena.long, bears=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
-            self.exchange.init(arena.weights, layout.tables.first())
+            try:
+                self.exchange.init(arena.weights, layout.tables.first())
+            except Exception:
+                self.is_torn = False
+                raise
             layout.tables.are_placed()
             arena.mark_updated(None)
         if is_on_cpu:

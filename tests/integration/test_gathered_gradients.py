@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
+from kvstore_server.channel import Channel, TrayRequest
+from kvtrainer.comm.connection import Connection
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.limits import LIMIT
@@ -239,3 +242,81 @@ def test_two_trainers_of_one_store_do_not_gather_in_the_same_memory(jobs: Server
         patch.setattr(StoreExchange, "bear", lambda *_, **__: None)
         found += members.on_two(running, train)
     assert are_equal(found)
+
+
+def test_one_message_tells_a_server_of_all_gradients_and_that_they_count(
+    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = members.join(jobs.of(2), 0, 1, new_name())
+    parameters = [Parameter(torch.zeros(60, 50)) for _ in range(100)]
+    trainer = kvtrainer.Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore=store)
+    sent: list[int] = []
+    send = Connection.send
+    for at in range(4):
+        torch.stack([p.sum() for p in parameters]).sum().backward()
+        if at == 3:
+            monkeypatch.setattr(
+                Connection, "send", lambda self, to, *rest: (sent.append(to), send(self, to, *rest))
+            )
+        trainer.step()
+    assert sorted(sent) == [0, 1]
+    assert {value for p in parameters for value in p.detach().unique().tolist()} == {-2.0}
+
+
+def test_few_numbers_are_read_in_their_place_too(jobs: Servers, members: Members) -> None:
+    parameter = Parameter(torch.zeros(2048))
+    store = members.join(jobs.of(1), 0, 1, new_name())
+    trainer = kvtrainer.Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=store)
+    for at in range(4):
+        parameter.grad = torch.ones(2048)
+        if at == 3:
+            [numbers] = [
+                channel._sends.numbers for channel in trainer._pipeline.link.exchange.born._channels.values()
+            ]  # type: ignore[union-attr]
+            numbers.zero_()
+        trainer.step()
+    assert not numbers.any()
+    assert set(parameter.tolist()) == {-2.0}
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones(
+    jobs: Servers,
+    members: Members,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: int,
+) -> None:
+    """Of two servers one makes none, or none of more than a limit."""
+    ask, first = Channel.ask_for_tray, list[Channel]()
+
+    def ask_for_too_much(channel: Channel, nbytes: int) -> TrayRequest:
+        first.append(channel)
+        return ask(channel, 1 << 46 if channel is first[0] and nbytes > limit else nbytes)
+
+    monkeypatch.setattr(Channel, "ask_for_tray", ask_for_too_much)
+    store = members.join(jobs.of(2), 0, 1, new_name())
+    parameters = [Parameter(torch.zeros(1024, 700)), *[Parameter(torch.zeros(60, 50)) for _ in range(40)]]
+    trainer = kvtrainer.Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore=store)
+    for _ in range(6):
+        torch.stack([p.sum() for p in parameters]).sum().backward()
+        trainer.step()
+    exchange: Any = trainer._pipeline.link.exchange
+    assert bool(exchange.born.targets()) == (limit > 0)
+    assert {value for p in parameters for value in p.detach().unique().tolist()} == {-3.0}
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_compressed_gradients_have_no_place_on_servers(jobs: Servers, members: Members) -> None:
+    assert alone(jobs, members, compression_params={"type": "int8"}).exchange.born is None
+
+
+def test_no_gradient_is_born_on_servers_that_apply_each_as_it_comes(jobs: Servers, members: Members) -> None:
+    store = members.join(jobs.of(2), 0, 1, new_name(), type="dist_async")
+    parameter = Parameter(torch.zeros(512, 700))
+    trainer = kvtrainer.Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=store)
+    for _ in range(3):
+        parameter.sum().backward()
+        trainer.step()
+    assert trainer._pipeline.memory.devices[0].tracker.births == {}
+    assert set(parameter.view(-1).tolist()) == {-1.5}

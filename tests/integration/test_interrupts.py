@@ -101,6 +101,36 @@ def test_a_step_of_two_workers_and_two_servers_is_made_once_by_both_or_the_loops
     assert went_on > 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a context that nobody has yet
+@pytest.mark.parametrize("every", [400, pytest.param(20, marks=pytest.mark.full)])
+def test_a_first_step_that_was_interrupted_anywhere_is_made_by_the_next_call_or_the_loop_is_told(
+    jobs: Servers, every: int
+) -> None:
+    def first_step(at: int | None) -> tuple[list[Line], set[float]]:
+        def body(kv: DistKVStore, _: int) -> tuple[list[Line], set[float]]:
+            weights = [Parameter(torch.zeros(60, 50)), Parameter(torch.zeros(512, 700))]
+            trainer, lines = Trainer(weights, "sgd", {"lr": 1.0}, kv), list[Line]()
+            for number in range(3):
+                for parameter in weights:
+                    parameter.grad = torch.full_like(parameter, 10.0**number)
+                with suppress(Interrupt):
+                    lines += lines_of(lambda: trainer.step(1), None if number else at)
+            trainer.close()
+            return lines, {value for p in weights for value in p.detach().unique().tolist()}
+
+        [found] = jobs.everybody(1, 2, body, timeout=SECONDS)
+        return ([], set()) if isinstance(found, KVStoreError) else found
+
+    lines, made = first_step(None)
+    assert made == {-111.0}
+    went_on = 0
+    for at in range(0, len(lines), every):
+        _, made = first_step(at)
+        went_on += made != set()
+        assert made in (set(), {-111.0}, {-110.0}), (at, made)
+    assert went_on > 0
+
+
 def test_weights_that_come_later_are_read_although_their_arrival_was_interrupted_anywhere(
     jobs: Servers,
 ) -> None:

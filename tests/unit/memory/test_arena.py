@@ -20,6 +20,7 @@ from kvstore_server.plan import ALIGNMENT, Plan, TensorSpec, make_plan
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.memory import arena as arenas
 from kvtrainer.memory.arena import Arena
+from tests.support.interrupts import Interrupt, lines_of
 from tests.support.limits import SOON
 from tests.support.processes import Call
 
@@ -185,6 +186,38 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
         values = [torch.zeros_like(p) if at == absent else p.grad for at, p in enumerate(parameters)]
         for dtype, flat in expected_arenas(plan_for(parameters), values).items():  # type: ignore[arg-type]
             assert torch.equal(arena.grads[dtype], flat)
+
+
+def test_gradients_that_are_gathered_elsewhere_leave_the_arena_and_come_back_with_zeros_where_absent() -> None:
+    parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
+    arena, elsewhere = arena_of(parameters), {0: torch.zeros(2000)}
+    grads = [torch.full_like(p, 3.0) for p in parameters]
+    arena.gather_grads(grads, [True, True])
+    arena.gather_grads(grads, [True, True], targets=elsewhere)
+    first, second = arena._grad_pieces
+    assert (elsewhere[0].unique().tolist(), first.unique().tolist(), second.tolist()) == ([3.0], [0.0], [3.0] * 7)
+    arena.gather_grads(grads, [True, True])
+    arena.zeros = frozenset({0})  # as after a round in which rows of it came
+    arena.gather_grads(grads, [False, True], targets=elsewhere)
+    assert elsewhere[0].unique().tolist() == [0.0]
+
+
+def test_an_interrupt_while_gradients_go_elsewhere_for_the_first_time_leaves_them_going_there() -> None:
+    def made() -> tuple[Arena, list[Tensor], dict[int, Tensor]]:
+        parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
+        arena, grads = arena_of(parameters), [torch.ones_like(p) for p in parameters]
+        arena.gather_grads(grads, [True, True])
+        return arena, grads, {0: torch.zeros(2000)}
+
+    arena, grads, elsewhere = made()
+    lines = lines_of(lambda: arena.gather_grads(grads, [True, True], targets=elsewhere))
+    assert len(lines) > 10
+    for at in range(len(lines)):
+        arena, grads, elsewhere = made()
+        with pytest.raises(Interrupt):
+            lines_of(lambda: arena.gather_grads(grads, [True, True], targets=elsewhere), before=at)  # noqa: B023
+        arena.gather_grads(grads, [True, True], targets=elsewhere)
+        assert elsewhere[0].unique().tolist() == [1.0], lines[at]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages there are")
