@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvstore_server.channel import Channel, TrayRequest
+from kvstore_server.protocol import messages as m
 from kvtrainer.comm.connection import Connection
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import StoreExchange
@@ -252,12 +253,17 @@ def test_one_message_tells_a_server_of_all_gradients_and_that_they_count(
     trainer = kvtrainer.Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore=store)
     sent: list[int] = []
     send = Connection.send
+
+    def note(self: Connection, server: int, request: m.Request, priority: int = 0) -> None:
+        if isinstance(request.body, m.Contribute) and len(request.body.pushes):
+            sent.append(server)
+            assert len(request.body.commits)
+        send(self, server, request, priority)
+
     for at in range(4):
         torch.stack([p.sum() for p in parameters]).sum().backward()
         if at == 3:
-            monkeypatch.setattr(
-                Connection, "send", lambda self, to, *rest: (sent.append(to), send(self, to, *rest))
-            )
+            monkeypatch.setattr(Connection, "send", note)
         trainer.step()
     assert sorted(sent) == [0, 1]
     assert {value for p in parameters for value in p.detach().unique().tolist()} == {-2.0}

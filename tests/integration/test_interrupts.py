@@ -101,7 +101,9 @@ def test_a_step_of_two_workers_and_two_servers_is_made_once_by_both_or_the_loops
     assert went_on > 0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a context that nobody has yet
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a context that nobody has yet
 @pytest.mark.parametrize("every", [400, pytest.param(20, marks=pytest.mark.full)])
 def test_a_first_step_that_was_interrupted_anywhere_is_made_by_the_next_call_or_the_loop_is_told(
     jobs: Servers, every: int

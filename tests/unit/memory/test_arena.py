@@ -188,14 +188,20 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
             assert torch.equal(arena.grads[dtype], flat)
 
 
-def test_gradients_that_are_gathered_elsewhere_leave_the_arena_and_come_back_with_zeros_where_absent() -> None:
+def test_gradients_that_are_gathered_elsewhere_leave_the_arena_and_come_back_with_zeros_where_absent() -> (
+    None
+):
     parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
     arena, elsewhere = arena_of(parameters), {0: torch.zeros(2000)}
     grads = [torch.full_like(p, 3.0) for p in parameters]
     arena.gather_grads(grads, [True, True])
     arena.gather_grads(grads, [True, True], targets=elsewhere)
     first, second = arena._grad_pieces
-    assert (elsewhere[0].unique().tolist(), first.unique().tolist(), second.tolist()) == ([3.0], [0.0], [3.0] * 7)
+    assert (elsewhere[0].unique().tolist(), first.unique().tolist(), second.tolist()) == (
+        [3.0],
+        [0.0],
+        [3.0] * 7,
+    )
     arena.gather_grads(grads, [True, True])
     arena.zeros = frozenset({0})  # as after a round in which rows of it came
     arena.gather_grads(grads, [False, True], targets=elsewhere)
