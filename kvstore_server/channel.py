@@ -501,7 +501,10 @@ class Channel:
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 
     def ask_for_tray(self, nbytes: int) -> TrayRequest:
-        """Have the server make a tray of so many bytes, in place of a former one, whoever asked for that."""
+        """Have the server make a tray of so many bytes.
+
+        A former one is lost, whoever asked for that.
+        """
         if self.tray is not None:
             self.tray.is_lost, self.tray = True, None
         asked = TrayRequest()

@@ -284,7 +284,7 @@ class BornGradients:
         self._targets = targets
 
     def _lay_out(self, trays: Mapping[int, Tray]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Say where gradients are gathered, flat, by key, and what slices (by index) that makes."""
+        """Return where gradients are gathered, flat, by key, and their slices, by index."""
         targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
             home = self._homes[key]
