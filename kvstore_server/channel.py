@@ -243,7 +243,7 @@ class Tray:
 
 
 class TrayRequest:
-    """What a worker has asked for."""
+    """A tray that a worker has asked for."""
 
     def __init__(self) -> None:
         self.tray: Tray | None = None
@@ -508,10 +508,11 @@ class Channel:
         if self.tray is not None:
             self.tray.is_lost, self.tray = True, None
         asked = TrayRequest()
+        self._asked_trays.append(asked)  # first, so that whatever comes has somebody who asked
         with suppress(OSError):  # found out by `receive`
             asked.is_sent = self._put(_TRAY, (), (), nbytes)
-        if asked.is_sent:
-            self._asked_trays.append(asked)
+        if not asked.is_sent:
+            self._asked_trays.pop()
         return asked
 
     def trim(self) -> None:
