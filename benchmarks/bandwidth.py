@@ -149,7 +149,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = suite.add_options(parser, repetitions=2).add_argument
+    add = suite.add_options(parser, repetitions=1).add_argument
     add("--megabits", default=_RATES, help="rates of the links, commas between them")
     add(
         "--seconds",

@@ -115,7 +115,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = suite.add_options(parser, repetitions=2).add_argument
+    add = suite.add_options(parser, repetitions=1).add_argument
     add("--workloads", default="", help=f"of {'; '.join(WORKLOADS)}; semicolons between them")
     add("--optimizers", default="momentum,adam", help="of momentum, adam and sgd")
     add("--threads", default="1,2", help="numbers of torch's threads")
