@@ -4,11 +4,11 @@
 
 4 workers and 4 servers, each on a host of its own: a network namespace behind a link of 1 Gb/s, 200 Mb/s or 100 Mb/s
 each way, by a token bucket. `Trainer.step` with SGD, also with what travels compressed in both directions, beside gloo
-with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop
-that computes for as long: it pushes layer by layer while it computes backwards, and computes each layer
-forwards as soon as that is there, urgent layers first (`p3`), or in the order of the pushes ("fifo"); or a Trainer,
-plain or with overlap, overlap_pull or both. Needs root, to make the network, which goes when the program does, however
-that ends. The table says what the default leaves out, and how to ask for that.
+with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop that computes
+for as long: it pushes layer by layer while it computes backwards, and computes each layer forwards as soon as that is
+there, the first layers with the highest priority, or all with the same ("fifo"); or a Trainer, plain or with overlap,
+overlap_pull or both. Needs root, to make the network, which goes when the program does, however that ends. The table
+says what the default leaves out, and how to ask for that.
 """
 
 from __future__ import annotations

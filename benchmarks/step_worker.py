@@ -151,10 +151,10 @@ class Fused(Parameters):
 class PushPull(Parameters):
     """`pushpull` of all keys over `dist_sync`, with the optimizer on the servers."""
 
-    def __init__(self, kvstore: str = "dist_sync") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._kvtrainer = importlib.import_module("kvtrainer")
-        self._kv = self._kvtrainer.kvstore.create(kvstore)
+        self._kv = self._kvtrainer.kvstore.create("dist_sync")
         self.rank = self._kv.rank
         self._keys: range = range(0)
         self._grads: list[Tensor] = []
@@ -187,22 +187,25 @@ class Overlapped(PushPull):
     """Keys that are pushed, the last one first, while it computes backwards, and pulled when it needs them forwards.
 
     Sleeping stands for computing: a third of the seconds forwards, two thirds backwards, all keys alike.
+
+    Args:
+        is_urgent_first: keys of the first layers have a higher priority; otherwise all have the same, and go in order.
     """
 
     is_continuous = True
 
-    def __init__(self, kvstore: str, seconds: float) -> None:
-        super().__init__(kvstore)
-        self._seconds = seconds
+    def __init__(self, is_urgent_first: bool, seconds: float) -> None:
+        super().__init__()
+        self._is_urgent_first, self._seconds = is_urgent_first, seconds
 
     def step(self) -> None:
         layers = list(zip(self._keys, self._grads, self.parameters, strict=True))
         pause = self._seconds / 3 / len(layers)
         for key, grad, _ in reversed(layers):
             time.sleep(2 * pause)
-            self._kv.push(key, grad, priority=-key)
+            self._kv.push(key, grad, priority=-key if self._is_urgent_first else 0)
         for key, _, parameter in layers:
-            self._kv.pull(key, out=parameter.detach(), priority=-key)
+            self._kv.pull(key, out=parameter.detach())
             time.sleep(pause)
 
 
@@ -389,8 +392,8 @@ STORES: dict[str, Callable[[], Store]] = {
 }
 
 OVERLAPPED: dict[str, Callable[[float], Store]] = {
-    "urgent first": functools.partial(Overlapped, "p3"),
-    "fifo": functools.partial(Overlapped, "dist_sync"),
+    "urgent first": functools.partial(Overlapped, True),
+    "fifo": functools.partial(Overlapped, False),
     "plain": functools.partial(OverlappedTrainer, overlap=False),
     "overlap": OverlappedTrainer,
     "pull": functools.partial(OverlappedTrainer, overlap=False, overlap_pull=True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import heapq
 import logging
+import math
 import os
 import threading
 import time
@@ -115,7 +116,7 @@ class Connection(Transport):
         """Hand over what a server's channel or socket takes now, most urgent first."""
         queue = self._queues[server]
         while queue:
-            rank, number, request = queue[0]
+            urgency, number, request = queue[0]
             channel = self._channels.get(server)
             if channel is not None and (not channel.is_usable or isinstance(request.body, m.State)):
                 channel = None
@@ -123,10 +124,10 @@ class Connection(Transport):
             if len(portions) > 1:
                 heapq.heappop(queue)
                 for at, body in enumerate(portions):
-                    heapq.heappush(queue, (rank, (*number, at), request._replace(body=body)))
+                    heapq.heappush(queue, (urgency, (*number, at), request._replace(body=body)))
                 continue
             if channel is None:
-                is_sent = self._send_far(server, request)
+                is_sent = self._send_far(server, request, -urgency)
             else:
                 frames, payloads = encode_parts(request)
                 try:
@@ -137,10 +138,10 @@ class Connection(Transport):
                 break
             heapq.heappop(queue)
 
-    def _send_far(self, server: int, request: m.Request) -> bool:
+    def _send_far(self, server: int, request: m.Request, priority: int) -> bool:
         """Send a request over ZeroMQ; return whether there was room for it."""
         window = self._windows[server]
-        if window.holds(request.body, time.monotonic()) and not self._is_closed:
+        if window.holds(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
         frames = encode(request)
         # To have a payload read from where it is takes longer than to copy it, if it is short.
@@ -151,7 +152,7 @@ class Connection(Transport):
             send(frames[-1], _NOW, copy=is_copied)
         except zmq.Again:
             return False
-        window.sent(request.body)
+        window.sent(request.body, priority)
         return True
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
@@ -167,18 +168,18 @@ class Connection(Transport):
                 reply = None if server is None else self._reply_of(server, ready)
                 if server is not None and reply is not None:
                     return server, reply
-            now, stall = time.monotonic(), deadline
+            now, stall = time.monotonic(), math.inf
             if self._is_watching or any(self._queues):
                 self._watch_queues()
-                stall = min([one.until for one in self._windows if one.until is not None], default=deadline)
+                stall = min([one.until for one in self._windows if one.until is not None], default=math.inf)
             for ready, event in self._poller.poll(max(0, int(1000 * (min(deadline, stall) - now)))):
                 if event & _OUT and ready in self._index:
                     self._flush(self._index[ready])
                 if event & ~_OUT:
                     self._ready.append(ready)
-            if not self._ready and stall < deadline and stall <= time.monotonic():
+            if not self._ready and stall < math.inf:  # all that has come is known
                 for server, window in enumerate(self._windows):
-                    if window.until is not None:
+                    if window.has_stalled(time.monotonic()):
                         self._flush(server)
             if not self._ready and now >= deadline:
                 for channel in self._channels.values():

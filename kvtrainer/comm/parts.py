@@ -4,8 +4,8 @@ Parts are smaller the less a server has of what is under way: the time in which 
 that of one part. Where tables follow each other, the next one fills that time.
 
 Parts wait in this process until earlier ones are answered. One is answered with new weights when all workers have given
-it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet;
-what is urgent finds no long queue in the network. Where a round is not answered part by part, because some worker is
+it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet.
+What is urgent waits for nothing that is less so, and finds no long queue in the network. Where a round is not answered part by part, because some worker is
 late or has announced nothing, the rest of it goes after a while, and some of the next rounds go as a whole: twice as
 many each time that this happens. While workers still compute the round, one of them is often late, and the next rounds
 are not changed for that.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,8 @@ STALL = 0.25
 _UNDER_WAY, _BESIDE_OTHERS = 3, 2
 """Parts of a table that are on their way at once: one up, one down, and one so that neither way waits for the slowest
 worker; where parts of another table are on their way, those do as well."""
+_UNDER_WAY_AT_LEAST = 48 * 1024
+"""Elements that may be on their way in any case, in short parts: a worker that computes takes no answers meanwhile."""
 _MOST_SKIPPED = 64
 
 
@@ -86,73 +89,114 @@ class Backoff:
         return is_skipped
 
 
+class Flight:
+    """How much of a slice is on its way, in elements from its beginning."""
+
+    __slots__ = ("answered", "priority", "round", "sent")
+
+    def __init__(self, round_: int, priority: int) -> None:
+        self.round, self.priority = round_, priority
+        self.sent = self.answered = 0
+
+
 class Window:
-    """The parts of a round that are on their way to one server."""
+    """The parts that are on their way to one server.
+
+    A part waits for those that are at least as urgent as it is, on every worker alike. Were it to wait for less urgent
+    ones, too, workers that compute at different speeds would send different ones, and wait for each other.
+    """
 
     def __init__(self) -> None:
         self.until: float | None = None
-        """When what is held back goes all the same; None while nothing is."""
+        """When what is held back goes all the same, unless an answer comes; None while nothing is."""
         self._is_on = False
         self._is_computing = False
         """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
-        self._ahead = self._longest = 0
-        """Elements that were sent and not answered, and those of the longest part of the round."""
-        self._most = _UNDER_WAY
-        self._sent: dict[int, int] = {}
-        """Slot → the element before which the last part of it ends that was sent in the round."""
-        self._answered: dict[int, int] = {}
-        """Slot → the same of what was answered."""
+        self._flights: dict[int, Flight] = {}
+        """Slot → what is known of the last round of it of which a part was sent."""
+        self._ahead: dict[int, int] = {}
+        """Priority → elements that were sent and not answered."""
+        self._longest, self._most = 0, _UNDER_WAY
+        """Elements of the longest part, and how many parts may be on their way."""
         self._stalls = Backoff()
         """Rounds that go as a whole, because earlier ones have stalled."""
 
-    def holds(self, body: m.RequestBody, now: float) -> bool:
-        """Tell whether a message has to wait: a part, while enough of them are on their way."""
-        numel = self._numel(body) if self._is_on else 0
+    def holds(self, body: m.RequestBody, priority: int, now: float) -> bool:
+        """Tell whether a message has to wait: a part, while enough as urgent ones are on their way."""
+        part = _part(body) if self._is_on else None
+        numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
-        if not numel or self._ahead + numel <= self._longest * self._most:
+        ahead = sum([count for other, count in self._ahead.items() if other >= priority]) if numel > 0 else 0
+        if ahead + numel <= max(self._longest * self._most, _UNDER_WAY_AT_LEAST):
             return False
         if self.until is None:
             self.until = now + STALL
-        if now < self.until:
-            return True
+        return True
+
+    def has_stalled(self, now: float) -> bool:
+        """Hold nothing back any more if no answer has come for too long; return whether that is so."""
+        if self.until is None or now < self.until:
+            return False
         self._is_on, self.until = False, None
+        self._flights, self._ahead = {}, {}
         if not self._is_computing:
             self._stalls.fail()
-        return False
+        return True
 
-    def sent(self, body: m.RequestBody) -> None:
+    def sent(self, body: m.RequestBody, priority: int) -> None:
         """Note that a message has gone."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
             self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
+            self.until = None
             self._most = _BESIDE_OTHERS if self._ahead else _UNDER_WAY
-            self._ahead, self._longest, self.until = 0, 0, None
-            self._sent, self._answered = {}, {}
+            self._longest = self._longest if self._ahead else 0
         elif self._is_on and (part := _part(body)) is not None:
-            self._ahead += self._numel(body)
-            self._sent[part[0]] = part[1]
+            flight = self._flights.get(part.slot)
+            if flight is None or flight.round != part.round:
+                if flight is not None:
+                    self._count(flight.priority, flight.answered - flight.sent)
+                flight = self._flights[part.slot] = Flight(part.round, priority)
+            self._count(flight.priority, max(part.end - flight.sent, 0))
+            flight.sent = max(part.end, flight.sent)
 
     def answered(self, body: m.ReplyBody) -> None:
         """Note what a server says."""
-        if not self._is_on or not isinstance(body, m.Weights):
+        if not isinstance(body, m.Weights):
             return
         for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
-            sent, before = self._sent.get(slot, 0), self._answered.get(slot, 0)
-            last = min(end, sent) if end else sent
-            self._ahead -= max(last - before, 0)
-            self._answered[slot] = max(last, before)
+            flight = self._flights.get(slot)
+            if flight is not None:
+                last = min(end, flight.sent) if end else flight.sent
+                self._count(flight.priority, min(flight.answered - last, 0))
+                flight.answered = max(flight.answered, last)
         self._stalls.succeed()
         self.until = None
 
-    def _numel(self, body: m.RequestBody) -> int:
-        """Count the elements of a part of a slice that were not sent before; 0 of any other message."""
-        part = _part(body)
-        return 0 if part is None else max(part[1] - self._sent.get(part[0], 0), 0)
+    def _count(self, priority: int, change: int) -> None:
+        """Add to the elements of a priority that are on their way."""
+        self._ahead[priority] = self._ahead.get(priority, 0) + change
+        if not self._ahead[priority]:
+            del self._ahead[priority]
+
+    def _sent_of(self, part: Part) -> int:
+        """Return how many elements of a part's slice were sent in its round."""
+        flight = self._flights.get(part.slot)
+        return flight.sent if flight is not None and flight.round == part.round else 0
 
 
-def _part(body: m.RequestBody) -> tuple[int, int] | None:
-    """Return of a part of a slice the slot and the element before which it ends; None of any other message."""
+class Part(NamedTuple):
+    """A part of a slice that a message brings."""
+
+    slot: int
+    end: int
+    """The element of the slice before which it ends."""
+    round: int
+
+
+def _part(body: m.RequestBody) -> Part | None:
+    """Return the part of a slice that a message brings; None of any other message."""
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
     slot, end = m.place_of(int(body.pushes[0, 0]))
-    return (slot, end) if end else None
+    return Part(slot, end, int(body.pushes[0, 1])) if end else None

@@ -296,7 +296,7 @@ class Held:
         """Have all that a worker sends from now on queue here."""
         send = line.send
 
-        def send_far(server: int, request: m.Request) -> bool:
+        def send_far(server: int, request: m.Request, *_: int) -> bool:
             if not self.is_holding:
                 assert isinstance(request.body, m.Contribute)
                 self.gone.append((server, request.body))

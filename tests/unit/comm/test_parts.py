@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +27,15 @@ from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
 from tests.support.switchboard import Line, connected, play
 
+LENGTH = 32 * 1024
+"""Elements of a part."""
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 ANNOUNCEMENT = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS)
 
 
-def part(number: int, numel: int = 4096) -> m.Contribute:
-    """A part of slice 0, by its number."""
-    pushes = m.matrix([((number * 4096 + numel) << m.PART, 3, 0, 4 * numel)], m.PUSH_WORDS)
+def part(number: int, numel: int = LENGTH, slot: int = 0, round_: int = 3) -> m.Contribute:
+    """A part of a slice, by its number."""
+    pushes = m.matrix([(slot | (number * LENGTH + numel) << m.PART, round_, 0, 4 * numel)], m.PUSH_WORDS)
     return m.Contribute(pushes, (torch.full((numel,), float(number)),), NO_COMMITS)
 
 
@@ -215,28 +220,32 @@ def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch
 # ---------------------------------------------------------------- the window
 
 
-def sent(window: Window, *numbers: int, now: float = 0.0) -> list[int]:
-    """Send those of these parts, in order, that may go."""
+def sent(
+    window: Window, *numbers: int, now: float = 0.0, slot: int = 0, priority: int = 0, numel: int = LENGTH
+) -> list[int]:
+    """Send those of these parts of a slice, in order, that may go."""
     gone = []
+    window.has_stalled(now)
     for number in numbers:
-        if window.holds(part(number), now):
+        body = part(number, numel, slot)
+        if window.holds(body, priority, now):
             break
-        window.sent(part(number))
+        window.sent(body, priority)
         gone.append(number)
     return gone
 
 
-def weights(end: int = 4096, kind: int = m.WHOLE) -> m.Weights:
-    """New weights of slice 0 up to an element; 0: all of them."""
-    values = torch.zeros(end or 4 * 4096, dtype=torch.bfloat16 if kind == m.HALF else torch.float32)
-    return m.Weights(m.matrix([(end << m.PART, 4, kind, values.nbytes)], 4), (values,))
+def weights(end: int = LENGTH, kind: int = m.WHOLE, slot: int = 0) -> m.Weights:
+    """New weights of a slice up to an element; 0: all of them."""
+    values = torch.zeros(end or 4 * LENGTH, dtype=torch.bfloat16 if kind == m.HALF else torch.float32)
+    return m.Weights(m.matrix([(slot | end << m.PART, 4, kind, values.nbytes)], 4), (values,))
 
 
 @pytest.fixture
 def window() -> Window:
     """A window of a round that was announced."""
     made = Window()
-    made.sent(ANNOUNCEMENT)
+    made.sent(ANNOUNCEMENT, 0)
     return made
 
 
@@ -247,21 +256,55 @@ def test_a_part_waits_until_earlier_ones_are_answered(window: Window) -> None:
 
 
 def test_fewer_parts_go_at_once_where_another_table_has_some_on_their_way(window: Window) -> None:
-    assert sent(window, 0, 1) == [0, 1]
-    window.sent(ANNOUNCEMENT)
-    assert sent(window, 0, 1, 2) == [0, 1]
+    assert sent(window, 0) == [0]
+    window.sent(ANNOUNCEMENT, 0)
+    assert sent(window, 0, 1, 2, slot=1) == [0]
+    window.answered(weights())
+    assert sent(window, 1, 2, slot=1) == [1]
+
+
+def test_a_part_waits_for_none_that_are_less_urgent(window: Window) -> None:
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
+    assert sent(window, 0, 1, 2, 3, slot=1, priority=1) == [0, 1, 2]
+    window.answered(weights(2 * LENGTH))
+    assert sent(window, 3, priority=0) == []
+    window.answered(weights(3 * LENGTH, slot=1))
+    assert sent(window, 3, priority=0) == [3]
+
+
+def test_parts_of_a_slices_last_round_are_on_their_way_no_longer(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1, 2]
+    window.answered(weights())
+    window.sent(ANNOUNCEMENT, 0)
+    first = part(0, round_=4)
+    window.sent(first, 0)
+    assert not window.holds(part(1, round_=4), 0, 0.0)
+    window.sent(part(1, round_=4), 0)
+    assert window.holds(part(2, round_=4), 0, 0.0)
+
+
+def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window) -> None:
+    assert sent(window, 0, 1, 2) == [0, 1, 2]
+    window.answered(weights(3 * LENGTH))
+    window.sent(ANNOUNCEMENT, 0)
+    assert sent(window, 0, 1, 2, slot=1) == [0, 1, 2]
+    assert window.holds(part(0, round_=4), 0, 0.0)
+
+
+def test_short_parts_are_on_their_way_in_any_number_up_to_some_elements(window: Window) -> None:
+    assert [at for at in range(20) if sent(window, 0, slot=at, numel=4096)] == [*range(12)]
 
 
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
-    assert not window.holds(part(3, 1024), 0.0)
+    assert not window.holds(part(3, 1024), 0, 0.0)
 
 
 def test_other_messages_never_wait(window: Window) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     for body in (contribution([(0, b"1234")], 3), contribution([], 3, 0, 8), m.Heartbeat()):
-        assert not window.holds(body, 0.0)
+        assert not window.holds(body, 0, 0.0)
 
 
 def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
@@ -272,20 +315,20 @@ def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(w
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert window.until == STALL
     assert sent(window, *range(3, 9), now=STALL) == [*range(3, 9)]
-    window.sent(ANNOUNCEMENT)
+    window.sent(ANNOUNCEMENT, 0)
     assert sent(window, *range(9)) == [*range(9)]
-    window.sent(ANNOUNCEMENT)
-    assert sent(window, *range(4)) == [0, 1, 2]
+    window.sent(ANNOUNCEMENT, 0)
+    assert sent(window, *range(4), slot=1) == [0, 1, 2]
 
 
 def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_go_as_a_whole() -> None:
     window = Window()
     expected = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.MAY_CHANGE)
-    window.sent(expected)
+    window.sent(expected, 0)
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert sent(window, 3, 4, now=STALL) == [3, 4]
-    window.sent(expected)
-    assert sent(window, 0, 1, 2) == [0, 1]
+    window.sent(expected, 0)
+    assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
 
 
 def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Window) -> None:
@@ -293,7 +336,7 @@ def test_the_more_rounds_go_without_answers_the_more_go_as_a_whole(window: Windo
     while len(held) < 20:
         held.append(sent(window, *range(9)) == [0, 1, 2])
         sent(window, *range(3, 9), now=STALL)
-        window.sent(ANNOUNCEMENT)
+        window.sent(ANNOUNCEMENT, 0)
     assert [at for at, was_held in enumerate(held) if was_held] == [0, 2, 5, 10, 19]
 
 
@@ -302,9 +345,9 @@ def test_weights_answer_as_many_elements_as_they_are_of_whatever_their_kind(
     kind: int, window: Window
 ) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
-    window.answered(weights(4096, kind))
+    window.answered(weights(LENGTH, kind))
     assert sent(window, 3, 4) == [3]
-    window.answered(weights(3 * 4096, kind))
+    window.answered(weights(3 * LENGTH, kind))
     assert sent(window, 4, 5, 6) == [4, 5]
 
 
@@ -344,10 +387,90 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
                     peer, *frames = server.recv_multipart(copy=False)
                     came.append(decode(frames)[2])
                     if is_answered and len(came) > 1:
-                        reply = m.Reply(1, weights(4096 * (len(came) - 1)))
+                        reply = m.Reply(1, weights(LENGTH * (len(came) - 1)))
                         server.send_multipart([peer.bytes, *encode(reply)])
                 else:
                     connection.receive(0.01)
         finally:
             connection.close()
     assert came == [*range(1, len(bodies) + 1)]
+
+
+def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtrainer.comm.parts.STALL", 0.0)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.LINGER, 0)
+        server.bind("tcp://127.0.0.1:0")
+        connection = Connection([server.getsockopt_string(zmq.LAST_ENDPOINT)])
+        try:
+            for body in (ANNOUNCEMENT, *[part(number) for number in range(9)]):
+                connection.send(0, m.Request(1, 1, 1, body))
+            monkeypatch.setattr("kvtrainer.comm.parts.STALL", 3600.0)
+            peer, *_ = server.recv_multipart()
+            server.send_multipart([peer, *encode(m.Reply(1, weights()))])
+            assert connection._sockets[0].poll(60_000)
+            connection.send(0, m.Request(1, 1, 1, part(9)))
+            assert connection.receive(0.0) is not None
+            assert connection.receive(0.0) is None
+            assert connection.is_queueing(0)
+        finally:
+            connection.close()
+
+
+class Workers:
+    """Workers that push tables in one order, and send parts of the most urgent ones first, to one server."""
+
+    def __init__(self, seed: int, tables: int, parts: int, count: int) -> None:
+        self.rng = random.Random(seed)
+        self.parts = parts
+        self.windows = [Window() for _ in range(count)]
+        self.pushed = [0] * count
+        self.queues: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        """Of each worker (table, part) that wait, the most urgent one first: the last table."""
+        self.order = list(range(tables))
+        self.rng.shuffle(self.order)
+        self.came: Counter[tuple[int, int]] = Counter()
+        self.answers: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+
+    def run(self) -> int:
+        """Let workers do what they can, in any order; returns how many parts were answered."""
+        answered = 0
+        while moves := [*self._moves()]:
+            worker, what = self.rng.choice(moves)
+            window = self.windows[worker]
+            if what == "push":
+                table = self.order[self.pushed[worker]]
+                self.pushed[worker] += 1
+                window.sent(ANNOUNCEMENT, table)
+                self.queues[worker] += [(-table, number) for number in range(self.parts)]
+                self.queues[worker].sort()
+            elif what == "send":
+                urgency, number = self.queues[worker].pop(0)
+                window.sent(part(number, slot=-urgency), -urgency)
+                self.came[-urgency, number] += 1
+                if self.came[-urgency, number] == len(self.windows):
+                    answered += 1
+                    for one in self.answers:
+                        one.append((-urgency, number))
+            else:
+                table, number = self.answers[worker].pop(0)
+                window.answered(weights((number + 1) * LENGTH, slot=table))
+        return answered
+
+    def _moves(self) -> Iterator[tuple[int, str]]:
+        for worker, queue in enumerate(self.queues):
+            if self.pushed[worker] < len(self.order):
+                yield worker, "push"
+            if queue and not self.windows[worker].holds(
+                part(queue[0][1], slot=-queue[0][0]), -queue[0][0], 0.0
+            ):
+                yield worker, "send"
+            if self.answers[worker]:
+                yield worker, "take"
+
+
+def test_workers_that_send_what_is_urgent_first_never_wait_for_each_other() -> None:
+    for seed in range(60):
+        assert Workers(seed, tables=5, parts=7, count=3).run() == 5 * 7
