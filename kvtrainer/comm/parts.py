@@ -5,10 +5,10 @@ that of one part. Where tables follow each other, the next one fills that time.
 
 Parts wait in this process until earlier ones are answered. One is answered with new weights when all workers have given
 it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet.
-What is urgent waits for nothing that is less so, and finds no long queue in the network. Where a round is not answered part by part, because some worker is
-late or has announced nothing, the rest of it goes after a while, and some of the next rounds go as a whole: twice as
-many each time that this happens. While workers still compute the round, one of them is often late, and the next rounds
-are not changed for that.
+What is urgent waits for nothing that is less so, and finds no long queue in the network. Where a round is not answered
+part by part, because some worker is late or has announced nothing, the rest of it goes after a while, and some of the
+next rounds go as a whole: twice as many each time that this happens. While workers still compute the round, one of them
+is often late, and the next rounds are not changed for that.
 """
 
 from __future__ import annotations
