@@ -92,6 +92,8 @@ class Connection(Transport):
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
+        self._is_left = False
+        """The caller looks in now and then, and does not wait."""
         self._is_watching = False
         """The poller looks whether something that queues can go out."""
         self._ready: deque[Any] = deque()
@@ -159,6 +161,8 @@ class Connection(Transport):
         """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out."""
         if self._is_closed or os.getpid() != self._pid:
             return None
+        if self._is_left != (timeout <= 0):
+            self._leave(timeout <= 0)
         deadline = time.monotonic() + timeout
         while True:
             while self._ready:
@@ -185,6 +189,14 @@ class Connection(Transport):
                 for channel in self._channels.values():
                     channel.tell()
                 return None
+
+    def _leave(self, is_left: bool) -> None:
+        """Have more on its way while the caller does something else than to wait."""
+        self._is_left = is_left
+        for server, window in enumerate(self._windows):
+            window.is_left = is_left
+            if is_left and window.until is not None:
+                self._flush(server)
 
     def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
         """Return a message that the socket, or the channel, of a server has for us."""

@@ -36,8 +36,8 @@ STALL = 0.25
 _UNDER_WAY, _BESIDE_OTHERS = 3, 2
 """Parts of a table that are on their way at once: one up, one down, and one so that neither way waits for the slowest
 worker; where parts of another table are on their way, those do as well."""
-_UNDER_WAY_AT_LEAST = 48 * 1024
-"""Elements that may be on their way in any case, in short parts: a worker that computes takes no answers meanwhile."""
+_WHILE_LEFT = 48 * 1024
+"""Elements that may be on their way in any case, in short parts, while a worker computes and takes no answers."""
 _MOST_SKIPPED = 64
 
 
@@ -109,6 +109,8 @@ class Window:
     def __init__(self) -> None:
         self.until: float | None = None
         """When what is held back goes all the same, unless an answer comes; None while nothing is."""
+        self.is_left = False
+        """The worker computes, and takes no answers meanwhile."""
         self._is_on = False
         self._is_computing = False
         """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
@@ -127,7 +129,7 @@ class Window:
         numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
         ahead = sum([count for other, count in self._ahead.items() if other >= priority]) if numel > 0 else 0
-        if ahead + numel <= max(self._longest * self._most, _UNDER_WAY_AT_LEAST):
+        if ahead + numel <= max(self._longest * self._most, _WHILE_LEFT * self.is_left):
             return False
         if self.until is None:
             self.until = now + STALL

@@ -291,8 +291,12 @@ def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window
     assert window.holds(part(0, round_=4), 0, 0.0)
 
 
-def test_short_parts_are_on_their_way_in_any_number_up_to_some_elements(window: Window) -> None:
-    assert [at for at in range(20) if sent(window, 0, slot=at, numel=4096)] == [*range(12)]
+@pytest.mark.parametrize(("is_left", "count"), [(False, 3), (True, 12)])
+def test_more_short_parts_are_on_their_way_while_a_worker_computes(
+    is_left: bool, count: int, window: Window
+) -> None:
+    window.is_left = is_left
+    assert [at for at in range(20) if sent(window, 0, slot=at, numel=4096)] == [*range(count)]
 
 
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
@@ -474,3 +478,18 @@ class Workers:
 def test_workers_that_send_what_is_urgent_first_never_wait_for_each_other() -> None:
     for seed in range(60):
         assert Workers(seed, tables=5, parts=7, count=3).run() == 5 * 7
+
+
+def test_what_short_parts_a_worker_leaves_behind_go_when_it_looks_in() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.LINGER, 0)
+        server.bind("tcp://127.0.0.1:0")
+        connection = Connection([server.getsockopt_string(zmq.LAST_ENDPOINT)])
+        try:
+            for body in (ANNOUNCEMENT, *[part(0, 4096, slot) for slot in range(12)]):
+                connection.send(0, m.Request(1, 1, 1, body))
+            assert connection.is_queueing(0)
+            assert connection.receive(0.0) is None
+            assert not connection.is_queueing(0)
+        finally:
+            connection.close()
