@@ -164,7 +164,7 @@ class Window:
 
     def answered(self, body: m.ReplyBody) -> None:
         """Note what a server says."""
-        if not isinstance(body, m.Weights):
+        if not self._flights or not isinstance(body, m.Weights):
             return
         for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
             flight = self._flights.get(slot)
@@ -172,7 +172,8 @@ class Window:
                 last = min(end, flight.sent) if end else flight.sent
                 self._count(flight.priority, min(flight.answered - last, 0))
                 flight.answered = max(flight.answered, last)
-        self._stalls.succeed()
+        if self._is_on:
+            self._stalls.succeed()
         self.until = None
 
     def _count(self, priority: int, change: int) -> None:
