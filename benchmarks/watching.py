@@ -171,7 +171,7 @@ def _watch(work: Work, options: argparse.Namespace) -> Found:
 def _scrape(where: str) -> None:
     """Fetch the numbers of a page, as Prometheus does. Raises JobError where they are not there."""
     with urllib.request.urlopen(f"http://{where}/metrics", timeout=10.0) as answer:
-        if b"kvstore_server_is_there" not in answer.read():
+        if b"kvstore_server_up" not in answer.read():
             raise harness.JobError(f"no numbers of servers at {where}")
 
 

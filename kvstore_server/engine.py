@@ -719,6 +719,7 @@ class Engine:
                     "memory": self.budget.used,
                     "max_memory": self.config.max_memory,
                     "is_stopping": self.is_stopping,
+                    "clock": now,
                     "num_jobs": len(spaces),
                     "jobs": [space.facts(self._pending(space), now) for space in spaces[:MOST_JOBS]],
                 },
@@ -789,7 +790,7 @@ class Engine:
             mode = Mode(hello.mode, hello.staleness, hello.slow_down, hello.by_host)
             mode.check()
             if space is None:
-                space = self._new_namespace(hello, mode)
+                space = self._new_namespace(hello, mode, now)
             elif mode != space.mode:
                 raise ConfigurationError(
                     f"rank {hello.rank} ({hello.address}) wants mode {mode}, the ranks before it {space.mode}; create "
@@ -814,7 +815,7 @@ class Engine:
         slicewise.take_back_broken(space)
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
-    def _new_namespace(self, hello: m.Hello, mode: Mode) -> Namespace:
+    def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
         """Make a namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
         if len(self.namespaces) >= self.config.max_namespaces:
             raise ConfigurationError(
@@ -822,7 +823,9 @@ class Engine:
                 f"{self.config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
                 f"workers was heard from for {self.config.forget_after:g} s (--forget-after)"
             )
-        space = Namespace(hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases)
+        space = Namespace(
+            hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases, now
+        )
         self.budget.check(space.least_memory, f"namespace {hello.namespace!r}")
         return space
 

@@ -144,8 +144,10 @@ class Namespace:
         config: EngineConfig,
         budget: Budget,
         leases: Leases | None,
+        now: float,
     ) -> None:
         self.name = name
+        self.created_at = now
         self.mode = mode
         self.config = config
         self.membership = Membership(name, num_workers)
@@ -706,12 +708,19 @@ class Namespace:
         has_clocks = bool(self.tables) and not self.mode.is_sync
         clocks = dict(enumerate(self.rounds.clocks(0))) if has_clocks else {}
         joined = self.rounds.joined(0) if self.tables else set()
+        durations = self.rounds.durations
         return {
             "name": self.name,
             "mode": self.mode.name,
             "staleness": self.mode.staleness,
             "num_workers": self.membership.num_workers,
+            "age": now - self.created_at,
             "rounds": self.rounds.num_ended,
+            "round_seconds": {
+                "bounds": list(durations.bounds),
+                "counts": list(durations.counts),
+                "sum": durations.total,
+            },
             "waited": self.rounds.shared.waited,
             "updates": max([table.version for table in self.tables], default=0),
             "tables": len(self.tables),

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -358,6 +359,31 @@ class Given:
             del self.announced[table]
 
 
+ROUND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the buckets in which durations of rounds are counted."""
+
+
+class Histogram:
+    """Counts of values by bucket.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending; a bucket includes its bound. One more bucket has what is above.
+        counts: Of each bucket.
+        total: The sum of the values.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value; NaN is none."""
+        if not math.isnan(value):
+            self.counts[bisect_left(self.bounds, value)] += 1
+            self.total += value
+
+
 class Book:
     """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed.
 
@@ -367,10 +393,12 @@ class Book:
         mismatches: Table → different payloads that arrived under an identity that had one already.
         num_ended: How many rounds were applied, those that end together as one.
         lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`.
+        durations: From the end of a table's round to the end of its next one.
     """
 
-    def __init__(self, num_members: int, slots: Slots) -> None:
+    def __init__(self, num_members: int, slots: Slots, durations: Histogram) -> None:
         self.num_members = num_members
+        self.durations = durations
         self.given: dict[int, Given] = {}
         self.mismatches: dict[int, int] = {}
         self.num_ended, self.waited = 0, 0.0
@@ -379,6 +407,8 @@ class Book:
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._patience = math.inf
         """Nobody who waits loses theirs before this time."""
+        self._ended_at = np.zeros(0)
+        """Of each table, when its last round ended (seconds); NaN before the first."""
         self._failed = np.zeros(0, np.int64)
         """Of each table, the first failed round that nobody has gone beyond."""
         self._failures: dict[int, dict[int, KVStoreError]] = {}
@@ -390,6 +420,7 @@ class Book:
         size = self._slots.num_tables
         self.numbers, self.num_committed = _grown(self.numbers, size, 0), _grown(self.num_committed, size, 0)
         self._failed = _grown(self._failed, size, _NEVER)
+        self._ended_at = _grown(self._ended_at, size, math.nan)
         for given in self.given.values():
             given.fit()
 
@@ -619,8 +650,11 @@ class Book:
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] += at - first
-        self.num_ended += bool(since)
-        self.waited += last - first
+        if since:
+            self.num_ended += 1
+            self.waited += last - first
+            self.durations.add(last - float(self._ended_at[one]))
+            self._ended_at[tables] = last
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
@@ -674,7 +708,8 @@ class Rounds:
     def __init__(self, num_workers: int, mode: Mode) -> None:
         self.num_workers = num_workers
         self.slots = Slots()
-        self.shared = Book(num_workers, self.slots)
+        self.durations = Histogram(ROUND_SECONDS)
+        self.shared = Book(num_workers, self.slots, self.durations)
         self.left: set[int] = set()
         """The ranks whose processes left because they were done."""
         self.begun: set[int] = set()
@@ -716,7 +751,7 @@ class Rounds:
         """
         lane = self._lanes.get(rank)
         if lane is None:
-            lane = self._lanes[rank] = Book(1, self.slots)
+            lane = self._lanes[rank] = Book(1, self.slots, self.durations)
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)

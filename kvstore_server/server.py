@@ -139,6 +139,7 @@ class Server:
         self.service = service
         self._options = options
         self._clock = clock
+        self._started_at = clock()
         self._leases = Leases() if leases is None else leases
         self._listener = listener
         self._channels = {} if listener is None else listener.channels
@@ -299,19 +300,22 @@ class Server:
             request = request._replace(body=replace(body, payloads=own))
         replies = self.service.handle(peer, request, self._clock())
         if isinstance(body, m.Look):
-            replies = [self._with_queue(one) for one in replies]
+            replies = [self._with_own_facts(one) for one in replies]
         del request, body  # so that a worker hears with the answer that nobody reads its memory any more
         if replies:
             self._send_all(replies)
 
-    def _with_queue(self, out: m.Outgoing) -> m.Outgoing:
-        """Add the bytes that wait here for slow readers to facts about the service."""
+    def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
+        """Add to facts about the service what this process knows: its age, CPU time and bytes for slow readers."""
         if not isinstance(out.reply.body, m.Info):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])
-        return out._replace(
-            reply=m.Reply(out.reply.number, m.Info({**out.reply.body.values, "queued": queued}))
-        )
+        own = {
+            "queued": queued,
+            "uptime": self._clock() - self._started_at,
+            "cpu_seconds": time.process_time(),
+        }
+        return out._replace(reply=m.Reply(out.reply.number, m.Info({**out.reply.body.values, **own})))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""

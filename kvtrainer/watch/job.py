@@ -1,7 +1,9 @@
 """A job as it is now, made of what its servers say at two moments; pure functions, so that all views show the same.
 
-Counts become rates: what happened between the two moments, by the time between them. A worker speaks to every server,
-so what several servers say of it is put together: the worst state, the longest silence, the greatest delay.
+Counts become rates: what happened between the two moments, divided by the time between them on the clock of whoever
+counted: a server's counts by the server's clock, a worker's by the worker's. So rounds of a synchronous job agree with
+steps of its workers. A worker speaks to every server, so what several servers say of it is put together: the worst
+state, the longest silence, the greatest delay.
 """
 
 from __future__ import annotations
@@ -38,6 +40,15 @@ class Server(NamedTuple):
     is_stopping: bool = False
     queued: int = 0
     """Bytes of answers that wait for workers which are slow to read."""
+    cpu: float = 0.0
+    """CPU time used, as a share of one core."""
+    cpu_seconds: float = 0.0
+    """CPU time used since it started."""
+    uptime: float = 0.0
+    """Seconds since it started."""
+    received: Mapping[str, int] = {}
+    """Job → bytes of gradients and weights that came so far."""
+    sent: Mapping[str, int] = {}
 
 
 class Worker(NamedTuple):
@@ -66,6 +77,9 @@ class Worker(NamedTuple):
     """Of its own, where rounds are not all ranks'; -1 otherwise."""
     is_done: bool
     """It has no more data."""
+    steps_total: int = 0
+    """Since its process started."""
+    samples_total: int = 0
     behind: int | None = None
     """How many rounds fewer it has made than the one that is furthest; None where rounds are all ranks'."""
 
@@ -73,6 +87,11 @@ class Worker(NamedTuple):
     def is_here(self) -> bool:
         """Whether it takes part."""
         return self.state == "here"
+
+    @property
+    def silence_or_none(self) -> float | None:
+        """Seconds since its last sign; None where it is not there."""
+        return None if self.silence < 0 else self.silence
 
 
 class Wait(NamedTuple):
@@ -83,6 +102,16 @@ class Wait(NamedTuple):
     missing: list[int]
 
 
+class RoundTimes(NamedTuple):
+    """A histogram of the seconds from the end of one round of a table to the end of its next."""
+
+    bounds: Sequence[float] = ()
+    """Upper bounds of the buckets; one more has what is above."""
+    counts: Sequence[int] = ()
+    total: float = 0.0
+    """The sum of the durations."""
+
+
 class Job(NamedTuple):
     """One group of workers on the servers."""
 
@@ -91,7 +120,12 @@ class Job(NamedTuple):
     num_workers: int
     rounds: float
     """A second; each contribution counts, where rounds are not all ranks'."""
+    rounds_total: int
     updates: int
+    age: float
+    """Seconds since its first worker connected."""
+    round_times: RoundTimes
+    """Of the server with most rounds."""
     keys: int
     workers: list[Worker]
     waits: list[Wait]
@@ -110,6 +144,11 @@ class Job(NamedTuple):
         return max(behind, key=lambda one: one.behind or 0, default=None)
 
     @property
+    def step(self) -> int:
+        """How many steps the furthest worker has made; the rounds where workers do not tell."""
+        return max([one.steps_total for one in self.workers], default=0) or self.rounds_total
+
+    @property
     def longest_wait_seconds(self) -> float:
         """How long the oldest wait lasts already."""
         return max([one.seconds for one in self.waits], default=0.0)
@@ -118,6 +157,11 @@ class Job(NamedTuple):
     def samples(self) -> float:
         """Examples a second of all workers."""
         return sum([one.samples for one in self.workers])
+
+    @property
+    def samples_total(self) -> int:
+        """Examples so far, of the workers that are there."""
+        return sum([one.samples_total for one in self.workers])
 
     @property
     def loss(self) -> float | None:
@@ -136,11 +180,21 @@ class View(NamedTuple):
 
 def view_of(before: Look, now: Look, addresses: Sequence[str]) -> View:
     """Put together what servers, at `addresses`, have said at two moments."""
-    seconds = max(now.at - before.at, 1e-9)
-    pairs = list(zip(before.facts, now.facts, strict=True))
-    servers = [_server(*pair, seconds, where) for pair, where in zip(pairs, addresses, strict=True)]
+    pairs = [(_earlier(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
+    seconds = [_seconds(*pair) for pair in pairs]
+    servers = [
+        _server(*pair, passed, where) for pair, passed, where in zip(pairs, seconds, addresses, strict=True)
+    ]
     names = dict.fromkeys(job["name"] for facts in now.facts if facts is not None for job in facts["jobs"])
-    jobs = [_job([(_named(a, name), _named(b, name)) for a, b in pairs], seconds) for name in names]
+    jobs = [
+        _job(
+            [
+                (_named(a, name), _named(b, name), passed)
+                for (a, b), passed in zip(pairs, seconds, strict=True)
+            ]
+        )
+        for name in names
+    ]
     return View(now.at, servers, [job for job in jobs if job.keys or len(jobs) == 1])
 
 
@@ -155,6 +209,8 @@ def as_values(view: View) -> dict[str, Any]:
                 "workers": [worker._asdict() for worker in job.workers],
                 "waits": [wait._asdict() for wait in job.waits],
                 "slowest": None if slowest is None else slowest.rank,
+                "round_times": job.round_times._asdict(),
+                "step": job.step,
                 "samples": job.samples,
                 "loss": job.loss,
             }
@@ -167,12 +223,26 @@ def _named(facts: Facts | None, name: str) -> Facts | None:
     return next((job for job in jobs if job["name"] == name), None)
 
 
+def _earlier(before: Facts | None, now: Facts | None) -> Facts | None:
+    """Return what a server said before, unless it is another process now, which counts from zero."""
+    is_same = before is not None and now is not None and before["uptime"] <= now["uptime"]
+    return before if is_same else None
+
+
+def _seconds(before: Facts | None, now: Facts | None) -> float:
+    """Return the time between two answers of a server, on its own clock; more than 0."""
+    return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
+
+
 def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> Server:
     if now is None:
         return Server(address, is_there=False)
     pairs = [(_named(before, job["name"]) or job, job) for job in now["jobs"]]
     bytes_in = sum([new["bytes_in"] - old["bytes_in"] for old, new in pairs]) / seconds
     bytes_out = sum([new["bytes_out"] - old["bytes_out"] for old, new in pairs]) / seconds
+    cpu = 0.0
+    if before is not None:
+        cpu = (now["cpu_seconds"] - before["cpu_seconds"]) / max(now["uptime"] - before["uptime"], 1e-9)
     return Server(
         address,
         True,
@@ -182,24 +252,35 @@ def _server(before: Facts | None, now: Facts | None, seconds: float, address: st
         bytes_out,
         now["is_stopping"],
         now["queued"],
+        cpu,
+        now["cpu_seconds"],
+        now["uptime"],
+        {job["name"]: job["bytes_in"] for job in now["jobs"]},
+        {job["name"]: job["bytes_out"] for job in now["jobs"]},
     )
 
 
-def _job(pairs: Sequence[tuple[Facts | None, Facts | None]], seconds: float) -> Job:
-    """Put together what servers say of one job, before and now."""
-    known = [(before or now, now) for before, now in pairs if now is not None]
-    first = known[0][1]
+def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
+    """Put together what servers say of one job, before and now, and the seconds between that on each."""
+    known = [(before or now, now, seconds) for before, now, seconds in told if now is not None]
+    nows = [now for _, now, _ in known]
+    first = nows[0]
+    busiest = max(nows, key=lambda one: one["rounds"])
+    times = busiest["round_seconds"]
     ranks = range(min(first["num_workers"], len(first["workers"])))
     return Job(
         first["name"],
         f"ssp({first['staleness']})" if first["mode"] == "ssp" else first["mode"],
         first["num_workers"],
-        max([now["rounds"] - before["rounds"] for before, now in known]) / seconds,
-        max([now["updates"] for _, now in known]),
-        max([now["keys"] for _, now in known]),
-        _with_distances([_worker(known, rank, seconds) for rank in ranks]),
-        _waits([Wait(**one) for _, now in known for one in now["waits"]]),
-        list(dict.fromkeys(one["text"] for _, now in known for one in now["errors"])),
+        max([(now["rounds"] - before["rounds"]) / seconds for before, now, seconds in known]),
+        busiest["rounds"],
+        max([one["updates"] for one in nows]),
+        max([one["age"] for one in nows]),
+        RoundTimes(times["bounds"], times["counts"], times["sum"]),
+        max([one["keys"] for one in nows]),
+        _with_distances([_worker(known, rank) for rank in ranks]),
+        _waits([Wait(**one) for now in nows for one in now["waits"]]),
+        list(dict.fromkeys(one["text"] for now in nows for one in now["errors"])),
     )
 
 
@@ -231,9 +312,9 @@ def _waiting(job: Facts, rank: int) -> float:
     return max(waits, default=0.0)
 
 
-def _worker(known: Sequence[tuple[Facts, Facts]], rank: int, seconds: float) -> Worker:
+def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
     """Put together what servers say of one worker, before and now."""
-    told = [(before["workers"][rank], now["workers"][rank]) for before, now in known]
+    told = [(before["workers"][rank], now["workers"][rank]) for before, now, _ in known]
     nows = [now for _, now in told]
     silence = max([one["silence"] for one in nows])
     worst = min(nows, key=lambda one: _WORST_FIRST.index(one["state"]))
@@ -242,8 +323,7 @@ def _worker(known: Sequence[tuple[Facts, Facts]], rank: int, seconds: float) -> 
     passed = says.get("seconds", 0.0) - said.get("seconds", 0.0)
     if passed <= 0 and silence < SILENT:  # no news since: what holds for all the time so far
         said, passed = {}, says.get("seconds", 0.0)
-    waiting = max([_waiting(now, rank) - _waiting(before, rank) for before, now in known])
-    waits = waiting / max(passed, seconds)
+    waits = max([(_waiting(b, rank) - _waiting(a, rank)) / max(passed, seconds) for a, b, seconds in known])
 
     def rate(name: str) -> float:
         return max(says.get(name, 0.0) - said.get(name, 0.0), 0.0) / passed if passed > 0 else 0.0
@@ -254,7 +334,7 @@ def _worker(known: Sequence[tuple[Facts, Facts]], rank: int, seconds: float) -> 
         why=worst["why"],
         address=worst["address"],
         silence=silence,
-        late=_share(max([_late(now, rank) - _late(before, rank) for before, now in known]) / seconds),
+        late=_share(max([(_late(b, rank) - _late(a, rank)) / seconds for a, b, seconds in known])),
         waits=_share(rate("wait_seconds") + waits),
         works=_share(1.0 - rate("step_seconds") - waits) if says.get("steps") and passed > 0 else 0.0,
         steps=rate("steps"),
@@ -262,6 +342,8 @@ def _worker(known: Sequence[tuple[Facts, Facts]], rank: int, seconds: float) -> 
         loss=says.get("loss"),
         round=max([one["round"] for one in nows]),
         is_done=all(one["joined"] for one in nows),
+        steps_total=int(says.get("steps", 0)),
+        samples_total=int(says.get("samples", 0)),
     )
 
 

@@ -5,6 +5,7 @@ A small HTTP server, in a process of its own, only looks:
     /            the page; it asks for nothing but what follows, and no other host
     /view.json   the last views, oldest first
     /metrics     the last one, as Prometheus reads it
+    /healthz     200 while a server answers, 503 with the reason otherwise
 
 A page of another site could have a browser ask for these under a name that it makes point here; so a request must name
 an address, `localhost`, or the host that was given.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -32,6 +34,8 @@ from kvstore_server.probe import look
 from kvtrainer.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
 
+WINDOW = 5.0
+"""Seconds over which rates are taken, so that they do not jump with the moment of a worker's report, one a second."""
 BRIEF = 1.0
 """Seconds below which a wait is not worth a line: each look finds one that is part of a round."""
 
@@ -87,13 +91,19 @@ def follow(
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[View]:
-    """Look at servers again and again; yield a view each time, the first after one interval (seconds)."""
-    before = Look(clock(), look(addresses, interval))
+    """Look at servers again and again; yield a view each time, the first after one interval (seconds).
+
+    Rates are those of the last WINDOW seconds, or of one interval where that is longer.
+    """
+    looks = deque([Look(clock(), look(addresses, interval))])
     while True:
-        pause(min(interval, max(0.0, before.at + interval - clock())))  # the clock may be set back meanwhile
-        now = Look(clock(), look(addresses, interval))
-        yield view_of(before, now, addresses)
-        before = now
+        pause(
+            min(interval, max(0.0, looks[-1].at + interval - clock()))
+        )  # the clock may be set back meanwhile
+        looks.append(Look(clock(), look(addresses, interval)))
+        while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
+            looks.popleft()
+        yield view_of(looks[0], looks[-1], addresses)
 
 
 def _print_once(view: View, as_json: bool) -> int:
@@ -157,14 +167,14 @@ def _plain(text: str, style: str = "") -> Any:
 def _servers_table(servers: Sequence[Server]) -> Any:
     from rich.table import Table
 
-    heads = ("server", "address", "memory", "of", "in /s", "out /s", "queued", "")
+    heads = ("server", "address", "memory", "of", "in /s", "out /s", "CPU", "queued", "")
     table = Table(*heads, title="servers", title_justify="left", box=None, padding=(0, 1))
     for index, one in enumerate(servers):
         if not one.is_there:
-            table.add_row(str(index), one.address, "", "", "", "", "", "[red]no answer[/]")
+            table.add_row(str(index), one.address, "", "", "", "", "", "", "[red]no answer[/]")
             continue
         limit = _bytes(one.max_memory) if one.max_memory else "any"
-        flows = _bytes(one.bytes_in), _bytes(one.bytes_out)
+        flows = _bytes(one.bytes_in), _bytes(one.bytes_out), f"{one.cpu:.0%}"
         state = "stopping" if one.is_stopping else ""
         queued = _bytes(one.queued) if one.queued else ""
         table.add_row(str(index), one.address, _bytes(one.memory), limit, *flows, queued, state)
@@ -174,7 +184,7 @@ def _servers_table(servers: Sequence[Server]) -> Any:
 def _workers_table(job: Job) -> Any:
     from rich.table import Table
 
-    title = f"{job.name}: {job.mode}, {job.rounds:.1f} rounds/s, {job.updates} updates, {job.keys} keys"
+    title = f"{job.name}: {job.mode}, step {job.step}, {job.rounds:.1f} rounds/s, {_duration(job.age)}, {job.keys} keys"
     slowest = job.slowest
     if slowest is not None and slowest.late >= 0.05:
         title += f"; waits for rank {slowest.rank} {slowest.late:.0%} of the time"
@@ -209,6 +219,12 @@ def _cells(one: Worker) -> list[Any]:
 def _ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {', '.join(map(str, ranks[:8]))}{more}" if ranks else "a decision"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _bytes(number: float) -> str:
@@ -310,7 +326,7 @@ class Page:
             protocol_version = "HTTP/1.1"
             timeout = 30
 
-            def do_GET(self) -> None:
+            def do_GET(self, has_body: bool = True) -> None:
                 status, kind, body = page.answer(self.path, self.headers.get("Host", ""))
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
@@ -319,7 +335,11 @@ class Page:
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Content-Security-Policy", _POLICY)
                 self.end_headers()
-                self.wfile.write(body)
+                if has_body:
+                    self.wfile.write(body)
+
+            def do_HEAD(self) -> None:
+                self.do_GET(has_body=False)
 
             def log_message(self, *_: Any) -> None:
                 """Say nothing: a request each second would fill the terminal."""
@@ -380,7 +400,16 @@ class Page:
                 return 200, _METRICS, metrics(self._seen[-1])
             except ImportError as error:
                 return 501, _TEXT, f"{error}; pip install 'kvtrainer[watch]' brings it\n".encode()
-        return 404, _TEXT, b"there are /, /view.json and /metrics\n"
+        if path == "/healthz":
+            problem = self._illness()
+            return (503, _TEXT, f"{problem}\n".encode()) if problem else (200, _TEXT, b"ok\n")
+        return 404, _TEXT, b"there are /, /view.json, /metrics and /healthz\n"
+
+    def _illness(self) -> str:
+        """Return why there is nothing to see; empty if the last look found a server."""
+        if self.problem or not self._seen:
+            return self.problem or "nothing was seen yet"
+        return "" if any([one.is_there for one in self._seen[-1].servers]) else "no server answers"
 
 
 _TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
@@ -410,58 +439,97 @@ def metrics(view: View) -> bytes:
 
 
 class _Families:
-    """The metrics of a view, as prometheus_client collects them."""
+    """The metrics of a view, as prometheus_client collects them, with names by the conventions of Prometheus."""
 
     def __init__(self, view: View) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
         """Yield a family for each number of servers, jobs and workers."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        jobs = self._view.jobs
         servers = [([one.address], one) for one in self._view.servers]
-        jobs = [([job.name], job) for job in self._view.jobs]
-        workers = [([job.name, str(one.rank)], one) for job in self._view.jobs for one in job.workers]
-        kinds: Sequence[tuple[str, list[str], Sequence[tuple[list[str], Any]], Mapping[str, str]]] = (
+        workers = [([job.name, str(one.rank)], one) for job in jobs for one in job.workers]
+        kinds: Sequence[tuple[str, list[str], Sequence[tuple[list[str], Any]], Sequence[Metric]]] = (
             ("server", ["server"], servers, _OF_SERVERS),
-            ("job", [JOB], jobs, _OF_JOBS),
+            ("job", [JOB], [([job.name], job) for job in jobs], _OF_JOBS),
             ("worker", [JOB, "rank"], workers, _OF_WORKERS),
         )
-        for kind, labels, rows, numbers in kinds:
-            for name, text in numbers.items():
-                family = GaugeMetricFamily(f"kvstore_{kind}_{name}", text, labels=labels)
+        for kind, labels, rows, metrics_of in kinds:
+            for name, attribute, text in metrics_of:
+                is_counter = name.endswith("_total")
+                family_of = CounterMetricFamily if is_counter else GaugeMetricFamily
+                family = family_of(f"kvstore_{kind}_{name}", text, labels=labels)
                 for values, one in rows:
-                    if (number := getattr(one, name)) is not None:
+                    if (number := getattr(one, attribute)) is not None:
                         family.add_metric(values, float(number))
                 yield family
+        yield from self._traffic()
+        yield self._round_times()
+
+    def _traffic(self) -> Iterator[Any]:
+        """Yield bytes of each server and job, which only grow while both are there."""
+        from prometheus_client.core import CounterMetricFamily
+
+        for name, attribute, text in _TRAFFIC:
+            family = CounterMetricFamily(f"kvstore_server_{name}", text, labels=["server", JOB])
+            for server in self._view.servers:
+                by_job = getattr(server, attribute)
+                for job in self._view.jobs:
+                    if job.name in by_job:
+                        family.add_metric([server.address, job.name], float(by_job[job.name]))
+            yield family
+
+    def _round_times(self) -> Any:
+        from prometheus_client.core import HistogramMetricFamily
+
+        text = "Seconds from the end of one round of a table to the end of its next"
+        family = HistogramMetricFamily("kvstore_job_round_duration_seconds", text, labels=[JOB])
+        for job in self._view.jobs:
+            times = job.round_times
+            bounds = [*map(str, times.bounds), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(times.counts), strict=True))
+            family.add_metric([job.name], buckets, sum_value=times.total)
+        return family
 
 
-_OF_SERVERS = {
-    "is_there": "1: the server has answered",
-    "memory": "Bytes that are promised to jobs",
-    "max_memory": "The limit of that; 0: none",
-    "bytes_in": "Bytes of gradients a second",
-    "bytes_out": "Bytes of weights a second, without those that workers map",
-    "queued": "Bytes of answers that wait for workers which are slow to read",
-}
-_OF_JOBS = {
-    "rounds": "Rounds a second",
-    "updates": "Updates of the weights so far",
-    "samples": "Examples a second, where scripts tell",
-    "num_workers": "How many ranks the job has",
-    "longest_wait_seconds": "How long the oldest wait lasts already",
-}
-_OF_WORKERS = {
-    "is_here": "1: the rank takes part",
-    "late": "Share of the time in which the others waited for this rank",
-    "waits": "Share of the time in which it waited for servers and other workers",
-    "works": "Share of the time between its steps: data, forward and backward",
-    "steps": "Steps a second",
-    "samples": "Examples a second, where the script tells",
-    "loss": "The last loss that the script has told",
-    "behind": "Rounds that it has made fewer than the first worker, where rounds are each worker's own",
-    "silence": "Seconds since its last sign; -1: it is not there",
-}
+Metric = tuple[str, str, str]
+"""The name of a metric without its beginning, the attribute that has its value, and what it is."""
+_OF_SERVERS: Sequence[Metric] = (
+    ("up", "is_there", "1: the server has answered"),
+    ("memory_bytes", "memory", "Bytes that are promised to jobs"),
+    ("memory_limit_bytes", "max_memory", "The limit of that; 0: none"),
+    ("queued_bytes", "queued", "Bytes of answers that wait for workers which are slow to read"),
+    ("cpu_seconds_total", "cpu_seconds", "CPU time that the server has used"),
+    ("uptime_seconds", "uptime", "Seconds since the server started"),
+)
+_TRAFFIC: Sequence[Metric] = (
+    ("received_bytes_total", "received", "Bytes of gradients and weights that workers have sent"),
+    ("sent_bytes_total", "sent", "Bytes of weights that were sent, without those that workers map"),
+)
+_OF_JOBS: Sequence[Metric] = (
+    (
+        "rounds_total",
+        "rounds_total",
+        "Rounds that have ended; each contribution, where rounds are not all ranks'",
+    ),
+    ("updates_total", "updates", "Updates of the weights"),
+    ("workers", "num_workers", "How many ranks the job has"),
+    ("uptime_seconds", "age", "Seconds since the first worker of the job connected"),
+    ("longest_wait_seconds", "longest_wait_seconds", "How long the oldest wait lasts already"),
+)
+_OF_WORKERS: Sequence[Metric] = (
+    ("up", "is_here", "1: the rank takes part"),
+    ("late_ratio", "late", "Share of the time in which the others waited for this rank, from 0 to 1"),
+    ("wait_ratio", "waits", "Share of the time in which it waited for servers and other workers"),
+    ("compute_ratio", "works", "Share of the time between its steps: data, forward and backward"),
+    ("steps_total", "steps_total", "Steps that it has made since its process started"),
+    ("samples_total", "samples_total", "Examples that it has trained on, where the script tells"),
+    ("loss", "loss", "The last loss that the script has told"),
+    ("rounds_behind", "behind", "Rounds fewer than the first worker, where rounds are each worker's own"),
+    ("silence_seconds", "silence_or_none", "Seconds since its last sign; left out where it is not there"),
+)
 
 
 if __name__ == "__main__":

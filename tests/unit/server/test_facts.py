@@ -44,6 +44,25 @@ def test_a_rank_that_commits_later_is_late_by_the_time_between() -> None:
     assert (found["rounds"], found["updates"]) == (3, 2), "the first one gave the values"
 
 
+def test_durations_of_rounds_are_counted_from_the_end_of_one_to_the_end_of_the_next() -> None:
+    job = EngineJob(2, SYNCHRONOUS)
+    for round_, seconds in enumerate((4.0, 0.25, 0.25), start=1):
+        job.commit(0, round_, 1.0)
+        job.tick(seconds, alive=(0, 1))
+        job.commit(1, round_, 1.0)
+    times = job_in(facts_of(job))["round_seconds"]
+    counted = dict(zip((*times["bounds"], "above"), times["counts"], strict=True))
+    assert {bound: count for bound, count in counted.items() if count} == {0.25: 2, 5.0: 1}
+    assert times["sum"] == 4.5
+
+
+def test_the_age_of_a_job_is_the_time_since_its_first_worker_said_hello() -> None:
+    job = EngineJob(1, SYNCHRONOUS)
+    before = job_in(facts_of(job))["age"]
+    job.now += 7.0
+    assert job_in(facts_of(job))["age"] == pytest.approx(before + 7.0 + FRESH)
+
+
 def test_each_contribution_is_a_round_where_they_count_one_by_one() -> None:
     job = EngineJob(2, Mode(ASYNC))
     job.commit(1, 1, 1.0)

@@ -22,28 +22,52 @@ def worker(
 def job(workers: list[dict[str, Any]], name: str = "train", **other: Any) -> dict[str, Any]:
     return {
         "name": name, "mode": "sync", "staleness": 0, "num_workers": len(workers), "rounds": 0, "waited": 0.0,
+        "round_seconds": {"bounds": [0.1, 1.0], "counts": [0, 0, 0], "sum": 0.0}, "age": 60.0,
         "updates": 0, "tables": 1, "keys": 3, "bytes_in": 0, "bytes_out": 0, "messages_in": 0, "memory": 0,
         "workers": workers, "waits": [], "errors": [], **other,
     }  # fmt: skip
 
 
-def server(*jobs: dict[str, Any]) -> dict[str, Any]:
+def server(*jobs: dict[str, Any], **other: Any) -> dict[str, Any]:
     return {
         "server": 0, "num_servers": 1, "memory": 5, "max_memory": 9, "is_stopping": False, "num_jobs": 1,
-        "queued": 7,
-        "jobs": list(jobs),
+        "queued": 7, "uptime": 90.0, "cpu_seconds": 4.0, "clock": 500.0, "jobs": list(jobs), **other,
     }  # fmt: skip
 
 
 def seen(before: list[Any], now: list[Any], seconds: float = 2.0) -> View:
+    """What is seen of servers that gave these answers, the second ones so many seconds after the first."""
+    now = [
+        facts and {**facts, **{name: facts[name] + seconds for name in ("uptime", "clock")}} for facts in now
+    ]
     return view_of(Look(10.0, before), Look(10.0 + seconds, now), [f"tcp://s:{at}" for at in range(len(now))])
 
 
 def test_counts_become_rates() -> None:
     before = server(job([worker(0)], rounds=4, bytes_in=100))
-    view = seen([before], [server(job([worker(0)], rounds=10, bytes_in=700, updates=9))])
+    view = seen([before], [server(job([worker(0)], rounds=10, bytes_in=700, updates=9), cpu_seconds=5.5)])
     assert (view.jobs[0].rounds, view.jobs[0].updates) == (3.0, 9)
     assert view.servers[0].bytes_in == 300.0
+    assert view.servers[0].cpu == 0.75
+
+
+def test_rates_are_by_the_clock_of_the_server_that_counted() -> None:
+    before, now = server(job([worker(0)])), server(job([worker(0)], rounds=10), clock=505.0, uptime=95.0)
+    view = view_of(Look(10.0, [before]), Look(11.0, [now]), ["tcp://s:0"])
+    assert view.jobs[0].rounds == 2.0
+
+
+def test_a_server_that_was_started_again_has_no_rates_yet() -> None:
+    before = server(job([worker(0)], rounds=100, bytes_in=9000))
+    now = server(job([worker(0)], rounds=3, bytes_in=50), uptime=1.0, clock=502.0)
+    view = view_of(Look(10.0, [before]), Look(12.0, [now]), ["tcp://s:0"])
+    assert (view.jobs[0].rounds, view.servers[0].bytes_in, view.servers[0].cpu) == (0.0, 0.0, 0.0)
+
+
+def test_the_step_of_a_job_is_that_of_its_furthest_worker_or_its_rounds() -> None:
+    told = server(job([worker(0, says={"steps": 7}), worker(1, says={"steps": 9})], rounds=40))
+    silent = server(job([worker(0)], rounds=40))
+    assert [seen([one], [one]).jobs[0].step for one in (told, silent)] == [9, 40]
 
 
 def test_the_slowest_worker_is_the_one_that_the_others_waited_for() -> None:
