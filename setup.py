@@ -14,7 +14,7 @@ def without_links(text: str) -> str:
         return f"`{target}`" if shown == target else f"{shown} (`{target}`)"
 
     parts = re.split(r"(```.*?```)", text, flags=re.DOTALL)
-    parts[::2] = [re.sub(r"\[([^]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", name, part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"!?\[([^]]+)\]\((?![a-z]+:|#)([^)\s]+)\)", name, part) for part in parts[::2]]
     return "".join(parts)
 
 

@@ -21,18 +21,18 @@ from kvstore_server import errors as server_errors
 from kvstore_server.memory import footprint
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.rounds import SYNCHRONOUS
-from kvstore_server.server import Server as ServerLoop
+from kvstore_server.server import Server
 from kvtrainer import errors, launch
 from kvtrainer.comm.connection import Connection
 from kvtrainer.optimizer import create
 from kvtrainer.watch import top
-from kvtrainer.watch.job import Job, Server, View, Worker
 from kvtrainer.watch.top import metrics
 from tests.support.limits import LIMIT
 from tests.support.pages import Block, blocks_of, run_page
 from tests.support.public_examples import names_used, without_example
 from tests.support.variables import named_in_sources, page
 from tests.test_readme import WITH_CODE
+from tests.unit.watch.test_job import job, seen, server, worker
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -163,8 +163,8 @@ def test_the_way_of_a_gradient_is_the_one_that_it_goes_in_at_most_fifteen_lines(
             sys.setprofile(note if round_ == 2 else None)
             trainer.step(1)
             sys.setprofile(None)
-    sockets = {("Connection", "send"): Connection.send, ("Server", "_answer"): ServerLoop._answer}
-    sockets[("Server", "_send_all")] = ServerLoop._send_all
+    sockets = {("Connection", "send"): Connection.send, ("Server", "_answer"): Server._answer}
+    sockets[("Server", "_send_all")] = Server._send_all
     assert len(way.splitlines()) <= 15
     assert named - called == set(sockets)
 
@@ -189,20 +189,24 @@ def test_the_messages_that_a_page_quotes_are_those_of_the_product(name: str, lea
     assert [part for part in parts if len(part) > 3 and part not in sources] == []
 
 
+def test_no_line_of_code_is_wider_than_the_site_shows_on_a_screen_of_1280_pixels() -> None:
+    wide = [
+        (name, line)
+        for name in PAGES
+        for block in blocks_of(DOCS / name)
+        for line in block.code.splitlines()
+        if len(line) > 115
+    ]
+    assert wide == []
+
+
 def test_every_metric_is_explained() -> None:
     explained = set(re.findall(r"^\| `(kvstore_\w+)` \|", (DOCS / "operations.md").read_text(), re.MULTILINE))
-    there = {
-        line.split()[2] for line in metrics(_job_with_one_worker()).decode().splitlines() if "# TYPE" in line
-    }
+    facts = server(job([worker(0)]))
+    told = metrics(seen([facts], [facts])).decode()
+    there = {line.split()[2] for line in told.splitlines() if "# TYPE" in line}
     assert len(there) > 10
     assert there == explained
-
-
-def _job_with_one_worker() -> View:
-    worker = Worker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
-    return View(
-        0.0, [Server("tcp://127.0.0.1:1", True)], [Job("job", "sync", 1, 1.0, 1, 1, [worker], [], [])]
-    )
 
 
 def test_every_public_name_has_its_place_in_the_api_reference() -> None:

@@ -43,7 +43,7 @@ def test_the_readmes_python_blocks_are_also_workers_of_a_job(
 ) -> None:
     """With "dist_sync" in the place of stores of one process, as the README says."""
     blocks = [re.sub('"(local|device)"', '"dist_sync"', code) for name, code in BLOCKS if name == "README.md"]
-    assert len(blocks) >= 3
+    assert len(blocks) >= 2
     assert all('"dist_sync"' in code for code in blocks)
     folder = f"import os; os.chdir({str(tmp_path)!r})"
     lines = [f"exec(compile({code!r}, 'block {at}', 'exec'), {{}})" for at, code in enumerate(blocks)]
@@ -102,8 +102,8 @@ def test_the_tests_that_documents_name_exist() -> None:
     assert [one for one in named if f"def {one[1]}(" not in (ROOT / "tests" / one[0]).read_text()] == []
 
 
-def test_the_readme_is_no_longer_than_170_lines() -> None:
-    assert len(README.splitlines()) <= 170
+def test_the_readme_is_no_longer_than_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_two_setup_commands_are_make_targets() -> None:
