@@ -210,6 +210,7 @@ class OptimizerHook(Hook):
             options = hook_arguments(self._own_options())
             if options:
                 trainer.configure(**options)
+            self._hand_over(trainer)
             self._configured = weakref.ref(trainer)
 
     def after_train_iter(self, runner: Any) -> None:
@@ -265,6 +266,9 @@ class OptimizerHook(Hook):
         trainer.update()
         return None if norm is None or trainer.last.skipped else float(norm)
 
+    def _hand_over(self, trainer: Any) -> None:
+        """Give a Trainer that has its options what is no option."""
+
     def _own_options(self) -> dict[str, Any]:
         """Return what the Trainer is to be told, under MMCV's names."""
         is_told = {"loss_scale": True, "coalesce": True, "bucket_size_mb": True}
@@ -304,7 +308,9 @@ class Fp16OptimizerHook(OptimizerHook):
         Buckets(bucket_size_mb, coalesce)  # checks them
         self.coalesce, self.bucket_size_mb = coalesce, bucket_size_mb
         self.loss_scale, self.distributed = loss_scale, bool(distributed)
-        make_precision(hook_arguments(self._own_options())["amp"])  # checks it
+        precision = make_precision(hook_arguments(self._own_options())["amp"])
+        self.loss_scaler = None if precision is None else precision.scaler
+        """The scaler that the Trainer has once the run has begun; None with bfloat16, which needs none."""
         self._autocast = ExitStack()
         """Takes away what `before_run` has attached to the model."""
 
@@ -327,6 +333,9 @@ class Fp16OptimizerHook(OptimizerHook):
         scaler, meta = trainer_of(runner).loss_scaler, getattr(runner, "meta", None)
         if scaler is not None and isinstance(meta, dict):
             meta.setdefault("fp16", {})["loss_scaler"] = scaler.state_dict()
+
+    def _hand_over(self, trainer: Any) -> None:
+        trainer.loss_scaler = self.loss_scaler
 
     def after_run(self, runner: Any) -> None:
         """Switch autocast off."""

@@ -28,8 +28,13 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """What torch.amp.GradScaler saves."""
+_KIND = "kind"
+"""What our scalers save beside that, unless they are of torch's kind; torch's own load_state_dict passes over it."""
+_GLUON, _STATIC = "gluon", "static"
 _MMCVS = {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
 """What MMCV's LossScaler saves."""
+_OLD_KINDS = {frozenset({"loss_scale"}): _STATIC, frozenset({"loss_scale", "clean_steps"}): _GLUON}
+"""What our scalers saved before they saved torch's numbers."""
 
 
 class LossScaler:
@@ -45,6 +50,7 @@ class LossScaler:
     _least, _most = LEAST, LARGEST
     _is_float32 = False
     """Whether the scale is kept in that precision."""
+    _kind: str | None = _GLUON
 
     def __init__(self, loss_scale: float = FIRST) -> None:
         self.loss_scale = check.number("a loss scale", loss_scale, LEAST, LARGEST)
@@ -106,19 +112,29 @@ class LossScaler:
             self.loss_scale = grown if math.isfinite(grown) else before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the count of clean steps, as plain numbers."""
-        return {"loss_scale": self.loss_scale, "clean_steps": self.clean_steps}
+        """Return plain numbers that torch.amp.GradScaler can load, and of which kind the scaler is."""
+        values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
+        numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
+        return numbers if self._kind is None else {**numbers, _KIND: self._kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over the scale and the count of clean steps of a scaler that adapts as this one does, or is static.
 
         Raises:
             ConfigurationError: it is something else; nothing has changed then.
         """
-        if not isinstance(state, Mapping) or set(state) != {"loss_scale", "clean_steps"}:
-            raise ConfigurationError(f"these are no numbers of a loss scaler: {state!r:.120}")
-        count = check.integer("clean_steps", state["clean_steps"], 0, CLEAN_STEPS - 1)
-        self.loss_scale = check.number("a loss scale", state["loss_scale"], LEAST, LARGEST)
+        numbers = _read(state)
+        own = self._growth, self._backoff, self._interval
+        theirs = tuple(numbers.get(name, mine) for name, mine in zip(_TORCHS[1:4], own, strict=True))
+        if theirs != own:
+            raise ConfigurationError(
+                f"a {type(self).__name__} has the growth factor, backoff factor and growth interval {own}, the saved "
+                f"state has {theirs}; use the Trainer's option amp=dict(...) for these"
+            )
+        count = check.integer(
+            "a saved count of clean steps", numbers["_growth_tracker"], 0, self._interval - 1
+        )
+        self.loss_scale = check.number("a loss scale", numbers["scale"], LEAST, LARGEST)
         self.clean_steps = count
 
     def _rounded(self, scale: float) -> float:
@@ -138,7 +154,7 @@ class TorchLossScaler(LossScaler):
         ConfigurationError: a number is impossible.
     """
 
-    _most, _is_float32 = math.inf, True
+    _most, _is_float32, _kind = math.inf, True, None
 
     def __init__(
         self,
@@ -159,8 +175,7 @@ class TorchLossScaler(LossScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers that torch.amp.GradScaler can load, and any `min_scale`."""
-        values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
-        numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
+        numbers = super().state_dict()
         return numbers if self.min_scale is None else {**numbers, "min_scale": self.min_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,6 +204,8 @@ class StaticLossScaler(LossScaler):
         ConfigurationError: `scale` is not a number above 0.
     """
 
+    _kind = _STATIC
+
     def __init__(self, scale: float = 512.0) -> None:
         super().__init__()
         self.loss_scale = _positive("a loss scale", scale)
@@ -196,10 +213,6 @@ class StaticLossScaler(LossScaler):
     def update(self, overflow: bool) -> None:
         """End a step; nothing changes."""
         self.mark_dropped()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale, which is saved for the record."""
-        return {"loss_scale": self.loss_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check that it is the state of a scaler. The scale stays: it is an option, not something that was learned.
@@ -297,10 +310,11 @@ def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
     Raises:
         ConfigurationError: no scaler saves such a state.
     """
-    names = set(state) if isinstance(state, Mapping) else set()
-    if names == {"loss_scale"}:
-        return StaticLossScaler(state["loss_scale"])
-    scaler = LossScaler() if names == {"loss_scale", "clean_steps"} else TorchLossScaler()
+    names = frozenset(state) if isinstance(state, Mapping) else frozenset()
+    kind = state[_KIND] if _KIND in names else _OLD_KINDS.get(names)
+    if kind == _STATIC:
+        return StaticLossScaler(_read(state)["scale"])
+    scaler = LossScaler() if kind == _GLUON else TorchLossScaler()
     scaler.load_state_dict(state)
     return scaler
 
@@ -382,11 +396,13 @@ def refuse_second_scaler(trainer: Any) -> None:
 
 def _read(state: Any) -> dict[str, Any]:
     """Return the numbers of a saved state, checked, under torch's names; `scale` is always there."""
-    names = set(state) if isinstance(state, Mapping) else set()
+    names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     factors: Any = ()
-    if names - {"min_scale"} == set(_TORCHS):
+    if names - {"min_scale", _KIND} == set(_TORCHS):
+        kind = check.one_of("kind of a saved loss scaler", state.get(_KIND), (None, _GLUON, _STATIC))
         scale, clean = state["scale"], state["_growth_tracker"]
-        factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
+        if kind != _STATIC:
+            factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
     elif names == _MMCVS and state["mode"] == "static":
         scale, clean = state["cur_scale"], 0
     elif names == _MMCVS:
@@ -397,7 +413,7 @@ def _read(state: Any) -> dict[str, Any]:
         if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
             raise ConfigurationError(f"iteration {overflow!r} of {done!r} cannot have been the last overflow")
         clean = (int(done) - int(overflow) - 1) % factors[2]
-    elif names in ({"loss_scale"}, {"loss_scale", "clean_steps"}):
+    elif names in _OLD_KINDS:
         scale, clean = state["loss_scale"], state.get("clean_steps", 0)
     else:
         raise ConfigurationError(f"these are no numbers of a loss scaler: {state!r:.200}")
