@@ -97,17 +97,32 @@ def boolean(name: str, value: object, *, error: type[ConfigurationError] = Confi
     return value
 
 
+def as_mapping(value: Any) -> Any:
+    """Return a configuration object that is no Mapping, such as mmengine's Config, as a dict; all else as it is."""
+    is_one = hasattr(value, "to_dict") and not isinstance(value, Mapping) and not callable(value)
+    return value.to_dict() if is_one else value
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values of an option are equal; False of what cannot be compared, such as different tensors."""
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def mapping(
     name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError
 ) -> Mapping[Any, Any]:
-    """Return a dict, or what is like one.
+    """Return a dict, or what is like one: any Mapping, or what `as_mapping` makes one of.
 
     Raises:
         ConfigurationError: it is something else.
     """
-    if not isinstance(value, Mapping):
+    found = as_mapping(value)
+    if not isinstance(found, Mapping):
         raise error(f"{name} must be a dict, got {type(value).__name__}: {value!r:.80}")
-    return value
+    return found
 
 
 def one_of(

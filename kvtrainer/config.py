@@ -92,7 +92,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         UnregisteredNameError: a type or a constructor is not registered.
         CustomImportError: a module of custom_imports cannot be imported.
     """
-    cfg = copied(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg, "the configuration")
+    cfg = copied(cfg, "the configuration")
     _name_others(cfg)
     if cfg.get("custom_imports") is not None:
         imports = section(cfg, "custom_imports")
@@ -172,14 +172,13 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
     length: dict[str, Any] = {}
     for part in (cfg, runner, {"max_epochs": cfg.get("total_epochs")}, loop):
         told = {key: part[key] for key in _RUN if part.get(key) is not None}
-        # The same number twice is a variable of the configuration that is used again.
-        length = joined([{key: value for key, value in length.items() if told.get(key) != value}, told])
+        length = joined([length, told])
     made: list[Any] = [
         {**length, **section(cfg, source), "name": name}
         for name, source in (("lr", "lr_config"), ("momentum", "momentum_config"))
         if cfg.get(source) is not None
     ]
-    given = cfg.get("param_scheduler") or []
+    given = check.as_mapping(cfg.get("param_scheduler")) or []
     for one in [given] if isinstance(given, Mapping) else given:
         made.append({**one, "run": length} if length and isinstance(one, Mapping) else one)
     return made
@@ -239,7 +238,8 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
     Raises:
         ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
     """
-    kind, each = read_wrapper(model, copied(cfg, "optim_wrapper"))
+    cfg = copied(cfg, "optim_wrapper")
+    kind, each = read_wrapper(model, cfg)
     if kind is not None:
         those = ", ".join(_WRAPPERS)
         text = f"optim_wrapper of type {cfg['type']!r} is none that a Trainer stands for; those are {those}"
@@ -329,14 +329,10 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
         others = {n: value for n, value in others.items() if n not in optimizer}
     if optimizer is None:
         raise ConfigurationError(f"optim_wrapper needs an 'optimizer', got {dict(cfg)!r:.200}")
-    twice = [f"{old!r} and {new!r}" for old, new in _RENAMED.items() if old in cfg and new in cfg]
-    if kind == _AMP_WRAPPER and "amp" in cfg:
-        twice += [f"{name!r} and 'amp'" for name in _SCALING if name in cfg]
-    if twice:
-        raise ConfigurationError(f"optim_wrapper says the same by {', '.join(twice)}; give one of the two")
-    options = {_RENAMED.get(name, name): value for name, value in others.items()}
-    if kind == _AMP_WRAPPER:
-        options.setdefault("amp", _amp_of(*(options.pop(name, None) for name in _SCALING)))
+    options = joined([{_RENAMED.get(name, name): value} for name, value in others.items()])
+    if kind == _AMP_WRAPPER and ("amp" not in options or set(_SCALING) & set(options)):
+        scaling = _amp_of(*(options.pop(name, None) for name in _SCALING))
+        options = joined([options, {"amp": scaling}])
     found = None
     if kind in _WRAPPERS:
         known = (*_OF_WRAPPER, *_WRAPPER_OPTIONS, *(_SCALING if kind == _AMP_WRAPPER else ()))
@@ -349,7 +345,7 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
 
 def _amp_of(scale: Any, dtype: Any) -> Any:
     """Return mmengine's loss_scale and dtype as a Trainer's `amp`; bfloat16 needs no scale that adapts."""
-    scale = "dynamic" if scale is None else scale
+    scale = "dynamic" if scale is None else check.as_mapping(scale)
     if isinstance(scale, Mapping):
         return {**scale, **({} if dtype is None else {"dtype": dtype})}
     if dtype is None:
@@ -442,7 +438,7 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
     for key, value in check.mapping("the new configuration", new, error=ArgumentTypeError).items():
         if key == _DELETE:
             continue
-        before = merged.get(key)
+        before, value = merged.get(key), check.as_mapping(value)
         if not isinstance(value, Mapping):
             merged[key] = value
         elif before is None or value.get(_DELETE, False):
@@ -458,12 +454,15 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the entries of several dicts together. Raises ConfigurationError if two have the same key."""
+    """Put the entries of several dicts together. Raises ConfigurationError if two have other values for one key."""
     entries: dict[str, Any] = {}
     for part in parts:
-        twice = sorted(set(part) & set(entries))
+        twice = [name for name in part if name in entries and not check.is_same(part[name], entries[name])]
         if twice:
-            raise ConfigurationError(f"{', '.join(twice)}: given twice in the configuration; give it once")
+            values = (
+                f"{name}: given twice, as {entries[name]!r:.80} and {part[name]!r:.80}" for name in twice
+            )
+            raise ConfigurationError(f"{'; '.join(values)}; give one value")
         entries |= part
     return entries
 
@@ -475,7 +474,7 @@ def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise ArgumentTypeError unless this is a dict of arguments of the function. It says what is similar."""
-    check.mapping(what, given, error=ArgumentTypeError)
+    given = check.mapping(what, given, error=ArgumentTypeError)
     takes = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
         names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -486,6 +485,7 @@ def copied(given: Any, what: str) -> dict[str, Any]:
     """Copy a dict, called `what`, into plain dicts without marks of merging. Raises ArgumentTypeError if it is none."""
 
     def copy(value: Any) -> Any:
+        value = check.as_mapping(value)
         if isinstance(value, Mapping):
             return {key: copy(inner) for key, inner in value.items() if key != _DELETE}
         return [copy(inner) for inner in value] if type(value) is list else value

@@ -120,7 +120,7 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all keys, flat."""
-    check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
+    cfg = check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
     nested = {key: value for key, value in cfg.items() if isinstance(value, Mapping)}
     rows = [{f"{key}.{name}": one for name, one in its.items()} for key, its in nested.items()]
     flat = joined([*rows, {key: value for key, value in cfg.items() if key not in nested}])

@@ -44,7 +44,7 @@ class LogBuffer:
         Raises:
             ConfigurationError: an argument is wrong; nothing has been added then.
         """
-        check.mapping("the values of a LogBuffer, by name,", values)
+        values = check.mapping("the values of a LogBuffer, by name,", values)
         weight = check.number("num_samples", num_samples, 0, finite=False)
         numbers = {name: _number(name, value) for name, value in values.items()}
         for name, number in numbers.items():

@@ -267,8 +267,8 @@ class Rule:
         for what in ("lr_mult", "decay_mult", "weight_decay"):
             if getattr(self, what) is not None:
                 check.number(f"{what} of {self.name}", getattr(self, what))
-        check.mapping(f"extra of {self.name}", self.extra, error=ArgumentTypeError)
-        object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in self.extra.items()})
+        extra = check.mapping(f"extra of {self.name}", self.extra, error=ArgumentTypeError)
+        object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in extra.items()})
         given = [*self.extra, *(["lr"] if self.lr_mult is not None else [])]
         given += ["weight_decay" for value in (self.decay_mult, self.weight_decay) if value is not None]
         twice = sorted({option for option in given if given.count(option) > 1})
@@ -319,6 +319,7 @@ def apply_paramwise(
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
         model = list(model)  # an iterator is good for one pass only
     options, is_complete = _base_options(base, defaults), bool(defaults)
+    paramwise = check.as_mapping(paramwise)
     if not paramwise and isinstance(paramwise, Mapping | None):
         return _apply_rules(_distinct(places_in(model)), [], options, is_complete)
     if isinstance(paramwise, Mapping):
@@ -353,7 +354,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         ArgumentTypeError: `cfg` or its custom_keys is no dict.
         ConfigurationError: a key is unknown, or a number none; or a decay multiplier has no weight_decay to multiply.
     """
-    check.mapping("paramwise_cfg", cfg, error=ArgumentTypeError)
+    cfg = check.mapping("paramwise_cfg", cfg, error=ArgumentTypeError)
     check.known("paramwise_cfg", cfg, _KEYS)
     merges = check.boolean("custom_keys_merge", cfg.get("custom_keys_merge", False))
     check.boolean("bypass_duplicate", cfg.get("bypass_duplicate", False))

@@ -147,7 +147,7 @@ class Registry:
 
     def split(self, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return what `cfg["type"]` means, and the other entries. Raises as `build` does."""
-        check.mapping(f"the configuration of a {self.name}", cfg, error=ArgumentTypeError)
+        cfg = check.mapping(f"the configuration of a {self.name}", cfg, error=ArgumentTypeError)
         if "type" not in cfg:
             raise RegistryError(f"the configuration of a {self.name} needs a 'type', got {dict(cfg)!r:.200}")
         kind = cfg["type"]

@@ -250,6 +250,7 @@ def make_precision(amp: Any) -> Precision | None:
         return None
     if isinstance(amp, str) and amp in _DTYPES:
         raise ConfigurationError(f"amp={amp!r} is a dtype; give it as amp=dict(dtype={amp!r})")
+    amp = check.as_mapping(amp)
     given = dict(amp) if isinstance(amp, Mapping) else {"loss_scale": amp}
     dtype = given.pop("dtype", "float16")
     name = check.one_of("the dtype of amp", str(dtype).removeprefix("torch."), tuple(_DTYPES))
@@ -277,6 +278,7 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
     Raises:
         ConfigurationError: it is something else.
     """
+    amp = check.as_mapping(amp)
     if amp is None:
         return None
     if isinstance(amp, str) and amp == "dynamic":

@@ -117,7 +117,8 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
         return Limits(on_nonfinite=on_nonfinite)
-    check.mapping("clip_grad, such as dict(max_norm=35, norm_type=2),", clip_grad, error=ArgumentTypeError)
+    what = "clip_grad, such as dict(max_norm=35, norm_type=2),"
+    clip_grad = check.mapping(what, clip_grad, error=ArgumentTypeError)
     kind = check.one_of("clip_grad type", clip_grad.get("type", "norm"), tuple(_KEYS))
     needed = "max_norm" if kind == "norm" else "clip_value"
     check.known(f"clip_grad of type {kind!r}", clip_grad, sorted(_KEYS[kind]))

@@ -123,7 +123,7 @@ class Trainer(torch.optim.Optimizer):
         self,
         params: Any,
         optimizer: str | type | Optimizer | torch.optim.Optimizer,
-        optimizer_params: dict[str, Any] | None = None,
+        optimizer_params: Mapping[str, Any] | None = None,
         kvstore: str | KVStoreBase | None = "device",
         compression_params: dict[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
@@ -141,8 +141,8 @@ class Trainer(torch.optim.Optimizer):
         zero_copy: bool = True,
     ) -> None:
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
-        options = {} if optimizer_params is None else optimizer_params
-        if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        options = {} if optimizer_params is None else check.as_mapping(optimizer_params)
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise ArgumentTypeError(
                 f"optimizer_params must be a dict of options by name, got {optimizer_params!r:.80}"
             )
@@ -585,7 +585,7 @@ class Trainer(torch.optim.Optimizer):
                 "in a third-party store no others can follow; add parameter groups before the first step"
             )
         if not isinstance(param_group, dict):
-            raise ConfigurationError(f"a parameter group is a dict, got {type(param_group).__name__}")
+            raise ArgumentTypeError(f"a parameter group is a dict, got {type(param_group).__name__}")
         self._groups.follow_instance()
         memory = self._pipeline.memory
         [group] = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))

@@ -50,13 +50,18 @@ def canonical_options(
             listing = ", ".join([*map(_both_spellings, valid), *others])
             hint = did_you_mean(given, [*valid, *ALIASES, *others])
             raise ConfigurationError(f"{who} has no option {given!r}; its options are {listing}{hint}")
-        elif name in result:
+        elif name in result and not check.is_same(result[name], value):
             raise ConfigurationError(f"{who} was given {name!r} under two spellings; give it once")
         else:
             result[name] = value
     if betas and "betas" in result:
-        raise ConfigurationError(f"{who} was given betas and beta1 or beta2; give one of the two spellings")
-    if betas:
+        pair = result["betas"]
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or any(not check.is_same(pair[i], value) for i, value in betas.items()):
+            raise ConfigurationError(
+                f"{who} was given betas and beta1 or beta2; give one of the two spellings"
+            )
+    elif betas:
         result["betas"] = tuple(betas.get(i, valid["betas"][i]) for i in (0, 1))
     return result
 

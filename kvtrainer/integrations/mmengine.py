@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kvstore_server import check
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.integrations import needing
@@ -303,6 +304,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """
         if isinstance(optim_wrapper, torch.optim.Optimizer) and not isinstance(optim_wrapper, Trainer):
             optim_wrapper = {"optimizer": optim_wrapper}
+        optim_wrapper = check.as_mapping(optim_wrapper)
         if isinstance(optim_wrapper, Mapping):
             optim_wrapper = self._over_trainers(optim_wrapper, model)
         built = BaseStrategy.build_optim_wrapper(self, optim_wrapper, model)

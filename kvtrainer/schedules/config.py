@@ -126,7 +126,7 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
         UnregisteredNameError: the policy or the warm-up is none of Detectron's.
         ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
     """
-    solver = {**SOLVER, **solver}
+    solver = {**SOLVER, **check.mapping("SOLVER", solver, error=ArgumentTypeError)}
     policy = check.one_of("LR_POLICY", solver["LR_POLICY"], _DETECTRON, error=UnregisteredNameError)
     gamma, steps = solver["GAMMA"], list(solver["STEPS"])
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
@@ -407,6 +407,7 @@ def build_param_schedules(
         raise ArgumentTypeError(
             f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
         )
+    cfg = check.as_mapping(cfg)
     if not isinstance(cfg, Mapping) or {"type", "policy", "scheduler"} & set(cfg):
         cfg = dict.fromkeys(optimizer, cfg)
     if unknown := sorted(set(cfg) - set(optimizer)):
@@ -423,6 +424,7 @@ def build_param_schedules(
 def _bind(
     given: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
 ) -> BoundSchedule:
+    given = check.as_mapping(given)
     one, by = given, None
     if isinstance(given, Mapping) and "scheduler" in given:
         one, by = given["scheduler"], given.get("by")

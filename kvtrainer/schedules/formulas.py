@@ -452,12 +452,11 @@ def _under_our_names(
     if given.pop("low", None) is not None:
         given |= {"minimum": None, "minimum_ratio": None}
     check.known(label, options, [*given, *(alias for alias, meant in aliases.items() if meant in given)])
-    seen = set()
+    seen: dict[str, Any] = {}
     for key, value in options.items():
         name = key if key in given else aliases[key]
-        if name in seen:
+        if not check.is_same(seen.setdefault(name, value), value):
             raise ConfigurationError(f"{label} was given {name!r} under two spellings")
-        seen.add(name)
         if value is not None:
             given[name] = tuple(value) if isinstance(value, list | tuple) else value
         elif given[name] not in (None, inspect.Parameter.empty):

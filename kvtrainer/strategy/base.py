@@ -66,12 +66,12 @@ class BaseStrategy(ABC):
         log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
     ) -> None:
-        env, log = dict(env_kwargs or {}), dict(log_kwargs or {})
+        env, log = (dict(check.as_mapping(one) or {}) for one in (env_kwargs, log_kwargs))
         check_arguments("env_kwargs", self._setup_env, env)
         check_arguments("mp_cfg", environment.set_multi_processing, env.get("mp_cfg") or {})
         check_arguments("log_kwargs", self.build_logger, log)
         self._prepared = False
-        self.auto_scale_lr = None if auto_scale_lr is None else dict(auto_scale_lr)
+        self.auto_scale_lr = None if auto_scale_lr is None else dict(check.as_mapping(auto_scale_lr))
         self.dispatch_kwargs: dict[str, Any] = {}
         """Facts about the loop, as `prepare` was told them."""
         self._work_dir = os.path.abspath(work_dir)
@@ -156,6 +156,7 @@ class BaseStrategy(ABC):
         """
         self._launcher = environment.infer_launcher(os.environ) if launcher is None else launcher
         check.one_of("launcher", self._launcher, environment.LAUNCHERS)
+        randomness, mp_cfg = check.as_mapping(randomness), check.as_mapping(mp_cfg)
         check_arguments("randomness", self._set_randomness, randomness or {})
         environment.check_seed((randomness or {}).get("seed"))
         torch.backends.cudnn.benchmark = bool(cudnn_benchmark)
@@ -163,7 +164,7 @@ class BaseStrategy(ABC):
             environment.set_multi_processing(**mp_cfg, is_distributed=self._launcher != environment.NONE)
         environment.raise_file_limit(resource_limit)
         self._distributed = self._launcher != environment.NONE
-        options = dict(dist_cfg or {})
+        options = dict(check.as_mapping(dist_cfg) or {})
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if (self._distributed or options.get("world_size", 1) > 1) and not has_group:
             self._setup_distributed(**options)
@@ -259,7 +260,8 @@ class BaseStrategy(ABC):
             ArgumentTypeError: it is neither.
             UnregisteredNameError: there is no such model.
         """
-        built = MODELS.build(model) if isinstance(model, Mapping) else model
+        built = model if isinstance(model, nn.Module) else check.as_mapping(model)
+        built = MODELS.build(built) if isinstance(built, Mapping) else built
         if not isinstance(built, nn.Module):
             raise ArgumentTypeError(f"model is a Module or a dict, got {type(built).__name__}: {built!r:.80}")
         return built
@@ -290,6 +292,7 @@ class BaseStrategy(ABC):
         Raises:
             ConfigurationError: the model has no such method, or `compile` is something else.
         """
+        compile = check.as_mapping(compile)
         if not isinstance(compile, bool | Mapping | None):
             raise ArgumentTypeError(f"compile must be a bool or a dict, got {compile!r:.80}")
         options: dict[str, Any] = dict(compile) if isinstance(compile, Mapping) else {"disable": not compile}

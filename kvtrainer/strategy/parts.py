@@ -171,6 +171,7 @@ def build_trainers(
         return cfg
     if isinstance(cfg, torch.optim.Optimizer):
         return build_trainers({"optimizer": cfg}, model, kvstore)
+    cfg = check.as_mapping(cfg)
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(f"optim_wrapper must be a Trainer, an optimizer or a dict, got {cfg!r:.200}")
     if cfg.get("optimizer") is None and "constructor" not in cfg:
@@ -192,6 +193,7 @@ def build_trainers(
 
 def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None) -> Trainer:
     """Build one of several Trainers; a configuration is for the part of the model that has its name."""
+    cfg = check.as_mapping(cfg)
     if isinstance(cfg, Mapping) and cfg.get("optimizer") is not None:
         parts = {} if model is None else unwrapped(model)._modules
         if model is not None and parts.get(name) is None:

@@ -61,7 +61,8 @@ class Strategy(BaseStrategy):
         self.kvstore = kvstore
         places = [device] if isinstance(device, str | torch.device) else device or []
         self._devices = [torch.device(one) for one in places]
-        self._dist_cfg = dict((kwargs.get("env_kwargs") or {}).get("dist_cfg") or {})
+        env = check.as_mapping(kwargs.get("env_kwargs")) or {}
+        self._dist_cfg = dict(check.as_mapping(env.get("dist_cfg")) or {})
         self._made_store: KVStoreBase | None = None
         self._due: list[Callable[[], None]] = []
         """Steps that a new Trainer still needs."""
@@ -144,7 +145,7 @@ class Strategy(BaseStrategy):
         """
         if param_scheduler is not None and optim_wrapper is None and not hasattr(self, "optim_wrapper"):
             raise ConfigurationError("param_scheduler needs an optimizer; give an optim_wrapper, too")
-        self.dispatch_kwargs.update(dispatch_kwargs or {})
+        self.dispatch_kwargs.update(check.as_mapping(dispatch_kwargs) or {})
         if not hasattr(self, "model"):
             built = self._init_model_weights(self.build_model(model))
             self.model = self.compile_model(self._wrap_model(built), compile)

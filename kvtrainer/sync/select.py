@@ -361,6 +361,7 @@ def _split(params: Any) -> tuple[Any, Codec | None]:
     Raises:
         UnknownNameError, ConfigurationError: as `make_codec`; or the codec always changes all weights.
     """
+    params = check.as_mapping(params)
     if not isinstance(params, Mapping) or PULL not in params:
         return params, None
     given = params[PULL]

@@ -59,6 +59,16 @@ AMP: dict[str, Any] = {
 SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
 
 
+class ConfigObject:
+    """What mmengine's Config is like: no Mapping, but it can be made a dict."""
+
+    def __init__(self, **content: Any) -> None:
+        self._content = content
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._content
+
+
 def steps(model: Any, trainer: Any, count: int) -> None:
     """Steps with random data."""
     for _ in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvtrainer.detectron import detectron_arguments
 from kvtrainer.errors import ConfigurationError, UnregisteredNameError
 from kvtrainer.parallel import DataParallel
 from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise
+from tests.support.strategies import ConfigObject
 
 SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.9}
 
@@ -215,7 +217,7 @@ def test_a_slip_of_the_pen_is_refused_with_what_was_meant(slip: str, meant: str)
         ({"fp16": 512.0}, TypeError, "fp16.* float"),
         ({"runner": {"max_epoch": 3}, "lr_config": {}}, ValueError, "runner.* 'max_epoch'"),
         ({"fp16": {}, "amp": "dynamic"}, ValueError, "amp: given twice"),
-        ({"optimizer": {**SGD, "paramwise_cfg": {}}, "paramwise": {}}, ValueError, "paramwise: given twice"),
+        ({"optimizer": {**SGD, "paramwise_cfg": {}}, "paramwise": []}, ValueError, "paramwise: given twice"),
         ({"lr_config": {}, "max_iters": 3, "runner": {"max_iters": 4}}, ValueError, "max_iters: given twice"),
         ({"schedules": {"policy": "step"}}, TypeError, "a list of schedules"),
         ({"custom_imports": {"import": "a"}}, ValueError, "custom_imports.* 'import'"),
@@ -242,15 +244,52 @@ def test_override_that_no_trainer_takes_is_refused_by_name() -> None:
         ({"type": "ApexOptimWrapper", "optimizer": SGD}, "'ApexOptimWrapper'"),
         ({"optimizer": SGD, "loss_scale": 8}, r"OptimWrapper\).* 'loss_scale'"),
         ({"clip_grad": {}}, "optim_wrapper needs an 'optimizer'"),
-        ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8, "loss_scale": 8}, "'loss_scale' and 'amp'"),
-        ({"optimizer": SGD, "paramwise": {}, "paramwise_cfg": {}}, "'paramwise_cfg' and 'paramwise'"),
-        ({"optimizer": SGD, "accumulate": 2, "accumulative_counts": 3}, "'accumulative_counts' and"),
+        ({"type": "AmpOptimWrapper", "optimizer": SGD, "amp": 8, "loss_scale": 9}, "amp: given twice"),
+        ({"optimizer": SGD, "paramwise": {"bias_lr_mult": 2}, "paramwise_cfg": {}}, "paramwise: given twice"),
+        ({"optimizer": SGD, "accumulate": 2, "accumulative_counts": 3}, "accumulate: given twice"),
         ({"optimizer": SGD, "clip_gard": {}}, "Did you mean 'clip_grad'"),
     ],
 )
 def test_optim_wrapper_that_no_trainer_is_like_is_refused(cfg: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         wrapper_arguments(nn.Linear(1, 1), cfg)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "expected"),
+    [
+        ({"type": "AmpOptimWrapper", "amp": 8, "loss_scale": 8}, {"amp": 8}),
+        ({"type": "AmpOptimWrapper", "amp": 8}, {"amp": 8}),
+        ({"accumulate": 2, "accumulative_counts": 2}, {"accumulate": 2}),
+    ],
+)
+def test_option_of_a_wrapper_may_be_said_twice_alike(wrapper: Any, expected: dict[str, Any]) -> None:
+    made = wrapper_arguments(nn.Linear(1, 1), {**wrapper, "optimizer": SGD})
+    assert {name: made[name] for name in expected} == expected
+
+
+def test_argument_may_be_said_by_its_own_name_and_by_a_hooks_alike() -> None:
+    half = {"loss_scale": 512.0, "distributed": False}
+    trainer = Trainer.from_config(
+        nn.Linear(1, 1), {"optimizer": SGD, "fp16": half, "kvstore": None, "amp": 512}
+    )
+    assert (trainer.amp_loss_scale, trainer.kvstore) == (512, None)
+    with pytest.raises(ConfigurationError, match="kvstore: given twice"):
+        arguments(fp16=half, kvstore="local")
+
+
+def test_every_part_of_a_configuration_may_be_an_object_or_a_mapping() -> None:
+    for kind in (ConfigObject, UserDict):
+        trainer = Trainer(
+            nn.Linear(1, 1), "sgd", kind(learning_rate=0.5), None, clip_grad=kind(max_norm=1.0),
+            amp=kind(init_scale=8.0), paramwise=kind(bias_lr_mult=2.0), schedules=[kind(policy="fixed")],
+        )  # fmt: skip
+        assert (trainer.get_lr()["lr"], trainer.amp_loss_scale) == ([0.5, 1.0], 8)
+        cfg = kind(optimizer=kind(**SGD), lr_config=kind(policy="fixed"), optimizer_config=kind())
+        assert len(Trainer.from_config(nn.Linear(1, 1), cfg, kvstore=None).schedules) == 1
+        constructor = DefaultOptimizerConstructor(kind(**SGD), kind(bias_lr_mult=2.0))
+        assert len(constructor(nn.Linear(1, 1)).param_groups) == 2
+        assert merge_config(kind(a=kind(b=1)), kind(a=kind(c=2))) == {"a": {"b": 1, "c": 2}}
 
 
 def test_a_length_that_is_said_twice_alike_is_no_contradiction() -> None:
@@ -286,16 +325,13 @@ def test_a_whole_configuration_of_mmengine_is_an_object_of_which_the_rest_is_nam
     model = nn.Linear(1, 1)
     steps = [{"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 2}, {"type": "PolyLR"}]
 
-    class Config:
-        def to_dict(self) -> dict[str, Any]:
-            return {
-                **rest,
-                "optim_wrapper": {"type": "OptimWrapper", "optimizer": SGD},
-                "param_scheduler": steps,
-                "train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
-            }
-
-    trainer = Trainer.from_config(model, Config())  # type: ignore[arg-type]
+    cfg: Any = ConfigObject(
+        **rest,
+        optim_wrapper={"type": "OptimWrapper", "optimizer": SGD},
+        param_scheduler=steps,
+        train_cfg={"type": "EpochBasedTrainLoop", "max_epochs": 4, "val_interval": 1},
+    )
+    trainer = Trainer.from_config(model, cfg)
     [record] = caplog.records
     assert set(str(record.args[0]).split(", ")) == set(rest)  # type: ignore[index]
     assert trainer.param_groups[0]["lr"] == SGD["lr"] / 2

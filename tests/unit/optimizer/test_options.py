@@ -51,12 +51,20 @@ def test_both_spellings_mean_the_same(name: str, gluons: dict[str, Any], torchs:
 
 @pytest.mark.parametrize(
     "options",
-    [dict(lr=1.0, learning_rate=1.0), dict(wd=0.1, weight_decay=0.1), dict(beta1=0.9, betas=(0.9, 0.99))],
+    [dict(lr=1.0, learning_rate=2.0), dict(wd=0.1, weight_decay=0.2), dict(beta1=0.8, betas=(0.9, 0.99))],
 )
 @pytest.mark.parametrize("name", ["adam", "torch:Adam"])
-def test_one_option_under_two_spellings_is_an_error(name: str, options: dict[str, Any]) -> None:
+def test_two_values_of_one_option_under_two_spellings_are_an_error(
+    name: str, options: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigurationError, match="|".join(options)):
         create(name, **options)
+
+
+@pytest.mark.parametrize("name", ["adam", "torch:Adam"])
+def test_one_value_under_two_spellings_is_that_value(name: str) -> None:
+    both = dict(lr=1.0, learning_rate=1.0, wd=0.1, weight_decay=0.1, beta1=0.8, betas=(0.8, 0.9))
+    assert create(name, **both).hyper == create(name, lr=1.0, wd=0.1, betas=(0.8, 0.9)).hyper
 
 
 @pytest.mark.parametrize("name", ["sgd", "torch:SGD"])

@@ -99,7 +99,7 @@ def test_names_are_found_in_any_case(name: str, middle: float) -> None:
         ("step", {"step": 0}, "above 0"),
         ("step", {"step": 2.5}, "above 0"),
         ("step", {"step": 2, "gama": 1}, "no option 'gama'"),
-        ("step", {"step": 2, "step_size": 2}, "two spellings"),
+        ("step", {"step": 2, "step_size": 3}, "two spellings"),
         ("exp", {"gamma": math.nan}, "finite"),
         ("CosineAnnealing", {}, "neither"),
         ("CosineAnnealing", {"min_lr": 0, "min_lr_ratio": 0.1}, "minimum and minimum_ratio"),

@@ -13,7 +13,7 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.parallel import DataParallel
 from kvtrainer.registry import MODELS
 from kvtrainer.strategy import Strategy
-from tests.support.strategies import SGD, Make, Net, steps
+from tests.support.strategies import SGD, ConfigObject, Make, Net, steps
 
 MULTI = {"type": "MultiStepLR", "milestones": [2], "by_epoch": False}
 
@@ -105,6 +105,26 @@ def test_several_trainers_get_the_same_or_their_own(make: Make) -> None:
         _, trainers, schedules = make().prepare(Net(), **options)
         assert [(name, len(its)) for name, its in schedules.items()] == [(name, 1) for name in names]
         assert trainers.get_lr() == {"body.lr": [rate], "head.lr": [0.05]}
+
+
+def test_configuration_may_be_objects_as_mmengines_config_is_one(make: Make) -> None:
+    MODELS.register("strategy test net", force=True)(lambda width: nn.Linear(width, 1))
+    one = ConfigObject
+    strategy = make(
+        env_kwargs=one(randomness=one(seed=3)), log_kwargs=one(log_level="ERROR"),
+        auto_scale_lr=one(enable=True, base_batch_size=1),
+    )  # fmt: skip
+    model, trainer, schedules = strategy.prepare(
+        one(type="strategy test net", width=2),
+        optim_wrapper=one(optimizer=one(type="SGD", lr=0.1)),
+        param_scheduler=one(type="ConstantLR", factor=0.5, by_epoch=False, end=2),
+        compile=one(disable=True),
+        dispatch_kwargs=one(train_micro_batch_size_per_gpu=2),
+    )
+    assert trainer.param_groups[0]["params"][0] is model.weight
+    assert (trainer.get_lr()["lr"], len(schedules), strategy.seed) == ([0.1], 1, 3)
+    _, several = make().prepare(Net(), optim_wrapper=one(body=one(**SGD), head=one(**SGD)))
+    assert list(several) == ["body", "head"]
 
 
 def test_other_things_are_refused(make: Make) -> None:
