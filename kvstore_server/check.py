@@ -98,13 +98,16 @@ def boolean(name: str, value: object, *, error: type[ConfigurationError] = Confi
 
 
 def as_mapping(value: Any) -> Any:
-    """Return a configuration object that is no Mapping, such as mmengine's Config, as a dict; all else as it is."""
+    """Return the dict of a configuration object such as mmengine's Config.
+
+    All else, a Mapping too, is returned as it is.
+    """
     is_one = hasattr(value, "to_dict") and not isinstance(value, Mapping) and not callable(value)
     return value.to_dict() if is_one else value
 
 
 def is_same(one: object, other: object) -> bool:
-    """Return whether two values of an option are equal; False of what cannot be compared, such as different tensors."""
+    """Return whether two values are equal; False if they cannot be compared."""
     try:
         return one is other or bool(one == other)
     except (RuntimeError, TypeError, ValueError):

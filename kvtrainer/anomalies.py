@@ -87,8 +87,9 @@ def report_anomalies(
         )
     to = _log if logger is None else logger
     for name, shape in unused:
-        # MMCV's own call: a runner's logger may be something that has only this.
-        to.log(level=logging.ERROR, msg=f"{name} with shape {list(shape)} is not in the computational graph")
+        # MMCV's own call and line: a runner's logger may be something that has only this.
+        text = f"{name} with shape {torch.Size(shape)} is not in the computational graph"
+        to.log(level=logging.ERROR, msg=text)
     if hint:
         to.warning("%s", hint.strip())
     return unused

@@ -196,8 +196,11 @@ class TraceFileError(KVStoreError, OSError):
     """The file of a profiler's trace cannot be written."""
 
 
-class StateMismatchError(ConfigurationError):
-    """Saved states belong to another model or to another optimizer; the message names every difference."""
+class StateMismatchError(ConfigurationError, RuntimeError):
+    """Saved states belong to another model or to another optimizer; the message names every difference.
+
+    Also a ValueError, which torch raises of an optimizer's states, and a RuntimeError, which it raises of a model's.
+    """
 
 
 class JointStepError(KVStoreError, NotImplementedError):

@@ -18,7 +18,7 @@ from torch.nn import Module
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.optimizer.base import canonical_options
 from kvstore_server.optimizer.torch_family import TorchOptimizer, is_plain
-from kvtrainer.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, SchedulerInUseError, UnknownNameError
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.parallel import DataParallel
 from kvtrainer.parallel.replicas import COPIES, check_replicas
@@ -283,7 +283,7 @@ def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
     what = "a parameter" if name is None else repr(name)
     for parameter in replicas:
         if not isinstance(parameter, Tensor):
-            raise ConfigurationError(f"{_expected(parameter)} for {what}")
+            raise ArgumentTypeError(f"{_expected(parameter)} for {what}")
         if not parameter.is_leaf:
             raise ConfigurationError(
                 f"{what} is the result of a computation; only leaf tensors can be trained"
@@ -294,7 +294,7 @@ def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
 def _groups(params: Any) -> list[tuple[Group, Named]]:
     """Split what was given into options and parameters of every group."""
     if isinstance(params, Tensor):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
         )
     items = [] if isinstance(params, Mapping | Module) else list(_ordered(params))
@@ -334,11 +334,11 @@ def _named(params: Any) -> Named:
 
 def _ordered(params: Any) -> Iterable[Any]:
     if isinstance(params, Set):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             "a set of parameters has no order that all workers share; give a list or a dict"
         )
     if not isinstance(params, Iterable) or isinstance(params, str | bytes):
-        raise ConfigurationError(_expected(params))
+        raise ArgumentTypeError(_expected(params))
     return params
 
 

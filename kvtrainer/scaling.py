@@ -6,6 +6,7 @@ torch.amp.GradScaler does, in float32. What saved a scale before may have been t
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import math
@@ -16,7 +17,7 @@ import torch
 import torch.optim
 
 from kvstore_server import check
-from kvtrainer.errors import AmpNotInitializedError, ConfigurationError
+from kvtrainer.errors import AmpNotInitializedError, ConfigurationError, StateMismatchError
 
 _log = logging.getLogger(__name__)
 
@@ -112,13 +113,15 @@ class LossScaler:
             self.loss_scale = grown if math.isfinite(grown) else before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that torch.amp.GradScaler can load, and of which kind the scaler is."""
+        """Return plain numbers that torch.amp.GradScaler can load, and the kind."""
         values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
         numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
         return numbers if self._kind is None else {**numbers, _KIND: self._kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the scale and the count of clean steps of a scaler that adapts as this one does, or is static.
+        """Take over the scale and the count of clean steps of a scaler's state.
+
+        It is static, or adapts as this one does.
 
         Raises:
             ConfigurationError: it is something else; nothing has changed then.
@@ -319,6 +322,16 @@ def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
     scaler = LossScaler() if kind == _GLUON else TorchLossScaler()
     scaler.load_state_dict(state)
     return scaler
+
+
+def check_scaler_state(scaler: LossScaler, state: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError unless `scaler.load_state_dict` takes this."""
+    try:
+        copy.deepcopy(scaler).load_state_dict(state)
+    except ConfigurationError as error:
+        raise StateMismatchError(
+            f"the saved loss scale does not fit a {type(scaler).__name__}: {error}"
+        ) from error
 
 
 def scaler_of(trainer: object) -> LossScaler:

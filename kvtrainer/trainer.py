@@ -188,6 +188,22 @@ class Trainer(torch.optim.Optimizer):
         if overlap_pull:
             wait_before(module, self._pipeline.link.settle)
 
+    def __repr__(self) -> str:
+        """Show the optimizer, the store and the accumulation, and what torch's show."""
+        shown = super().__repr__()
+        if not self._is_built:
+            return shown
+        link = self._pipeline.link
+        store = link.store or link.selection.kvstore
+        lines = [
+            f"{type(self).__name__} (",
+            f"optimizer: {self._groups.optimizer.registered_name}",
+            f"kvstore: {store.type if isinstance(store, KVStoreBase) else store}",
+            f"update_on_kvstore: {link.updates_weights}",
+            f"accumulate: {self.accumulation.counts}",
+        ]
+        return shown.replace(lines[0], "\n".join(lines), 1)
+
     @classmethod
     def from_config(cls, model: Any, cfg: Mapping[str, Any], **overrides: Any) -> Trainer:
         """Build a Trainer from a configuration in the form of MMCV or mmengine.

@@ -130,6 +130,11 @@ class GroupValue:
         self._put(index, value)
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether a schedule writes the value; `overrule` alone does not count."""
+        return bool(self._scheduled)
+
+    @property
     def scales(self) -> list[float]:
         """The factor by which `overrule` has changed each group; setting it writes scheduled values again."""
         return [self._scales.get(index, 1.0) for index in range(len(self))]
@@ -392,6 +397,8 @@ class ParamSchedule:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there, with the policy and the end that this schedule has; writes the value.
 
+        The state of mmengine's scheduler of the same value will do, too.
+
         Raises:
             StateMismatchError: it is no such state, or one of another number of groups; nothing has changed then.
         """
@@ -401,7 +408,10 @@ class ParamSchedule:
 
     def _read(self, state_dict: Mapping[str, Any]) -> tuple[int, int, list[float]]:
         try:
-            count, warm = int(state_dict["count"]), int(state_dict["warmup_count"])
+            if is_of_mmengine(state_dict):
+                count, warm = count_in_mmengine(state_dict, self), 0
+            else:
+                count, warm = int(state_dict["count"]), int(state_dict["warmup_count"])
             bases = [float(value) for value in state_dict["base_values"]]
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatchError(
@@ -458,6 +468,31 @@ class ParamSchedule:
     def _precedes(self, other: ParamSchedule) -> bool:
         mine, its = self._spec, other._spec
         return mine.by == its.by and mine.end is not None and mine.end <= its.begin
+
+
+def is_of_mmengine(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether this is the state of one of mmengine's schedulers."""
+    return {"_global_step", "param_name", "by_epoch"} <= set(state_dict)
+
+
+def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
+    """Return how often a schedule was advanced, by the state of mmengine's scheduler.
+
+    That one counts epochs or backward passes, a schedule by step updates.
+
+    Raises:
+        StateMismatchError: it writes another value, or one of the two goes by epoch and the other does not.
+    """
+    name, by_epoch = state_dict["param_name"], state_dict["by_epoch"]
+    if name != schedule.name or by_epoch is not (schedule.by != "step"):
+        theirs = "epoch" if by_epoch else "iteration"
+        raise StateMismatchError(
+            f"the state is that of a scheduler of {name!r} by {theirs}, the schedule here is one of {schedule.name!r} "
+            f"by {schedule.by}; build the same ones in the same order"
+        )
+    accumulation = None if by_epoch else getattr(schedule.optimizer, "accumulation", None)
+    passes = 1 if accumulation is None else accumulation.counts
+    return int(state_dict["_global_step"]) // int(passes)
 
 
 class MomentumWarmup:

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.schedules.param_schedule import BoundSchedule, GroupValue, refuse_second_scheduler
+from kvtrainer.schedules.param_schedule import (
+    BoundSchedule,
+    GroupValue,
+    count_in_mmengine,
+    is_of_mmengine,
+    refuse_second_scheduler,
+)
 
 _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
@@ -152,15 +158,28 @@ class PlateauSchedule:
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError unless it is such a state, of as many groups."""
+        self._read(state_dict)
+
+    def _read(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        if is_of_mmengine(state_dict) and {*_PROGRESS[:3]} <= set(state_dict):
+            if self.target.is_scheduled:
+                raise StateMismatchError(
+                    f"mmengine does not save by how much its schedule by a metric has lowered {self.name!r}, which "
+                    "other schedules write here, too; resume without schedules, and set the present value"
+                )
+            count = count_in_mmengine(state_dict, self)
+            own = {"count": count, "last_epoch": count, "scales": [1.0] * len(state_dict["_last_value"])}
+            state_dict = {**own, **{key: state_dict[key] for key in _PROGRESS[:3]}}
         if set(state_dict) != {"count", "scales", *_PROGRESS}:
             raise StateMismatchError(
                 f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
             )
         self.target.check_count(state_dict["scales"])
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from there. Raises as `check_state_dict`; nothing has changed then."""
-        self.check_state_dict(state_dict)
+        state_dict = self._read(state_dict)
         self._count = int(state_dict["count"])
         self.target.scales = state_dict["scales"]
         self._scheduler.load_state_dict({key: state_dict[key] for key in _PROGRESS})

@@ -29,6 +29,7 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
+from kvtrainer.scaling import check_scaler_state
 from kvtrainer.states import checksum, rebuilt, replacing
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer
@@ -50,6 +51,7 @@ _FOLDER = 0x10
 """The bit in the attributes of an archive's record that marks a folder."""
 _WITH_CHECKSUM = 2
 """The number of the format that has a checksum; files of the first one have neither mark."""
+_SCALER = "loss_scaler"
 _SCHEDULES = "schedules"
 """The part of a Trainer's states that a checkpoint has in a place of its own."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -350,15 +352,26 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
     """Check that a Trainer can take states over, and return what lets it do so.
 
     Args:
-        common: As of `common_states`; or the state_dict of torch's optimizer of the same kind.
+        common: As of `common_states`; or the state_dict of torch's optimizer of the same kind, or of mmengine's wrapper
+            of one.
         own: As of `own_states`.
 
     Raises:
         StateMismatchError: they belong to another model or optimizer; says how. Nothing has changed.
     """
     if "param_groups" in common and "state" in common:
-        trainer.check_state_dict(common)
-        return lambda: trainer.load_state_dict(dict(common))
+        given, scaler = dict(common), trainer.loss_scaler
+        scale = given.pop(_SCALER, None)  # as mmengine's AmpOptimWrapper saves it
+        trainer.check_state_dict(given)
+        if scale and scaler is not None:
+            check_scaler_state(scaler, scale)
+
+        def take_over() -> None:
+            trainer.load_state_dict(given)
+            if scale and scaler is not None:
+                scaler.load_state_dict(scale)
+
+        return take_over
     with readable("the state of an optimizer"):
         both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
         saved = rebuilt({**common, **both})

@@ -49,6 +49,12 @@ def test_prefix_of_a_wrapper_is_taken_away_and_nothing_else() -> None:
     assert net.module1.bias.item() == 5.0
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, StateMismatchError])
+def test_what_does_not_fit_is_the_error_that_torch_and_mmengine_raise(kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        load_weights(Net(), {"weight": torch.zeros(1)}, strict=True)
+
+
 def test_what_ddp_puts_before_names_is_taken_away_and_a_part_called_module_keeps_its_name() -> None:
     net, other = Net(), nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
     assert not load_weights(net, {f"module.{name}": v for name, v in Net().state_dict().items()}, strict=True)

@@ -120,6 +120,11 @@ def test_loss_without_a_graph_uses_nothing_and_one_that_is_a_parameter_uses_it()
     assert names(p, {"p": p, "q": q}) == ["q"]
 
 
+def test_line_is_mmcvs(caplog: pytest.LogCaptureFixture) -> None:
+    report_anomalies(torch.ones(()), {"p": nn.Parameter(torch.ones(2, 2))})
+    assert caplog.messages == ["p with shape torch.Size([2, 2]) is not in the computational graph"]
+
+
 def test_lines_go_to_the_logger_that_is_given(caplog: pytest.LogCaptureFixture) -> None:
     report_anomalies(torch.ones(()), {"p": nn.Parameter(torch.ones(()))}, logger=logging.getLogger("mine"))
     assert [record.name for record in caplog.records] == ["mine"]

@@ -244,6 +244,37 @@ def test_defaults_and_repr_show_the_numbers() -> None:
     assert "eps: 0.001" in repr(trainer)
 
 
+class Unknown(torch.optim.Optimizer):
+    """A class of which nothing is known here."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "name", "place"),
+    [
+        ("sgd", {"kvstore": None}, "sgd", ("None", False)),
+        ("torch:Adam", {"kvstore": "dist_sync", "accumulate": 3}, "torch:Adam", ("dist_sync", True)),
+        ("sgd", {"kvstore": "dist_sync", "update_on_kvstore": False}, "sgd", ("dist_sync", False)),
+        (Unknown, {"kvstore": None}, "Unknown", ("None", False)),
+    ],
+)
+def test_repr_names_the_optimizer_the_store_and_the_accumulation(
+    optimizer: Any, options: dict[str, Any], name: str, place: tuple[str, bool]
+) -> None:
+    shown = repr(Trainer(zeros(), optimizer, **options)).splitlines()
+    assert shown[0] == "Trainer ("
+    assert shown[1].startswith("optimizer: ")
+    assert name in shown[1]
+    assert shown[2:4] == [f"kvstore: {place[0]}", f"update_on_kvstore: {place[1]}"]
+    assert shown[4] == f"accumulate: {options.get('accumulate', 1)}"
+    assert shown[5] == "Parameter Group 0"
+
+
 @IN_STORE
 @pytest.mark.parametrize(
     ("optimizer", "option", "value"),

@@ -105,6 +105,16 @@ def test_what_cannot_be_trained_is_refused(case: str) -> None:
         collect(make())
 
 
+@pytest.mark.parametrize(
+    "case", ["number", "text", "none", "single tensor", "set in a group", "list of numbers"]
+)
+def test_what_torch_refuses_by_a_type_error_is_a_type_error_here(case: str) -> None:
+    make, _ = ERRORS[case]
+    for train in (collect, lambda params: torch.optim.SGD(params, lr=0.1)):
+        with pytest.raises(TypeError):
+            train(make())
+
+
 def test_rates_and_momenta_are_listed_by_group() -> None:
     p, q = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     groups = [{"params": [p]}, {"params": [q], "lr": 0.5, "momentum": 0.3}]
