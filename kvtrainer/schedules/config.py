@@ -407,18 +407,31 @@ def build_param_schedules(
         raise ArgumentTypeError(
             f"schedules need an optimizer or a mapping of several by name, got {type(optimizer).__name__}"
         )
-    cfg = check.as_mapping(cfg)
-    if not isinstance(cfg, Mapping) or {"type", "policy", "scheduler"} & set(cfg):
-        cfg = dict.fromkeys(optimizer, cfg)
-    if unknown := sorted(set(cfg) - set(optimizer)):
-        raise UnknownNameError(
-            f"there are schedules for {', '.join(map(repr, unknown))}, but the optimizers are "
-            f"{', '.join(map(repr, optimizer))}"
-        )
     made: dict[str, Any] = {
-        name: build_param_schedules(one, optimizer[name], default_args) for name, one in cfg.items()
+        name: build_param_schedules(one, optimizer[name], default_args)
+        for name, one in schedules_by_optimizer(cfg, optimizer).items()
     }
     return made
+
+
+def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what describes the schedules of each of several optimizers.
+
+    Args:
+        cfg: A dict by the names of optimizers; anything else is for all of them.
+
+    Raises:
+        UnknownNameError: there is no optimizer of a name.
+    """
+    found = check.as_mapping(cfg)
+    if not isinstance(found, Mapping) or {"type", "policy", "scheduler"} & set(found):
+        found = dict.fromkeys(optimizers, found)
+    if unknown := sorted(set(found) - set(optimizers)):
+        raise UnknownNameError(
+            f"there are schedules for {', '.join(map(repr, unknown))}, but the optimizers are "
+            f"{', '.join(map(repr, optimizers))}"
+        )
+    return found
 
 
 def _bind(

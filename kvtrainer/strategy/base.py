@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.registry import MODELS
-from kvtrainer.schedules.config import build_param_schedules
+from kvtrainer.schedules.config import build_param_schedules, schedules_by_optimizer
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import environment, parts
 from kvtrainer.strategy.agreement import Agreement
@@ -71,12 +72,13 @@ class BaseStrategy(ABC):
         check_arguments("mp_cfg", environment.set_multi_processing, env.get("mp_cfg") or {})
         check_arguments("log_kwargs", self.build_logger, log)
         self._prepared = False
-        self.auto_scale_lr = None if auto_scale_lr is None else dict(check.as_mapping(auto_scale_lr))
+        self._auto_scale_lr = None if auto_scale_lr is None else dict(check.as_mapping(auto_scale_lr))
         self.dispatch_kwargs: dict[str, Any] = {}
         """Facts about the loop, as `prepare` was told them."""
         self._work_dir = os.path.abspath(work_dir)
         os.makedirs(self._work_dir, exist_ok=True)
         self._agreement = Agreement()
+        self._rank, self._world_size = 0, 1
         self._env_kwargs = env
         self._setup_env(**env)
         name = f"{experiment_name}_{self._timestamp}" if experiment_name is not None else self._timestamp
@@ -117,12 +119,12 @@ class BaseStrategy(ABC):
     @property
     def rank(self) -> int:
         """This worker's number, as the kvstore has it."""
-        return self._agreement.rank
+        return self._rank
 
     @property
     def world_size(self) -> int:
         """How many workers the kvstore has."""
-        return self._agreement.size
+        return self._world_size
 
     @property
     def timestamp(self) -> str:
@@ -169,6 +171,7 @@ class BaseStrategy(ABC):
         if (self._distributed or options.get("world_size", 1) > 1) and not has_group:
             self._setup_distributed(**options)
         self._agreement = self._meet()
+        self._rank, self._world_size = self._agreement.rank, self._agreement.size
         self._distributed = self._distributed or self.world_size > 1
         now = time.strftime(TIME, time.localtime())
         self._timestamp = self._agreement.broadcast(now.encode()).decode()
@@ -207,25 +210,32 @@ class BaseStrategy(ABC):
         log_file: str | None = None,
         *,
         name: str | None = None,
+        logger_name: str | None = None,
         file_mode: str = "a",
         distributed: bool = False,
+        file_handler_cfg: Mapping[str, Any] | None = None,
     ) -> logging.Logger:
         """Make the logger of the run, to the terminal and to a file; a former one of its name is closed.
 
-        Rank 0 writes what `log_level` lets through; the others write errors to the terminal.
+        Rank 0 writes what `log_level` lets through; the others write errors to the terminal. The arguments are those of
+        mmengine's MMLogger.
 
         Args:
             log_file: None: in `log_dir`, named after the time.
             name: of the logger; None: the experiment's.
+            logger_name: What lines call the logger, in place of `name`.
             distributed: Whether every rank has a file, with its rank in the name; else rank 0 alone.
+            file_handler_cfg: The `type` of the file's handler, a name in logging or logging.handlers such as
+                'RotatingFileHandler', and its options, such as maxBytes.
 
         Raises:
-            ConfigurationError: the level is not known, or the file cannot be written.
+            ConfigurationError: the level or the handler is not known, or the file cannot be written.
         """
+        make_handler = environment.file_handler(file_handler_cfg, file_mode)
         level = log_level if isinstance(log_level, int) else logging.getLevelName(log_level.upper())
         if not isinstance(level, int):
             raise ConfigurationError(f"log_level must be one of logging's, such as 'INFO', got {log_level!r}")
-        logger = logging.getLogger(name or self._experiment_name)
+        logger = logging.getLogger(logger_name or name or self._experiment_name)
         environment.close_logger(logger)
         logger.setLevel(level)
         logger.propagate = False
@@ -237,8 +247,8 @@ class BaseStrategy(ABC):
             try:
                 os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
                 # Appending lets it open again what others close, as torch.compile's own set-up of logging does.
-                handlers.append(logging.FileHandler(path, file_mode, encoding="utf-8"))
-            except (OSError, ValueError) as error:
+                handlers.append(make_handler(path))
+            except (OSError, TypeError, ValueError) as error:
                 text = f"cannot write the log to {path!r}: {error}"
                 raise file_error(ConfigurationError, text, error, path) from error
         for handler in handlers:
@@ -318,7 +328,7 @@ class BaseStrategy(ABC):
         """Scale learning rates as `auto_scale_lr` says."""
         self._trainer()
         micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
-        parts.scale_learning_rates(self.auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
+        parts.scale_learning_rates(self._auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
 
     def build_param_scheduler(
         self,
@@ -349,13 +359,27 @@ class BaseStrategy(ABC):
                 whole, rest = divmod(run["epoch_length"], passes)
                 run["epoch_length"] = whole if not rest else None  # the epoch does not end with an update
             default_args = run
-        made = build_param_schedules(scheduler, optim_wrapper, default_args)
+        build = partial(self._build_param_scheduler, default_args=default_args)
+        made: Schedules = {}
+        if isinstance(optim_wrapper, Trainer):
+            made = build(scheduler, optim_wrapper)
+        else:
+            given = schedules_by_optimizer(scheduler, optim_wrapper)
+            made = {name: build(one, optim_wrapper[name]) for name, one in given.items()}
         self.logger.debug("schedules that do not say their end have that of %s", dict(default_args))
         if isinstance(optim_wrapper, Trainer):
             optim_wrapper.configure(schedules=made)
         elif isinstance(made, dict):
             for name, its in made.items():
                 optim_wrapper[name].configure(schedules=its)
+        return made
+
+    def _build_param_scheduler(
+        self, scheduler: Any, optim_wrapper: Trainer, default_args: Mapping[str, Any]
+    ) -> list[BoundSchedule]:
+        """Build the schedules of one Trainer, before it has them."""
+        made = build_param_schedules(scheduler, optim_wrapper, default_args)
+        assert isinstance(made, list)
         return made
 
     def model_state_dict(self) -> dict[str, Any]:
@@ -434,6 +458,12 @@ class BaseStrategy(ABC):
         """All Trainers; a single one has the name ''."""
         wrapper = self._wrapper()
         return {} if wrapper is None else {"": wrapper} if isinstance(wrapper, Trainer) else wrapper
+
+    def _prepared_components(self) -> Any:
+        """Return what `prepare` does: the model, or a list of the parts that there are."""
+        names = ("model", "optim_wrapper", "param_schedulers")
+        there = [getattr(self, name) for name in names if hasattr(self, name)]
+        return there[0] if len(there) == 1 else there
 
     @abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import logging
+import logging.handlers
 import multiprocessing
 import os
 import platform
 import random
 import resource
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -20,7 +25,7 @@ import torch.distributed as dist
 
 from kvstore_server import __version__, check
 from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 
 _log = logging.getLogger(__name__)
 
@@ -141,22 +146,51 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def describe_system() -> dict[str, Any]:
-    """Describe what this process runs on: platform, versions, GPUs and threads."""
+    """Describe what this process runs on: platform, versions, compilers, GPUs and threads.
+
+    The names are those of mmengine's collect_env where that has them. Runs the compilers for their versions.
+    """
+    musa = getattr(torch, "musa", None)
+    seeds: Any = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
         "sys.platform": sys.platform,
         "Platform": platform.platform(),
         "Python": sys.version.replace("\n", ""),
+        "CUDA available": torch.cuda.is_available(),
+        "MUSA available": musa is not None and bool(musa.is_available()),
+        "numpy_random_seed": int(seeds[1][0]),
+    }
+    if torch.cuda.is_available():
+        numbers: dict[str, list[str]] = {}
+        for at in range(torch.cuda.device_count()):
+            numbers.setdefault(torch.cuda.get_device_name(at), []).append(str(at))
+        found |= {f"GPU {','.join(its)}": name for name, its in numbers.items()}
+        found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        nvcc = shutil.which("nvcc")
+        home = os.environ.get("CUDA_HOME") or (os.path.dirname(os.path.dirname(nvcc)) if nvcc else None)
+        found |= {"CUDA_HOME": home, "NVCC": _version_of(nvcc or f"{home}/bin/nvcc", "release")}
+    found |= {
+        "GCC": _version_of((sysconfig.get_config_var("CC") or "gcc").split()[0]),
         "PyTorch": torch.__version__,
+        "PyTorch compiling details": torch.__config__.show(),
         "NumPy": np.__version__,
         "kvtrainer": __version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "Threads": torch.get_num_threads(),
-        "CUDA available": torch.cuda.is_available(),
     }
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-        found |= {"GPUs": names, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    with suppress(metadata.PackageNotFoundError):
+        found["TorchVision"] = metadata.version("torchvision")
+    with suppress(ImportError):
+        found["OpenCV"] = importlib.import_module("cv2").__version__
     return found
+
+
+def _version_of(program: str, word: str = "") -> str:
+    """Return the first line with a word that a compiler says of its version; "n/a" where there is none."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        return next((line.strip() for line in asked.stdout.splitlines() if word in line), "n/a")
+    return "n/a"
 
 
 def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
@@ -164,6 +198,23 @@ def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
         nodes = environ.get("SLURM_NNODES", "") or environ.get("SLURM_JOB_NUM_NODES", "")
         return nodes.strip() == "1" or count == 1
     return environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "").strip() == str(count) or count == 1
+
+
+def file_handler(cfg: Mapping[str, Any] | None, file_mode: str) -> Callable[[str], logging.Handler]:
+    """Return what makes the handler of a log's file, by `file_handler_cfg` of mmengine's loggers.
+
+    Raises:
+        ConfigurationError: there is no such handler.
+    """
+    if cfg is None:
+        return lambda path: logging.FileHandler(path, file_mode, encoding="utf-8")
+    options = dict(check.mapping("file_handler_cfg", cfg, error=ArgumentTypeError))
+    kinds = {**vars(logging.handlers), "FileHandler": logging.FileHandler}
+    kinds = {
+        n: one for n, one in kinds.items() if isinstance(one, type) and issubclass(one, logging.FileHandler)
+    }
+    kind = kinds[check.one_of("the type of file_handler_cfg", options.pop("type", None), sorted(kinds))]
+    return lambda path: kind(**{"filename": path, "encoding": "utf-8", **options})
 
 
 def close_logger(logger: logging.Logger, handlers: Iterable[logging.Handler] | None = None) -> None:

@@ -158,9 +158,7 @@ class Strategy(BaseStrategy):
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
             self.param_schedulers = self.build_param_scheduler(param_scheduler, self._trainer())
         self._prepared = True
-        names = ("model", "optim_wrapper", "param_schedulers")
-        parts = [getattr(self, name) for name in names if hasattr(self, name)]
-        return parts[0] if len(parts) == 1 else parts
+        return self._prepared_components()
 
     def _begin_to_count(self) -> None:
         """Tell a Trainer that accumulates how many passes there will be."""

@@ -23,7 +23,7 @@ from kvtrainer.kvstore import KVStoreBase
 from kvtrainer.strategy import Agreement, BaseStrategy, Strategy, environment
 from kvtrainer.strategy.checkpoint import pack_tree, plain_copy, unpack_tree
 from kvtrainer.strategy.environment import rng_state, set_rng_state
-from tests.support.strategies import Make
+from tests.support.strategies import SGD, Make, Net
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +151,48 @@ def test_other_ranks_write_errors_only_and_files_on_request(make: Make, tmp_path
     assert "here" in (tmp_path / "run_rank1.log").read_text()
 
 
+def test_log_takes_the_arguments_of_mmengines_logger(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    strategy = make()
+    logger = strategy.build_logger(
+        log_file=str(path), name="instance", logger_name="mine", distributed=True,
+        file_handler_cfg={"type": "RotatingFileHandler", "maxBytes": 200, "backupCount": 1},
+    )  # fmt: skip
+    for _ in range(5):
+        logger.info("a line of the log")
+    assert " - mine - INFO - a line of the log" in path.read_text()
+    assert (tmp_path / "run.log.1").exists()
+    for wrong in ({"type": "SocketHandler"}, {}, {"type": "FileHandler", "maxBytes": 1}):
+        with pytest.raises(ConfigurationError):
+            strategy.build_logger(log_file=str(path), logger_name="other", file_handler_cfg=wrong)
+
+
+def test_subclasses_find_the_names_of_mmengines_strategies(make: Make) -> None:
+    asked = []
+
+    class Mine(Strategy):
+        def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: Any) -> Any:
+            asked.append((scheduler["type"], dict(default_args)))
+            return super()._build_param_scheduler(scheduler, optim_wrapper, default_args)
+
+        def _prepared_components(self) -> Any:
+            return {"components": super()._prepared_components()}
+
+    strategy: Any = make(cls=Mine, auto_scale_lr={"enable": False})
+    assert (strategy._rank, strategy._world_size, strategy._auto_scale_lr) == (0, 1, {"enable": False})
+    linear = {"type": "LinearLR", "start_factor": 0.5}
+    made = strategy.prepare(
+        Net(),
+        optim_wrapper={"body": SGD, "head": SGD},
+        param_scheduler=linear,
+        dispatch_kwargs={"max_epochs": 4},
+    )
+    assert asked == [("LinearLR", {"max_epochs": 4})] * 2
+    model, trainers, schedules = made["components"]
+    assert model is strategy.model
+    assert [list(one.schedules) for one in trainers.values()] == list(schedules.values())
+
+
 def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
     strategy = make()
     expected: dict[str, Any] = {"launcher": "none", "distributed": False, "rank": 0, "world_size": 1}
@@ -248,7 +290,12 @@ def test_log_goes_to_a_file_named_after_the_time_also_after_others_have_closed_i
 def test_environment_is_described_with_the_launcher_and_the_number_of_workers(make: Make) -> None:
     system, runtime = make(env_kwargs={"cudnn_benchmark": False, "randomness": {"seed": 4}}).collect_env()
     assert system["PyTorch"] == torch.__version__
-    assert {"Python", "CUDA available", "sys.platform"} <= set(system)
+    # What mmengine's collect_env has on a host without GPUs; "n/a" is what it says where no compiler is.
+    names = {"sys.platform", "Python", "CUDA available", "MUSA available", "numpy_random_seed", "GCC"}
+    assert {*names, "PyTorch compiling details"} <= set(system)
+    assert system["PyTorch compiling details"] == torch.__config__.show()
+    assert system["numpy_random_seed"] == 4  # the first word of a generator that was just seeded
+    assert system["MUSA available"] is False
     randomness = {"seed": 4, "diff_rank_seed": False, "deterministic": False}
     job = {"Distributed launcher": "none", "Distributed training": False, "GPU number": 1}
     assert runtime == {"cudnn_benchmark": False, **randomness, **job}
