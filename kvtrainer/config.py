@@ -15,7 +15,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.optim
@@ -186,17 +186,22 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
 
 def _name_others(cfg: Mapping[str, Any]) -> None:
     """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
-    known = (*SECTIONS, *ARGUMENTS)
-    others: list[str] = []
-    for what, given, names in (
-        ("the configuration", cfg, known),
-        ("runner", section(cfg, "runner"), _OF_RUNNER),
-    ):
-        rest = [str(key) for key in given if key not in names]
-        check.known(what, [key for key in rest if _is_slip(key, names)], names, error=UnknownNameError)
-        others += rest if given is cfg else [f"runner.{key}" for key in rest]
-    if others:
-        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
+    others = unread_keys("the configuration", cfg, (*SECTIONS, *ARGUMENTS))
+    others += [f"runner.{key}" for key in unread_keys("runner", section(cfg, "runner"), _OF_RUNNER)]
+    name_unread(others)
+
+
+def unread_keys(what: str, keys: Iterable[Any], names: Sequence[str]) -> list[str]:
+    """Return the keys that are none of the names. Raises UnknownNameError if one is a misspelt name."""
+    rest = [str(key) for key in keys if key not in names]
+    check.known(what, [key for key in rest if _is_slip(key, names)], names, error=UnknownNameError)
+    return rest
+
+
+def name_unread(keys: Sequence[str]) -> None:
+    """Log the keys of a configuration that no Trainer reads, if any."""
+    if keys:
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(keys))
 
 
 def _is_slip(name: str, known: Sequence[str]) -> bool:

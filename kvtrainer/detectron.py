@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.nn import GroupNorm
 
 from kvstore_server import check
-from kvtrainer.config import joined
+from kvtrainer.config import joined, name_unread, unread_keys
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.paramwise import Place, Rule
 from kvtrainer.schedules.config import SOLVER, detectron_schedule
@@ -20,6 +20,7 @@ _SOLVER: Mapping[str, Any] = {
 }  # fmt: skip
 _DEFAULTS = {**{f"SOLVER.{name}": value for name, value in _SOLVER.items()}, "NUM_GPUS": 1, "USE_NCCL": False}
 """Detectron's keys about the optimizer, and their defaults."""
+_SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in _DEFAULTS))
 _LEAST_RATE = 1e-7
 """Below it Detectron does not correct the momentum: a rate as small was a placeholder."""
 
@@ -68,6 +69,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
     The optimizer is Gluon's 'sgd', which has the learning rate inside its momentum as caffe2 has. SCALE_MOMENTUM
     becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.
+    Sections of other parts of a training program are left alone, and named once in the log.
 
     Args:
         model: What the Trainer is to train: with several NUM_GPUS a DataParallel with as many replicas.
@@ -76,11 +78,12 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ArgumentTypeError: `cfg` is no dict.
-        ConfigurationError: a key is unknown or given twice, or a number is none; or the model has not NUM_GPUS
-            replicas.
+        ConfigurationError: a key of SOLVER is unknown, or given twice with different values, or a number is none; or
+            the model has not NUM_GPUS replicas.
     """
     count, reducer = detectron_devices(cfg)
     read = _read(cfg)
+    cfg = check.mapping("Detectron's configuration", cfg)
     solver = {name: read[f"SOLVER.{name}"] for name in _SOLVER}
     replicas = len(getattr(model, "replicas", (model,)))
     if "NUM_GPUS" in cfg and replicas != count:
@@ -88,6 +91,7 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
             f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
             f"reducer={reducer!r}) with {count} devices, or NUM_GPUS={replicas}"
         )
+    name_unread(_others(cfg))
     options = {
         "learning_rate": solver["BASE_LR"],
         "momentum": solver["MOMENTUM"],
@@ -121,9 +125,13 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of all keys, flat."""
     cfg = check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
-    nested = {key: value for key, value in cfg.items() if isinstance(value, Mapping)}
+    others = set(_others(cfg))
+    own = {
+        key: check.as_mapping(value) for key, value in cfg.items() if str(key).partition(".")[0] not in others
+    }
+    nested = {key: value for key, value in own.items() if isinstance(value, Mapping)}
     rows = [{f"{key}.{name}": one for name, one in its.items()} for key, its in nested.items()]
-    flat = joined([*rows, {key: value for key, value in cfg.items() if key not in nested}])
+    flat = joined([*rows, {key: value for key, value in own.items() if key not in nested}])
     check.known("the part of Detectron's configuration that is about the optimizer", flat, _DEFAULTS)
     for name, value in flat.items():
         if isinstance(_DEFAULTS[name], float):
@@ -134,6 +142,12 @@ def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     if read[log_threshold] != _DEFAULTS[log_threshold]:
         raise ConfigurationError(f"{log_threshold} would have no effect: changes of the rate are not logged")
     return read
+
+
+def _others(cfg: Mapping[str, Any]) -> list[str]:
+    """Return the sections that are of other parts of a training program. Raises ConfigurationError of misspelt ones."""
+    sections = dict.fromkeys(str(key).partition(".")[0] for key in cfg)
+    return unread_keys("Detectron's configuration", sections, _SECTIONS)
 
 
 def _is_bias(place: Place) -> bool:

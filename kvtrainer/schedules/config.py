@@ -414,7 +414,7 @@ def build_param_schedules(
     return made
 
 
-def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> Mapping[str, Any]:
+def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> dict[str, Any]:
     """Return what describes the schedules of each of several optimizers.
 
     Args:
@@ -431,7 +431,7 @@ def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> Mapping[s
             f"there are schedules for {', '.join(map(repr, unknown))}, but the optimizers are "
             f"{', '.join(map(repr, optimizers))}"
         )
-    return found
+    return dict(found)
 
 
 def _bind(

@@ -201,7 +201,7 @@ def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
 
 
 def file_handler(cfg: Mapping[str, Any] | None, file_mode: str) -> Callable[[str], logging.Handler]:
-    """Return what makes the handler of a log's file, by `file_handler_cfg` of mmengine's loggers.
+    """Return what makes the handler of a log's file, by mmengine's `file_handler_cfg`.
 
     Raises:
         ConfigurationError: there is no such handler.

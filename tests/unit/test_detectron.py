@@ -95,7 +95,9 @@ def test_defaults_are_detectrons() -> None:
     ("cfg", "message"),
     [
         ({"SOLVER": {"BASE_LRS": 1}}, r"'SOLVER\.BASE_LRS'"),
-        ({"TRAIN": {"SCALES": [800]}}, r"'TRAIN\.SCALES'"),
+        ({"SOLVRE": {"BASE_LR": 1}}, "'SOLVRE'.* 'SOLVER'"),
+        ({"NUM_GPU": 1}, "'NUM_GPU'.* 'NUM_GPUS'"),
+        ({"SOLVER": 3}, "'SOLVER'"),
         ({"SOLVER": {"BASE_LR": 1}, "SOLVER.BASE_LR": 2}, r"SOLVER\.BASE_LR: given twice"),
         ({"SOLVER.BASE_LR": None}, r"SOLVER\.BASE_LR must be a finite number, got None"),
         ({"SOLVER.MOMENTUM": "0.9"}, r"SOLVER\.MOMENTUM must be a finite number, got '0\.9'"),
@@ -110,6 +112,33 @@ def test_keys_that_say_nothing_are_refused(cfg: dict[str, Any], message: str) ->
     for read in (detectron_devices, lambda cfg: detectron_arguments(nn.Linear(1, 1), cfg)):
         with pytest.raises(ConfigurationError, match=message):
             read(cfg)
+
+
+OTHERS = (
+    "TRAIN", "DATA_LOADER", "TEST", "MODEL", "RETINANET", "FAST_RCNN", "RPN", "FPN", "MRCNN", "KRCNN", "RFCN",
+    "RESNETS", "GROUP_NORM", "DEDUP_BOXES", "BBOX_XFORM_CLIP", "PIXEL_MEANS", "RNG_SEED", "EPS", "ROOT_DIR", "OUTPUT_DIR",
+    "MATLAB", "VIS", "VIS_TH", "EXPECTED_RESULTS", "EXPECTED_RESULTS_RTOL", "EXPECTED_RESULTS_ATOL",
+    "EXPECTED_RESULTS_EMAIL", "EXPECTED_RESULTS_SIGMA_TOL", "DOWNLOAD_CACHE", "CLUSTER", "MEMONGER", "MEMONGER_SHARE_ACTIVATIONS",
+)  # fmt: skip
+"""All sections and keys of Detectron's config.py beside SOLVER, NUM_GPUS and USE_NCCL."""
+
+
+def test_of_a_whole_configuration_the_rest_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    solver = {"WEIGHT_DECAY": 0.0001, "LR_POLICY": "steps_with_decay", "BASE_LR": 0.02, "GAMMA": 0.1}
+    solver |= {"MAX_ITER": 90000, "STEPS": [0, 60000, 80000]}
+    rest: dict[str, Any] = dict.fromkeys(OTHERS, 1)
+    rest |= {
+        "TRAIN": {"SCALES": [800], "MAX_SIZE": 1333},
+        "TEST.NMS": 0.5,
+        "TEST": {"BBOX_AUG": {"ENABLED": True}},
+    }
+    cfg = {**rest, "NUM_GPUS": 1, "USE_NCCL": False, "SOLVER": solver, "SOLVER.GAMMA": 0.1}
+    assert detectron_devices(cfg) == (1, "auto")
+    made = detectron_arguments(nn.Linear(1, 1), cfg)
+    assert made["optimizer_params"]["learning_rate"] == 0.02
+    assert made["optimizer_params"]["wd"] == 0.0001
+    [record] = caplog.records
+    assert set(str(record.args[0]).split(", ")) == set(OTHERS)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
