@@ -31,7 +31,15 @@ from kvtrainer.errors import (
     FailedImportWarning,
     UnknownNameError,
 )
-from kvtrainer.paramwise import ParamGroups, ParamReport, apply_paramwise, rows_of, unwrapped
+from kvtrainer.paramwise import (
+    CFG_KEYS,
+    ParamGroups,
+    ParamReport,
+    apply_paramwise,
+    paramwise_rules,
+    rows_of,
+    unwrapped,
+)
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
 _log = logging.getLogger(__name__)
@@ -370,7 +378,8 @@ class DefaultOptimizerConstructor:
         paramwise_cfg: As `kvtrainer.paramwise.apply_paramwise` takes it.
 
     Raises:
-        ArgumentTypeError: `optimizer_cfg` is no dict, or `paramwise_cfg` of no kind that is known.
+        ArgumentTypeError: `optimizer_cfg`, `paramwise_cfg` or its custom_keys is no dict.
+        ConfigurationError: `paramwise_cfg` has an unknown key, or multiplies a weight_decay that there is not.
     """
 
     def __init__(self, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Any = None) -> None:
@@ -386,7 +395,11 @@ class DefaultOptimizerConstructor:
         self._validate_cfg()
 
     def _validate_cfg(self) -> None:
-        """Check the configuration, in subclasses; what the rules need is checked by them."""
+        """Check `paramwise_cfg`. Subclasses that make groups of their own may have more in it."""
+        kind, default, cfg = type(self), DefaultOptimizerConstructor, self.paramwise_cfg
+        if kind.add_params is not default.add_params or kind.param_groups is not default.param_groups:
+            cfg = {name: value for name, value in cfg.items() if name in CFG_KEYS}
+        paramwise_rules(cfg, self.optimizer_cfg)
 
     def __call__(self, model: Module) -> torch.optim.Optimizer:
         """Make the optimizer.

@@ -48,7 +48,8 @@ _ORDERS = {
     "mmengine": tuple(_MULTIPLIERS[at] for at in (0, 1, 2, 4, 3, 5)),
 }
 """The order in which the kinds of parameters are asked for; mmengine asks for biases before depthwise convolutions."""
-_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge", "precedence")
+CFG_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge", "precedence")
+"""What a paramwise_cfg may have."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
         ConfigurationError: a key is unknown, or a number none; or a decay multiplier has no weight_decay to multiply.
     """
     cfg = check.mapping("paramwise_cfg", cfg, error=ArgumentTypeError)
-    check.known("paramwise_cfg", cfg, _KEYS)
+    check.known("paramwise_cfg", cfg, CFG_KEYS)
     merges = check.boolean("custom_keys_merge", cfg.get("custom_keys_merge", False))
     check.boolean("bypass_duplicate", cfg.get("bypass_duplicate", False))
     precedence = check.one_of("precedence", cfg.get("precedence", "mmcv"), tuple(_ORDERS))

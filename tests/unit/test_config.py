@@ -425,6 +425,27 @@ def test_optimizer_that_is_not_torchs_is_left_to_the_trainer() -> None:
         DefaultOptimizerConstructor({"type": lambda params: 3})(nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("paramwise", "error"),
+    [
+        ({"custom_keys": 3}, TypeError),
+        ({"custom_keys": {"bias": {"decay_mult": 2.0}}}, ValueError),
+        ({"norm_decay_mult": 0.0}, ValueError),
+        ({"bias_decay_mult": 0.0}, ValueError),
+        ({"dwconv_decay_mult": 0.0}, ValueError),
+        ({"bias_lr_mul": 2.0}, ConfigurationError),
+    ],
+)
+def test_constructor_validates_when_it_is_made_as_mmcvs_does(
+    paramwise: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        DefaultOptimizerConstructor(SGD, paramwise)
+    if "bias_lr_mul" not in paramwise:
+        with pytest.raises(error):
+            ByLayer(SGD, {"layer_decay": 0.5, **paramwise})
+
+
 class ByLayer(DefaultOptimizerConstructor):
     """Halves the rate of each layer before the last."""
 
