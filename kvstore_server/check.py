@@ -5,6 +5,7 @@ A bool is no number. Numbers and integers of numpy are numbers and integers.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -166,6 +167,40 @@ def known(
         raise error(
             f"{what} has no option {', '.join(map(repr, wrong))}; its options are {listing}{did_you_mean(wrong, right)}"
         )
+
+
+def others(
+    what: str,
+    given: Iterable[object],
+    names: Iterable[str],
+    *,
+    error: type[ConfigurationError] = ConfigurationError,
+) -> list[str]:
+    """Return those of the given names that are not known, and may be somebody else's.
+
+    Raises:
+        ConfigurationError: one is a misspelt name that is known.
+    """
+    right = list(names)
+    rest = [str(one) for one in given if one not in right]
+    known(what, [one for one in rest if _is_misspelt(one, right)], right, error=error)
+    return rest
+
+
+def _is_misspelt(name: str, known: Iterable[str]) -> bool:
+    """Tell a misspelt name from that of a user's own variable.
+
+    Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no misspelling.
+    """
+
+    def is_near(one: str) -> bool:
+        if len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")):
+            return True
+        pairs = list(zip(name.split("_"), one.split("_"), strict=False))
+        is_even = name.count("_") == one.count("_")
+        return is_even and all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.75 for pair in pairs)
+
+    return any(map(is_near, known))
 
 
 def _listed(choices: Collection[object]) -> str:

@@ -10,12 +10,11 @@ A constructor of one's own makes a torch optimizer of a model and two configurat
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.optim
@@ -194,38 +193,11 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
 
 def _name_others(cfg: Mapping[str, Any]) -> None:
     """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
-    others = unread_keys("the configuration", cfg, (*SECTIONS, *ARGUMENTS))
-    others += [f"runner.{key}" for key in unread_keys("runner", section(cfg, "runner"), _OF_RUNNER)]
-    name_unread(others)
-
-
-def unread_keys(what: str, keys: Iterable[Any], names: Sequence[str]) -> list[str]:
-    """Return the keys that are none of the names. Raises UnknownNameError if one is a misspelt name."""
-    rest = [str(key) for key in keys if key not in names]
-    check.known(what, [key for key in rest if _is_slip(key, names)], names, error=UnknownNameError)
-    return rest
-
-
-def name_unread(keys: Sequence[str]) -> None:
-    """Log the keys of a configuration that no Trainer reads, if any."""
-    if keys:
-        _log.warning("not for the Trainer, and so not read: %s", ", ".join(keys))
-
-
-def _is_slip(name: str, known: Sequence[str]) -> bool:
-    """Tell a known name with a slip of the pen from that of a user's own variable.
-
-    Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no slip.
-    """
-
-    def is_near(one: str) -> bool:
-        if len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")):
-            return True
-        pairs = list(zip(name.split("_"), one.split("_"), strict=False))
-        is_even = name.count("_") == one.count("_")
-        return is_even and all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.75 for pair in pairs)
-
-    return any(map(is_near, known))
+    others = check.others("the configuration", cfg, (*SECTIONS, *ARGUMENTS), error=UnknownNameError)
+    of_runner = check.others("runner", section(cfg, "runner"), _OF_RUNNER, error=UnknownNameError)
+    others += [f"runner.{key}" for key in of_runner]
+    if others:
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
 
 
 def optimizer_arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ from typing import Any, NamedTuple
 from torch.nn import GroupNorm
 
 from kvstore_server import check
-from kvtrainer.config import joined, name_unread, unread_keys
+from kvtrainer.config import joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.paramwise import Place, Rule
 from kvtrainer.schedules.config import SOLVER, detectron_schedule
+
+_log = logging.getLogger(__name__)
 
 _SOLVER: Mapping[str, Any] = {
     **SOLVER, "MOMENTUM": 0.9, "WEIGHT_DECAY": 0.0005, "WEIGHT_DECAY_GN": 0.0, "SCALE_MOMENTUM": True,
@@ -91,7 +94,8 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
             f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
             f"reducer={reducer!r}) with {count} devices, or NUM_GPUS={replicas}"
         )
-    name_unread(_others(cfg))
+    if others := _others(cfg):
+        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
     options = {
         "learning_rate": solver["BASE_LR"],
         "momentum": solver["MOMENTUM"],
@@ -147,7 +151,7 @@ def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
 def _others(cfg: Mapping[str, Any]) -> list[str]:
     """Return the sections that are of other parts of a training program. Raises ConfigurationError of misspelt ones."""
     sections = dict.fromkeys(str(key).partition(".")[0] for key in cfg)
-    return unread_keys("Detectron's configuration", sections, _SECTIONS)
+    return check.others("Detectron's configuration", sections, _SECTIONS)
 
 
 def _is_bias(place: Place) -> bool:
