@@ -13,18 +13,22 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mmengine._strategy import SingleDeviceStrategy
+from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
+from mmengine.utils.dl_utils import collect_env
 from mmengine_parts import LOOP, SGD, prepared, refused, strategy, update
 from mmengine_schedules import compare
 from mmengine_training import Net, train
 from torch import nn
 
-from kvtrainer import Trainer
+from kvtrainer import Strategy, Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileError, StateMismatchError
 from kvtrainer.integrations.mmengine import (
     KVStoreStrategy,
@@ -50,6 +54,53 @@ def a_checkpoint_of_mmengine_itself_is_resumed(folder: Path) -> None:
     assert len(resumed.message_hub.get_scalar("train/lr").data[0]) == 9
     for name, value in resumed.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+
+
+def the_checkpoint_of_a_strategy_of_mmengine_is_resumed_by_ours_with_its_schedules(folder: Path) -> None:
+    schedules = [
+        {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "begin": 0, "end": 4},
+        {"type": "MultiStepLR", "by_epoch": False, "milestones": [6, 8], "gamma": 0.5},
+        {"type": "CosineAnnealingLR", "by_epoch": True, "T_max": 4, "end": 4},
+        {"type": "LinearMomentum", "start_factor": 0.5, "by_epoch": False, "begin": 0, "end": 12},
+    ]
+    cfg: Any = Config({"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9}})
+    run = {"max_iters": 20, "max_epochs": 4, "epoch_length": 5}
+    given = {"param_scheduler": schedules, "dispatch_kwargs": run}
+
+    def went_on(model: Any, wrapper: Any, mmengines: list[Any], passes: range) -> None:
+        for done in passes:
+            wrapper.update_params(model(torch.ones(2, 3)).square().mean())
+            for one in mmengines:
+                if not one.by_epoch or done % 5 == 4:
+                    one.step()
+            if not mmengines and done % 5 == 4:
+                wrapper.end_epoch()
+
+    theirs = SingleDeviceStrategy(work_dir=str(folder / "theirs"))
+    model, wrapper, mmengines = theirs.prepare(
+        nn.Linear(3, 1), optim_wrapper=cfg.to_dict(), **deepcopy(given)
+    )
+    went_on(model, wrapper, mmengines, range(7))
+    theirs.save_checkpoint(str(folder / "saved.pth"), extra_ckpt={"meta": {"iter": 7, "epoch": 1}})
+    went_on(model, wrapper, mmengines, range(7, 17))
+
+    ours = Strategy(kvstore=None, work_dir=str(folder / "ours"))
+    own, trainer, _ = ours.prepare(nn.Linear(3, 1), optim_wrapper=cfg, **given)
+    ours.resume(str(folder / "saved.pth"))
+    went_on(own, trainer, [], range(7, 17))
+    ours.close()
+    torch.testing.assert_close(own.state_dict(), model.state_dict(), atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(trainer.get_lr()["lr"], wrapper.get_lr()["lr"], rtol=1e-9)
+    np.testing.assert_allclose(
+        trainer.get_momentum()["momentum"], wrapper.get_momentum()["momentum"], rtol=1e-9
+    )
+
+
+def the_environment_is_described_in_mmengines_words(folder: Path) -> None:
+    ours = Strategy(kvstore=None, work_dir=str(folder))
+    described, _ = ours.collect_env()
+    ours.close()
+    assert set(collect_env()) - set(described) <= {"TorchVision", "MMEngine"}
 
 
 def a_file_that_would_run_code_is_refused(folder: Path) -> None:
