@@ -413,6 +413,8 @@ class ParamSchedule:
             else:
                 count, warm = int(state_dict["count"]), int(state_dict["warmup_count"])
             bases = [float(value) for value in state_dict["base_values"]]
+        except StateMismatchError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatchError(
                 f"this is no state of a ParamSchedule: {state_dict!r:.120}; load what its state_dict() returned"
