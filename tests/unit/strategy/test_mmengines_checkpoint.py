@@ -87,18 +87,25 @@ def test_schedules_by_step_count_updates_where_mmengine_counts_passes(make: Make
 
 
 @pytest.mark.parametrize(
-    "schedules",
-    [[SCHEDULES[0]], SCHEDULES[::-1], [{**SCHEDULES[0], "type": "LinearMomentum"}, *SCHEDULES[1:]]],
+    ("schedules", "message"),
+    [
+        ([SCHEDULES[0]], "3 states for 1 schedules"),
+        (SCHEDULES[::-1], "'lr' by iteration, .* 'lr' by epoch"),
+        (
+            [{**SCHEDULES[0], "type": "LinearMomentum"}, *SCHEDULES[1:]],
+            "'lr' by iteration, .* 'momentum' by step",
+        ),
+    ],
 )
 def test_other_schedules_than_those_that_mmengine_had_are_refused(
-    make: Make, tmp_path: Path, schedules: list[Any]
+    make: Make, tmp_path: Path, schedules: list[Any], message: str
 ) -> None:
     strategy = make(kvstore=None)
     model, trainer, _ = strategy.prepare(
         nn.Linear(3, 1), optim_wrapper=SGD, param_scheduler=schedules, dispatch_kwargs=RUN
     )
     before = model.weight.clone(), trainer.get_lr()
-    with pytest.raises(StateMismatchError):
+    with pytest.raises(StateMismatchError, match=message):
         strategy.resume(written(tmp_path, param_schedulers=states()))
     assert torch.equal(before[0], model.weight)
     assert trainer.get_lr() == before[1]
