@@ -959,14 +959,16 @@ def _present(
     try:
         if isinstance(wanted, m.PullRows):
             found = [
-                space.rows(rank, table, [table.pulled_part(wanted)]) for table in map(space.table, numbers)
+                space.rows(rank, table, [table.pulled_part(wanted)], is_pull=True)
+                for table in map(space.table, numbers)
             ]
         else:
             tables = [space.tables[number] for number in numbers]
             plain = [table.number for table in tables if table.deltas is None]
-            found = [space.weights(space.together(np.array(plain, np.int64)), rank)] if plain else []
+            some = space.together(np.array(plain, np.int64))
+            found = [space.weights(some, rank, is_pull=True)] if plain else []
             changed = [table for table in tables if table.deltas is not None]
-            found += [space.rows(rank, table, table.changed_parts(-1)) for table in changed]
+            found += [space.rows(rank, table, table.changed_parts(-1), is_pull=True) for table in changed]
     except ProtocolError as error:
         return [_failed(waiter, error)]
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, body)) for body in found]

@@ -578,10 +578,10 @@ class Namespace:
         plain = Contribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def weights(self, some: Together, *ranks: int, half: bool = False) -> m.Weights:
+    def weights(self, some: Together, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
         """Return present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
-        With `half`, those wider than that are rounded to bfloat16.
+        With `half`, those wider than that are rounded to bfloat16. For a pull they may only be looked at.
         """
         parts, storage, sizes = some.parts.copy(), self.shard.storage, some.nbytes
         parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
@@ -595,8 +595,11 @@ class Namespace:
             sizes = np.bincount(some.owners, parts[:, 3], len(some.named)).astype(np.int64).tolist()
         for table, size in zip(some.named, sizes, strict=True):
             table.bytes_out += size * len(ranks)
-            if table.notes_reads:
-                table.shard.note_read(table.unit, ranks)
+            if is_pull:
+                for rank in ranks:
+                    self._note_pulled(table, rank)
+            else:
+                table.note_given(ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: Together, num_ranks: int, are_known: bool) -> m.Weights:
@@ -632,14 +635,30 @@ class Namespace:
         found = m.matrix([one for one in places if one[2] >= 0], m.PLACE_WORDS)
         return m.Weights(m.NO_PARTS, (), places=found)
 
-    def rows(self, rank: int, table: Table, found: Sequence[RowPart]) -> m.Weights:
-        """Return rows of a table for a rank, as a reply."""
-        if table.notes_reads:
-            followed = None if table.deltas is None else table.deltas.weights
-            table.shard.note_read(table.unit, [rank], followed)
+    def rows(self, rank: int, table: Table, found: Sequence[RowPart], is_pull: bool = False) -> m.Weights:
+        """Return rows of a table for a rank, as a reply. For a pull they may only be looked at."""
+        if is_pull:
+            self._note_pulled(table, rank)
+        else:
+            table.note_given([rank], None if table.deltas is None else table.deltas.weights)
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
+
+    def _note_pulled(self, table: Table, rank: int) -> None:
+        """Note that a rank is sent the present weights of a table, which it may only look at."""
+
+        def has_room(more: int) -> bool:
+            copies = max(more - table.more_reads, 0)
+            nbytes = sum([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
+            try:
+                self.claim(copies * nbytes, f"what workers of table {table.name!r} have pulled")
+            except ConfigurationError:
+                return False
+            table.more_reads += copies
+            return True
+
+        table.note_pulled(rank, has_room, None if table.deltas is None else table.deltas.weights)
 
     # ---------------------------------------------------------------- optimizer
 
@@ -672,10 +691,11 @@ class Namespace:
         optimizer = None if self.mode.is_sync else self.optimizer.named
         for table in tables:
             wanted = optimizer is not None and optimizer.delay_state is not None
-            if wanted and not table.notes_reads and table.is_initialised:
-                # Without an optimizer nothing has changed the first values, so these are what every rank has.
-                table.shard.note_read(table.unit, range(self.membership.num_workers))
+            begins = wanted and not table.notes_reads
             table.notes_reads = wanted
+            if begins and table.is_initialised:
+                # Without an optimizer nothing has changed the first values, so these are what every rank has.
+                table.note_given(range(self.membership.num_workers))
 
     def is_waiting(self) -> bool:
         """Tell whether a rank waits for a round or at the barrier."""

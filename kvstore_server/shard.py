@@ -41,7 +41,7 @@ from kvstore_server.reduction import (
     part_of,
 )
 from kvstore_server.rows import Parts, RowSet, cut_rows
-from kvstore_server.storage import Block, Home, Hypers, Leases, Storage, Undo, Unit
+from kvstore_server.storage import Block, Home, Hypers, Leases, Read, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 
@@ -662,26 +662,31 @@ class Shard:
             found += [int(states.steps[i]) + (keys[i] not in left_out) for i in range(slot.first, slot.last)]
         return max(found, default=0)
 
-    def note_read(self, unit: Unit, ranks: Sequence[int], others: Mapping[int, Tensor] | None = None) -> None:
-        """Note that these ranks have the present weights of a unit. Some slots have `others`.
+    def copy_read(self, unit: Unit, version: int, others: Mapping[int, Tensor] | None = None) -> Read:
+        """Copy the present weights of a unit, of that version, as ranks are sent them. Some slots have `others`.
 
         A delay-compensated optimizer keeps in its state the weights that a gradient was computed with. Where ranks
         contribute by themselves these are other ones for each rank (Zheng et al., Asynchronous SGD with Delay
-        Compensation, 2017). Costs the memory of one copy for each rank.
+        Compensation, 2017).
         """
         present = enumerate(self.storage.visible[unit.first : unit.end], unit.first)
         others = others or {}
-        copies = [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present]
-        unit.reads |= dict.fromkeys(ranks, copies)
+        return Read(version, [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present])
 
-    def restore_read(self, unit: Unit, rank: int, name: str) -> None:
-        """Put what a rank has read in place of the state of that name; where there is none yet, nothing has changed."""
-        for slot, read in zip(
-            self.storage.slots[unit.first : unit.end], unit.reads.get(rank, ()), strict=False
-        ):
+    def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
+        """Put weights of a version, as a rank was sent them, in place of the state of that name, and forget all others.
+
+        Of a version that is not kept it is the one before. Where there is none yet, nothing has changed.
+        """
+        known = unit.reads.get(rank)
+        if not known:
+            return
+        read = next((one for one in reversed(known) if one.version <= version), known[0])
+        unit.reads[rank] = [read]
+        for slot, weights in zip(self.storage.slots[unit.first : unit.end], read.weights, strict=True):
             kept = slot.block.states.tensors.get(name)
             if kept is not None:
-                kept[slot.start : slot.start + len(read)].copy_(read)
+                kept[slot.start : slot.start + len(weights)].copy_(weights)
 
     def slot_of(self, unit: Unit, index: int) -> int:
         """Return the slot of a slice. Raises ProtocolError if it is not here."""

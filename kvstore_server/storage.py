@@ -207,6 +207,14 @@ class Undo(NamedTuple):
     marks: list[Counts | None]
 
 
+class Read(NamedTuple):
+    """The weights of a unit as a rank was sent them."""
+
+    version: int
+    weights: list[Tensor]
+    """Of each slot; not to be changed, for ranks share them."""
+
+
 @dataclass(eq=False)
 class Unit:
     """The slices that one plan gives to this server."""
@@ -225,8 +233,9 @@ class Unit:
     keys: frozenset[int]
     """The keys (by index in the plan) of which there is something here."""
     changes: RowChanges
-    reads: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Rank → the weights that it was sent last, for optimizers that make up for what others have changed since."""
+    reads: dict[int, list[Read]] = field(default_factory=dict)
+    """Rank → weights that it was sent, one of which it computes its next gradient with, oldest first; for optimizers that
+    make up for what others have changed since."""
     hypers: Hypers | None = None
 
     @property

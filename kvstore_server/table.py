@@ -5,7 +5,7 @@ Which contributions make a round is the business of `rounds`, and who is answere
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,6 +130,8 @@ class Table:
         """Where new weights go to workers as encoded changes: the weights that these have."""
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
+        self.more_reads = 0
+        """Copies of weights that are claimed for that, beyond one for each rank."""
         self.hyper = AgreedOptions(plan)
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
@@ -288,8 +290,36 @@ class Table:
             self.deltas.begin_anew()
         self.is_initialised = True
         self.version += 1
+        self.note_given(range(self.num_workers))
+
+    def note_given(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
+        """Note that ranks compute with the present weights from now on; `others` as of `Shard.copy_read`."""
         if self.notes_reads:
-            self.shard.note_read(self.unit, range(self.num_workers))
+            read = self.shard.copy_read(self.unit, self.version, others)
+            self.unit.reads |= {rank: [read] for rank in ranks}
+
+    def note_pulled(
+        self, rank: int, has_room: Callable[[int], bool], others: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """Note that a rank is sent the present weights, which it may only look at.
+
+        Its next commit names the version that it has computed with: until then what it was sent before is kept as well,
+        of several pulls the last two.
+
+        Args:
+            has_room: Whether there is memory for so many copies of the weights beyond one for each rank; if not, the
+                former ones go.
+        """
+        reads = self.unit.reads
+        known = reads.get(rank, [])
+        if not self.notes_reads or any(one.version == self.version for one in known):
+            return
+        copies = {id(one): one for own in reads.values() for one in own}
+        read = next((one for one in copies.values() if one.version == self.version), None)
+        if read is None:
+            read = self.shard.copy_read(self.unit, self.version, others)
+            known = known if has_room(len(copies) + 1 - self.num_workers) else []
+        reads[rank] = [*known[:1], *known[1:][-1:], read]
 
     def hypers(
         self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes
@@ -321,7 +351,7 @@ class Table:
         """Make up for others' changes since a rank, contributing alone, read the weights."""
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
-            self.shard.restore_read(self.unit, rank, optimizer.delay_state)
+            self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
         staleness = self.version - part.version if part.version >= 0 else 0
         if not self.mode.slow_down or staleness <= 1:
             return hypers

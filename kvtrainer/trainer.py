@@ -902,12 +902,14 @@ class Trainer(torch.optim.Optimizer):
     def pull_weights(self) -> dict[Tensor, Tensor]:
         """Fetch the store's present weights by parameter, if updates count one by one; blocks.
 
-        The parameters here may lack what others gave since. Empty where they cannot, and without row-sparse ones.
+        The parameters here may lack what others gave since, and go on as they are: the next gradient is as old as they
+        are, whatever was pulled. Written into all parameters, the weights count as theirs; to know them again, a copy is
+        kept until the next step. Empty where updates count together, and without row-sparse parameters.
         """
         link, memory = self._pipeline.link, self._pipeline.memory
         if link.holder is None or not link.updates_weights or link.holder.is_sync:
             return {}
-        arenas = link.holder.pull()
+        arenas = link.holder.look()
         rows = zip(memory.parameters, memory.plan.specs, memory.plan.key_offsets, strict=True)
         return {
             p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
@@ -961,12 +963,15 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline.memory.tables.want(row_ids)
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`."""
+        """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`.
+
+        Where gradients are disabled they are only looked at: they make no later gradient seem newer.
+        """
         key, pipeline = self._key_of(parameter), self._pipeline
         given = pipeline.memory.tables.given.get(key)
         if given is not None:
             return given.view(parameter.shape[0], -1)[ids]
-        return pipeline.link.rows.pull(key, ids)
+        return pipeline.link.rows.pull(key, ids, torch.is_grad_enabled())
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
         """Copy rows of a row-sparse parameter where its servers have them; None where they have to be fetched.
@@ -975,7 +980,9 @@ class Trainer(torch.optim.Optimizer):
             ids: int64, of rows that there are, in any order; a row comes for each.
         """
         key, pipeline = self._key_of(parameter), self._pipeline
-        return None if key in pipeline.memory.tables.given else pipeline.link.rows.read(key, ids)
+        if key in pipeline.memory.tables.given:
+            return None
+        return pipeline.link.rows.read(key, ids, torch.is_grad_enabled())
 
     def _key_of(self, parameter: RowSparseParameter) -> int:
         """Find the key of a row-sparse parameter, whose rows are there then; makes the store."""

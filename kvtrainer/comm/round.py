@@ -361,8 +361,9 @@ class Round:
         self.started = session.clock()
         self.is_read = is_read
         """Whether weights are only read."""
-        self.is_asked_along = False
-        """Whether weights come only for a pull that may follow: until then nobody has them."""
+        self.is_given = True
+        """Whether this worker computes with the weights that come. Not with those that it only looks at, nor, before it
+        pulls them, with those that come along for a pull that may follow."""
         self.legs: list[Leg] = []
         self.open: list[Leg] = []
         """The legs on which something is still to be said."""
@@ -474,8 +475,9 @@ class Round:
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
-        book.newest[leg.server, layout.index[read]] = came[read]
-        if not self.is_asked_along:
+        if self.is_given or not self.is_read:
+            book.newest[leg.server, layout.index[read]] = came[read]
+        if self.is_given:
             book.version[leg.server, layout.index[read]] = came[read]
         if self.contribution.is_kept or follows:
             book.held[leg.server, layout.index[read]] = came[read]

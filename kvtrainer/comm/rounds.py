@@ -52,6 +52,9 @@ class Rounds:
         """Table (index) → what goes ahead of its rounds."""
         self._pulled: set[int] = set()
         """Tables (index) that were pulled since this worker's last round of them."""
+        self.may_foresee = True
+        """Whether new weights may come along with a round in which nobody has asked for them: servers would count them as
+        what this worker computes with."""
         self._rooms: dict[int, Arenas] = {}
         """Table (index) → where new weights come to that are asked for with a round, to be pulled."""
         self._filled: set[int] = set()
@@ -80,7 +83,7 @@ class Rounds:
                 self.settle(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
-        round_.is_asked_along = asks_along
+        round_.is_given = not asks_along
         key = tuple([table.index for table in tables])
         if goes_far:
             self._pulled.difference_update(key)
@@ -354,7 +357,7 @@ class Rounds:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write whole tables' present weights into arenas, after this worker's rounds.
+        """Write whole tables' present weights into arenas, after this worker's rounds. It computes with them from now on.
 
         Over a network those that were pulled after one round are asked for with the next one, so that they come while
         gradients of other tables are on their way. Until this worker begins another round nobody can change them.
@@ -370,6 +373,16 @@ class Rounds:
         if self._session.is_far:
             self._pulled.update([table.index for table in tables])
 
+    def look(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
+        """Write a table's present weights into an arena, after this worker's rounds. What it computes with stays.
+
+        Returns their version, by server.
+        """
+        round_ = self.start(Contribution([table], None, [out]), is_read=True)
+        round_.is_given = False
+        self.wait(round_)
+        return {leg.server: leg.came[at] for leg, at in round_.legs_of(table)}
+
     def _have_come(self, tables: Sequence[RemoteTable]) -> bool:
         """Wait for rounds of tables that are under way; tell whether their new weights have all come with them.
 
@@ -382,7 +395,7 @@ class Rounds:
 
     def _is_pulled_next(self, contribution: Contribution) -> bool:
         """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
-        if contribution.values is None or contribution.outs is not None:
+        if contribution.values is None or contribution.outs is not None or not self.may_foresee:
             return False
         is_plain = _is_plain(contribution._replace(outs=contribution.values))
         return is_plain and self._pulled.issuperset([table.index for table in contribution.tables])
@@ -570,7 +583,7 @@ class Rounds:
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         book.round[applied] += 1
         book.is_initialised[applied] = True
-        if round_.is_asked_along:
+        if not round_.is_given:
             vetoed = {table.index for table in tables if table.name in round_.vetoes}
             self._filled.update(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():

@@ -44,6 +44,14 @@ class RowsAsked(NamedTuple):
     outs: list[Tensor]
 
 
+class RowsTaken(NamedTuple):
+    """Rows of keys as servers had them."""
+
+    rows: list[Tensor]
+    versions: dict[tuple[int, int], int]
+    """(server, table by index) → the version of the oldest of them."""
+
+
 class RowPulls:
     """Rows of keys as this worker's own rounds have left them.
 
@@ -56,7 +64,7 @@ class RowPulls:
         self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """Fetch present values of rows of keys, after this worker's rounds of the tables; blocks.
+        """Fetch present values of rows of keys, after this worker's rounds of the tables; blocks. It computes with them.
 
         Returns (number of ids, elements of a row) each, on the CPU.
 
@@ -64,7 +72,14 @@ class RowPulls:
             KVStoreError: what a server answered.
             DeadlineError, ServerUnreachableError: a server did not answer in time.
         """
-        return self.take(self.ask(wanted))
+        taken = self.take(self.ask(wanted))
+        self.note(taken.versions)
+        return taken.rows
+
+    def note(self, versions: Mapping[tuple[int, int], int]) -> None:
+        """Note that this worker computes with rows of some versions, as of RowsTaken."""
+        for (server, index), version in versions.items():
+            self.rounds.tables.version[server, index] = version
 
     def ask(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
         """Ask for rows as `pull` does, and return at once; then `take`, or `drop`."""
@@ -93,8 +108,8 @@ class RowPulls:
                     places.append((table, out, where[at : at + block.most]))
         return RowsAsked(self.session.begin(requests), places, outs)
 
-    def take(self, asked: RowsAsked) -> list[Tensor]:
-        """Block for rows that were asked for; result and errors as of `pull`."""
+    def take(self, asked: RowsAsked) -> RowsTaken:
+        """Block for rows that were asked for; errors as of `pull`."""
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
@@ -105,9 +120,7 @@ class RowPulls:
             values = source[start : start + nbytes].view(out.dtype)
             put_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
             read[server, table.index] = min(version, read.get((server, table.index), version))
-        for (server, index), version in read.items():
-            self.rounds.tables.version[server, index] = version
-        return asked.outs
+        return RowsTaken(asked.outs, read)
 
 
 def _side_by_side(
@@ -147,11 +160,21 @@ class TableRows:
         self._asked: RowsAsked | None = None
         """Those that are still to come."""
         self._rows: dict[int, Tensor] = {}
+        self._versions: Mapping[tuple[int, int], int] = {}
+        """Theirs, as of RowsTaken."""
+        plan = table.plan
+        self._alone = frozenset([server for server in plan.servers if not plan.resident_slices_of(server)])
+        """Servers that have nothing else of the table. What else another one has comes with rounds, and is older than rows
+        that come later: gradients count there as old as that."""
         self._mapped: dict[int, MappedRows | None] = {}
         """Key → its rows in its servers' memory; None where they have to be asked for."""
 
-    def read(self, key: int, ids: Tensor) -> Tensor | None:
-        """Copy rows (any int64 ids that it has) of a key where servers have them; None where that cannot be."""
+    def read(self, key: int, ids: Tensor, are_given: bool) -> Tensor | None:
+        """Copy rows (any int64 ids that it has) of a key where servers have them; None where that cannot be.
+
+        Args:
+            are_given: This worker computes with them, and does not only look.
+        """
         if not self.are_read:
             return None
         rounds, table = self._pulls.rounds, self._table
@@ -162,7 +185,8 @@ class TableRows:
         versions = rounds.tables.newest[servers, table.index]
         rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
         if rows is not None:
-            rounds.tables.version[servers, table.index] = versions
+            known = zip(servers, versions.tolist(), strict=True)
+            self._note({(server, table.index): version for server, version in known}, are_given)
         return rows
 
     def _map(self, key: int) -> MappedRows | None:
@@ -193,45 +217,58 @@ class TableRows:
         Nothing is asked for that can be read where servers have it.
         """
         self.drop()
-        unread = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0]) is None}
+        unread = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0], are_given=False) is None}
         if unread:
             self._asked = self._pulls.ask([(self._table, key, ids) for key, ids in unread.items()])
             self.wanted = unread
 
-    def pull(self, key: int, ids: Tensor) -> Tensor:
+    def pull(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
         """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
+
+        Args:
+            are_given: as of `read`.
 
         Raises:
             KVStoreError: the store did not answer what it was asked, or answered with an error; it is asked anew
                 by the next call.
         """
         if key not in self.wanted:
-            return self._fetch(key, ids)
+            return self._fetch(key, ids, are_given)
         if self._asked is not None:
             asked, self._asked, wanted = self._asked, None, self.wanted
             self.wanted = {}
-            self._rows = dict(zip(wanted, self._pulls.take(asked), strict=True))
+            taken = self._pulls.take(asked)
+            self._rows, self._versions = dict(zip(wanted, taken.rows, strict=True)), taken.versions
             self.wanted = wanted
         have, rows = self.wanted[key], self._rows[key]
         if torch.equal(have, ids):
+            self._note(self._versions, are_given)
             return rows.clone()
         place = torch.searchsorted(have, ids).clamp_(max=max(len(have) - 1, 0))
         is_here = have[place] == ids if len(have) else torch.zeros(len(ids), dtype=torch.bool, device="cpu")
         found = rows.new_empty(len(ids), rows.shape[1])
         found[is_here] = rows[place[is_here]]
         if not bool(is_here.all()):
-            found[~is_here] = self._fetch(key, ids[~is_here])
+            found[~is_here] = self._fetch(key, ids[~is_here], are_given)
+        self._note(self._versions, are_given)  # theirs are older than what was fetched now
         return found
 
     def drop(self) -> None:
         """Forget rows that were asked for, because they change."""
         if self._asked is not None:
             self._pulls.session.drop(self._asked.calls)
-        self.wanted, self._asked, self._rows = {}, None, {}
+        self.wanted, self._asked, self._rows, self._versions = {}, None, {}, {}
 
-    def _fetch(self, key: int, ids: Tensor) -> Tensor:
-        [rows] = self._pulls.pull([(self._table, key, ids)])
-        return rows
+    def _fetch(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
+        taken = self._pulls.take(self._pulls.ask([(self._table, key, ids)]))
+        self._note(taken.versions, are_given)
+        return taken.rows[0]
+
+    def _note(self, versions: Mapping[tuple[int, int], int], are_given: bool) -> None:
+        if are_given:
+            self._pulls.note(
+                {place: version for place, version in versions.items() if place[0] in self._alone}
+            )
 
 
 class MappedRows:

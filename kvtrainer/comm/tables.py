@@ -212,7 +212,7 @@ class RemoteTable:
 
     @property
     def versions(self) -> dict[int, int]:
-        """Server → the version of its weights that this worker has."""
+        """Server → the version of its weights that this worker computes with."""
         return _known(self._tables.version[:, self.index])
 
     @property
@@ -250,7 +250,7 @@ class RemoteTable:
         self._tables.is_initialised[self.index] = is_initialised
 
     def note_version(self, server: int, version: int) -> None:
-        """Note the version of weights here that did not come from the server itself."""
+        """Note the version of the weights that this worker computes with, which came in another way than by a round."""
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:
@@ -271,7 +271,7 @@ class Tables:
         self.slot = np.zeros((num_servers, 0), np.int64)
         """The number of its first slice there."""
         self.version = np.zeros((num_servers, 0), np.int64)
-        """Of the weights that came last; -1 for none."""
+        """Of the weights that this worker computes with; -1 for none."""
         self.newest = np.zeros((num_servers, 0), np.int64)
         """Of the weights right after this worker's last round, or of those that came since; -1 where nobody said."""
         self.held = np.zeros((num_servers, 0), np.int64)

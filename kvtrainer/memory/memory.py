@@ -119,13 +119,13 @@ class DeviceMemory:
                 for key, rows in self.rows.items()
             }
 
-    def differing(self, among: Sequence[int], held: Mapping[str, Tensor]) -> list[str]:
-        """Name parameters, of some (by index), that differ in any bit from other weights.
+    def differing(self, among: Iterable[int], held: Mapping[str, Tensor]) -> list[int]:
+        """List parameters, of some (by index), that differ in any bit from other weights.
 
         Args:
             held: the other weights, laid out by the plan, on the CPU.
         """
-        names = []
+        found = []
         for i in among:
             spec, at = self.plan.specs[i], self.plan.key_offsets[i]
             if spec.row_sparse:
@@ -133,8 +133,8 @@ class DeviceMemory:
             mine = self.parameters[i].detach().cpu().view(-1)
             theirs = held[spec.dtype][at : at + spec.numel]
             if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
-                names.append(self.names[i])
-        return names
+                found.append(i)
+        return found
 
     def densified(self, key: int) -> Tensor:
         """Get the gradient of a key in the arena, flat; where it goes by rows, those are written there first."""

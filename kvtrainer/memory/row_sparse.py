@@ -153,7 +153,8 @@ class RowSparseParameter(Parameter):
                 raise RowSparseError(
                     f"the values of {self._name()} were in the store of a Trainer that is gone"
                 )
-            rows = owner.row_sparse_pull(self, torch.arange(self.shape[0], device="cpu"))
+            with torch.no_grad():  # no gradient is computed with them
+                rows = owner.row_sparse_pull(self, torch.arange(self.shape[0], device="cpu"))
             return rows.view(self.shape).to(self.device)
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 

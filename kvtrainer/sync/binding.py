@@ -30,7 +30,7 @@ from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replicas import ReplicaCompressor
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.memory.arena import Arena
-from kvtrainer.memory.memory import Memory
+from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.profiler import Profiler
 from kvtrainer.stages import Limits
 from kvtrainer.sync.exchange import (
@@ -438,7 +438,11 @@ class Binding:
             arena.writes.look_at(shown.rest())
 
     def _check_written(self, layout: Memory) -> None:
-        """Raise WeightsWrittenError if the loop changed weights since the store gave them."""
+        """Raise WeightsWrittenError if the loop changed weights since the store gave them.
+
+        It may have put them back, as averaged ones that it swapped in for an evaluation, or have put in others that it
+        has pulled: a gradient is then as old as these.
+        """
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
@@ -448,16 +452,17 @@ class Binding:
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return
-        # Written is not changed: averaged weights that were swapped in may be out again.
-        held = self.holder.pull()
-        changed = [
-            name for one, by in zip(layout.devices, written, strict=True) for name in one.differing(by, held)
-        ]
-        changed += given
-        if changed:
-            raise WeightsWrittenError.of(changed, sum(len(one.names) for one in layout.devices))
-        if self.holder.own is not None:
-            self.holder.own.accept()
+        devices, weights, are_looked_at = layout.devices, layout.arena.weights, False
+        changed = _differing(devices, written, self.holder.given(weights))
+        if any(changed) and not self.holder.is_sync:
+            looked_at = self.holder.looked_at()
+            changed = _differing(devices, changed, looked_at)
+            every = [range(len(one.names)) for one in devices]
+            are_looked_at = not any(changed) and not any(_differing(devices, every, looked_at))
+        names = [one.names[key] for one, keys in zip(devices, changed, strict=True) for key in keys]
+        if names or given:
+            raise WeightsWrittenError.of([*names, *given], sum(len(one.names) for one in devices))
+        self.holder.accept(weights, are_looked_at)
         layout.accept_writes(self.has_weights)
 
     def shadow(self, arena: Arena) -> Shadowed:
@@ -612,3 +617,10 @@ class Binding:
             overlaps = self.selection.overlaps
             return GroupExchange(self._group, plan, optimizer, self.describe().lower(), overlaps)
         return None if self.store is None else PluginExchange(self.store, plan)
+
+
+def _differing(
+    devices: Sequence[DeviceMemory], among: Sequence[Iterable[int]], held: Mapping[str, Tensor]
+) -> list[list[int]]:
+    """List the parameters (by index), of some on each device, that differ from other weights, laid out by the plan."""
+    return [one.differing(keys, held) for one, keys in zip(devices, among, strict=True)]

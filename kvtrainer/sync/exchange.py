@@ -161,6 +161,15 @@ class Exchange(ABC):
         return None
 
 
+class Looked(NamedTuple):
+    """Weights of the store that were fetched to look at."""
+
+    weights: Arenas
+    """Flat, laid out by the plan, on the CPU."""
+    versions: Mapping[int, int]
+    """By server."""
+
+
 class StoreExchange(Exchange):
     """Over a client of an engine, in this process or, if it `is_dist`, on servers.
 
@@ -211,6 +220,10 @@ class StoreExchange(Exchange):
         """Where a CUDA device reads weights in the servers' memory."""
         self.own: OwnWeights | None = None
         """Shows the weights that come in messages."""
+        self._copies: dict[str, Tensor] = {}
+        """Dtype → the weights as they came last, where nothing else keeps them and the store may have newer ones."""
+        self._looked_at: Looked | None = None
+        """The weights of the store that were fetched to look at, since the last round."""
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
@@ -261,7 +274,7 @@ class StoreExchange(Exchange):
         """Return where a round writes new weights, or else sums; of a CUDA device once that has read what is there."""
         if self._staging is not None:
             return self._staging.places(weights)
-        return weights if self.own is None else self.own.flats
+        return self._copies or weights if self.own is None else self.own.flats
 
     def bear(self, keys: Collection[int], bears: bool, gathers: bool) -> None:
         """Have gradients made in memory of this host's servers, where they can be; before `init`.
@@ -279,10 +292,12 @@ class StoreExchange(Exchange):
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = self._down(weights)
+        if self.updates_weights and not self.is_sync and self.own is None and self._staging is None:
+            self._copies = {dtype: flat.clone() for dtype, flat in weights.items()}
         with announced("weights go to servers", self._table.plan.nbytes):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(weights)))
         self._check_places(mine)
-        self._up(weights, mine)
+        self._up(weights, self._places(weights))
 
     @property
     def _in_servers(self) -> MappedWeights | SeenWeights | None:
@@ -335,8 +350,7 @@ class StoreExchange(Exchange):
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
         """Run one round over the client; see `Exchange.run`."""
-        if self.rows.wanted:
-            self.rows.drop()
+        self._forget_read()
         target = weights if self.updates_weights else grads.arenas
         values, lent = grads.arenas, grads.lent
         if self._staging is not None:
@@ -380,8 +394,7 @@ class StoreExchange(Exchange):
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return Outcome(frozenset(), True, None, measured, decision)
-        if self._staging is not None:
-            self._staging.up(target, out)
+        self._up(target, out)
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
@@ -399,7 +412,7 @@ class StoreExchange(Exchange):
 
         Then `end` it; the gradients must not change before.
         """
-        self.rows.drop()
+        self._forget_read()
         rounds = self._client.rounds
         contribution = Contribution(
             [self._table],
@@ -465,7 +478,7 @@ class StoreExchange(Exchange):
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
-        self.rows.drop()
+        self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
         target = grads if not self.updates_weights else None if self.is_sync else weights
@@ -490,7 +503,7 @@ class StoreExchange(Exchange):
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
-        self.rows.drop()
+        self._forget_read()
         mine = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
@@ -514,13 +527,51 @@ class StoreExchange(Exchange):
             rounds.pull([self._table], [self._places(weights)])
         if self.shown is not None:
             self.shown.attach()
-        self._up(weights, mine)
+        self._up(weights, self._places(weights))
 
-    def pull(self) -> dict[str, Tensor]:
-        """Fetch the weights that the store has now, laid out by the plan, on the CPU."""
+    def look(self) -> Arenas:
+        """Fetch the weights that the store has now, laid out by the plan, on the CPU. Those here count as they did."""
         held = self._table.new_arenas()
-        self._client.rounds.pull([self._table], [held])
+        self._looked_at = Looked(held, self._client.rounds.look(self._table, held))
         return held
+
+    def looked_at(self) -> Arenas:
+        """Return the weights that were fetched last to look at, since the last round; those of now, if there were none."""
+        return self.look() if self._looked_at is None else self._looked_at.weights
+
+    def given(self, weights: Arenas) -> Arenas:
+        """Return the weights as they came from the store last, laid out by the plan, on the CPU; not to be changed.
+
+        In synchronous rounds the store has them still.
+
+        Args:
+            weights: as of `init`; they may have been written since.
+        """
+        if self.is_sync or not self._is_dist:
+            return self.look()
+        return self._places(weights)
+
+    def accept(self, weights: Arenas, are_looked_at: bool) -> None:
+        """Have weights as they are now count as what came from the store.
+
+        Args:
+            are_looked_at: They are those that were fetched last to look at, so this worker computes with these now.
+        """
+        if are_looked_at and self._looked_at is not None:
+            for server, version in self._looked_at.versions.items():
+                self._table.note_version(server, version)
+        if self.own is not None:
+            self.own.accept()
+        for dtype, copy in self._copies.items():
+            copy.copy_(weights[dtype])
+        if not self.is_sync:
+            self._down(weights)
+
+    def _forget_read(self) -> None:
+        """Forget what was read for this round, or to be looked at."""
+        self._looked_at = None
+        if self.rows.wanted:
+            self.rows.drop()
 
     def get_state(self, piece: Slice) -> States:
         return self._client.get_state(self._table, self._table.plan.slices[piece.index])
@@ -530,7 +581,7 @@ class StoreExchange(Exchange):
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights that came last; -1 if none came yet."""
+        """The number of updates in the weights that this worker computes with; -1 if none came yet."""
         return max(self._table.versions.values(), default=-1)
 
     @property
@@ -571,9 +622,11 @@ class StoreExchange(Exchange):
         return arenas if staging is None else staging.down(arenas)
 
     def _up(self, arenas: Arenas, places: Arenas) -> None:
-        """Bring back to a CUDA device what has come to places on the host."""
+        """Bring to a CUDA device, or to the parameters, what has come to other places on the host."""
         if self._staging is not None:
             self._staging.up(arenas, places)
+        for dtype in self._copies:
+            arenas[dtype].copy_(places[dtype])
 
     def _brought(self, staging: Staging, grads: Gradients) -> tuple[Arenas, Mapping[int, Tensor]]:
         """Copy gradients of a CUDA device to the host; return their places, and by key (its index) those elsewhere.
