@@ -234,8 +234,8 @@ class Unit:
     """The keys (by index in the plan) of which there is something here."""
     changes: RowChanges
     reads: dict[int, list[Read]] = field(default_factory=dict)
-    """Rank → weights that it was sent, one of which it computes its next gradient with, oldest first; for optimizers that
-    make up for what others have changed since."""
+    """Rank → the weights that it was sent, oldest first; with one of them it computes its next gradient. For optimizers
+    that make up for what others have changed since."""
     hypers: Hypers | None = None
 
     @property

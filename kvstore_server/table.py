@@ -5,6 +5,7 @@ Which contributions make a round is the business of `rounds`, and who is answere
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -314,12 +315,13 @@ class Table:
         known = reads.get(rank, [])
         if not self.notes_reads or any(one.version == self.version for one in known):
             return
-        copies = {id(one): one for own in reads.values() for one in own}
-        read = next((one for one in copies.values() if one.version == self.version), None)
-        if read is None:
-            read = self.shard.copy_read(self.unit, self.version, others)
-            known = known if has_room(len(copies) + 1 - self.num_workers) else []
-        reads[rank] = [*known[:1], *known[1:][-1:], read]
+        former = [*known[:1], *known[1:][-1:]]
+        others_more = sum([len(own) - 1 for other, own in reads.items() if other != rank])
+        if former and not has_room(others_more + len(former)):
+            former = []
+        everywhere = itertools.chain.from_iterable(reads.values())
+        read = next((one for one in everywhere if one.version == self.version), None)
+        reads[rank] = [*former, read or self.shard.copy_read(self.unit, self.version, others)]
 
     def hypers(
         self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes

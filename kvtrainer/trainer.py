@@ -902,9 +902,9 @@ class Trainer(torch.optim.Optimizer):
     def pull_weights(self) -> dict[Tensor, Tensor]:
         """Fetch the store's present weights by parameter, if updates count one by one; blocks.
 
-        The parameters here may lack what others gave since, and go on as they are: the next gradient is as old as they
-        are, whatever was pulled. Written into all parameters, the weights count as theirs; to know them again, a copy is
-        kept until the next step. Empty where updates count together, and without row-sparse parameters.
+        The parameters here may lack what others gave since, and go on as they are: the next gradient is as old as
+        they are, whatever was pulled. Written into all parameters, the weights count as theirs; to know them again, a
+        copy is kept until the next step. Empty where updates count together, and without row-sparse parameters.
         """
         link, memory = self._pipeline.link, self._pipeline.memory
         if link.holder is None or not link.updates_weights or link.holder.is_sync:

@@ -53,8 +53,8 @@ class Rounds:
         self._pulled: set[int] = set()
         """Tables (index) that were pulled since this worker's last round of them."""
         self.may_foresee = True
-        """Whether new weights may come along with a round in which nobody has asked for them: servers would count them as
-        what this worker computes with."""
+        """Whether new weights may come along for a pull that may follow. Servers take them for what this worker
+        computes with, which matters to some optimizers."""
         self._rooms: dict[int, Arenas] = {}
         """Table (index) → where new weights come to that are asked for with a round, to be pulled."""
         self._filled: set[int] = set()
@@ -357,7 +357,7 @@ class Rounds:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write whole tables' present weights into arenas, after this worker's rounds. It computes with them from now on.
+        """Write whole tables' present weights into arenas, after this worker's rounds; it then computes with them.
 
         Over a network those that were pulled after one round are asked for with the next one, so that they come while
         gradients of other tables are on their way. Until this worker begins another round nobody can change them.

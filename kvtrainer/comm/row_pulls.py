@@ -64,7 +64,7 @@ class RowPulls:
         self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """Fetch present values of rows of keys, after this worker's rounds of the tables; blocks. It computes with them.
+        """Fetch present values of rows of keys, after this worker's rounds of the tables, to compute with; blocks.
 
         Returns (number of ids, elements of a row) each, on the CPU.
 
@@ -164,8 +164,8 @@ class TableRows:
         """Theirs, as of RowsTaken."""
         plan = table.plan
         self._alone = frozenset([server for server in plan.servers if not plan.resident_slices_of(server)])
-        """Servers that have nothing else of the table. What else another one has comes with rounds, and is older than rows
-        that come later: gradients count there as old as that."""
+        """Servers that have nothing else of the table. What others have beside rows comes with rounds, and is older:
+        there gradients count as old as that."""
         self._mapped: dict[int, MappedRows | None] = {}
         """Key → its rows in its servers' memory; None where they have to be asked for."""
 

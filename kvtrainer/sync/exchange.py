@@ -536,7 +536,7 @@ class StoreExchange(Exchange):
         return held
 
     def looked_at(self) -> Arenas:
-        """Return the weights that were fetched last to look at, since the last round; those of now, if there were none."""
+        """Return the weights that were fetched last to look at, since the last round; if none were, those of now."""
         return self.look() if self._looked_at is None else self._looked_at.weights
 
     def given(self, weights: Arenas) -> Arenas:

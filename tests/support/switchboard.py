@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_server.engine import Engine
 from kvstore_server.protocol import messages as m
+from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.session import SessionOptions
@@ -55,12 +56,14 @@ def line_of(client: Client) -> Line:
     return line
 
 
-def connected(engines: Sequence[Engine], num_workers: int, timeout: float = LIMIT) -> list[Client]:
+def connected(
+    engines: Sequence[Engine], num_workers: int, timeout: float = LIMIT, mode: Mode = SYNCHRONOUS
+) -> list[Client]:
     """The clients of all workers of a job; start a round on each before waiting for one."""
     lines: dict[bytes, Line] = {}
     clients = []
     for rank in range(num_workers):
-        options = SessionOptions("job", rank, num_workers, timeout=timeout)
+        options = SessionOptions("job", rank, num_workers, timeout=timeout, mode=mode)
         clients.append(Client(Line(engines, lines, b"%d" % rank), options, time.monotonic))
         clients[rank].connect()
     return clients

@@ -337,13 +337,13 @@ def test_after_a_round_that_failed_training_goes_on_from_the_weights_that_are_he
 def pulls(monkeypatch: pytest.MonkeyPatch) -> list[StoreExchange]:
     """The exchanges that have been asked for the store's weights."""
     asked: list[StoreExchange] = []
-    pull = StoreExchange.pull
+    pull = StoreExchange.look
 
     def counted(self: StoreExchange) -> dict[str, Tensor]:
         asked.append(self)
         return pull(self)
 
-    monkeypatch.setattr(StoreExchange, "pull", counted)
+    monkeypatch.setattr(StoreExchange, "look", counted)
     return asked
 
 
