@@ -16,6 +16,7 @@ from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync.exchange import Gradients, StoreExchange
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
+from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
 WAY = "auto"
@@ -78,6 +79,7 @@ def found_by(
     eager: Sequence[str] | None,
     body: Any,
     in_store: bool = True,
+    **options: Any,
 ) -> list[Any]:
     """Return what two workers find, on simulated devices or, where there is no schedule, on the CPU."""
     own = threading.local()
@@ -87,7 +89,7 @@ def found_by(
         own.streams = None if eager is None else Streams(eager)
         return body(Worker(store, own.streams, in_store), rank)
 
-    return jobs.results(2, 2, run)
+    return jobs.results(2, 2, run, **options)
 
 
 def trained(worker: Worker, rank: int) -> list[Tensor]:
@@ -238,3 +240,36 @@ def test_weights_are_copied_with_a_line_where_memory_of_servers_cannot_be_mapped
     found = found_by(jobs, monkeypatch, (), trained)
     assert all(map(torch.equal, found[0], expected[0]))
     assert "too many mappings" in caplog.text
+
+
+@SCHEDULES
+def test_the_host_keeps_what_a_device_was_given_although_the_store_has_newer_weights(
+    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ahead = threading.Event()
+
+    def body(worker: Worker, rank: int) -> list[Tensor]:
+        if rank == 1:
+            worker.round(rank, 0)
+            is_ahead.set()
+            return []
+        first = worker.values()
+        assert is_ahead.wait(LIMIT)
+        looked_at = worker.exchange.look()["float32"]
+        assert not torch.equal(looked_at, torch.ones(len(looked_at)))
+        given = worker.exchange.given(worker.weights)["float32"]
+        assert all(
+            torch.equal(given[at : at + len(one)], one)
+            for at, one in zip(PLAN.key_offsets, first, strict=True)
+        )
+        worker.weights["float32"].copy_(looked_at)
+        worker.exchange.accept(worker.weights, are_looked_at=True)
+        assert worker.exchange.version == 1
+        given = worker.exchange.given(worker.weights)["float32"]
+        return [
+            given[at : at + numel] - looked_at[at : at + numel]
+            for at, numel in zip(PLAN.key_offsets, NUMELS, strict=True)
+        ]
+
+    [differences, _] = found_by(jobs, monkeypatch, eager, body, type="dist_async")
+    assert not any(map(torch.any, differences))
