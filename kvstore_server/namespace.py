@@ -646,7 +646,7 @@ class Namespace:
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
     def _note_pulled(self, table: Table, rank: int) -> None:
-        """Note that a rank is sent the present weights of a table, which it may only look at."""
+        """Note that a rank is sent present weights that it may only look at."""
 
         def has_room(more: int) -> bool:
             copies = max(more - table.more_reads, 0)

@@ -674,9 +674,9 @@ class Shard:
         return Read(version, [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present])
 
     def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
-        """Put weights of a version, as a rank was sent them, in place of the state of that name, and forget all others.
+        """Put weights that a rank was sent in place of the state of that name.
 
-        Of a version that is not kept it is the one before. Where there is none yet, nothing has changed.
+        Those of other versions are forgotten. Of a version that is not kept it is the one before. Where there is none yet, nothing has changed.
         """
         known = unit.reads.get(rank)
         if not known:

@@ -64,7 +64,9 @@ class RowPulls:
         self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """Fetch present values of rows of keys, after this worker's rounds of the tables, to compute with; blocks.
+        """Fetch present values of rows of keys to compute with; blocks.
+
+        They come after this worker's rounds of the tables.
 
         Returns (number of ids, elements of a row) each, on the CPU.
 

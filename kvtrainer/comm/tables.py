@@ -250,7 +250,7 @@ class RemoteTable:
         self._tables.is_initialised[self.index] = is_initialised
 
     def note_version(self, server: int, version: int) -> None:
-        """Note the version of the weights that this worker computes with, which came in another way than by a round."""
+        """Note the version of weights to compute with that came in another way."""
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:

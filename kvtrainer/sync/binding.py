@@ -622,5 +622,5 @@ class Binding:
 def _differing(
     devices: Sequence[DeviceMemory], among: Sequence[Iterable[int]], held: Mapping[str, Tensor]
 ) -> list[list[int]]:
-    """List the parameters (by index), of some on each device, that differ from other weights, laid out by the plan."""
+    """List parameters (by index), of some on each device, that differ from others."""
     return [one.differing(keys, held) for one, keys in zip(devices, among, strict=True)]

@@ -540,9 +540,9 @@ class StoreExchange(Exchange):
         return self.look() if self._looked_at is None else self._looked_at.weights
 
     def given(self, weights: Arenas) -> Arenas:
-        """Return the weights as they came from the store last, laid out by the plan, on the CPU; not to be changed.
+        """Return the weights as they came from the store last; not to be changed.
 
-        In synchronous rounds the store has them still.
+        They are laid out by the plan, on the CPU. In synchronous rounds the store has them still.
 
         Args:
             weights: as of `init`; they may have been written since.
@@ -622,7 +622,7 @@ class StoreExchange(Exchange):
         return arenas if staging is None else staging.down(arenas)
 
     def _up(self, arenas: Arenas, places: Arenas) -> None:
-        """Bring to a CUDA device, or to the parameters, what has come to other places on the host."""
+        """Bring to a CUDA device, or to the parameters, what has come to other places."""
         if self._staging is not None:
             self._staging.up(arenas, places)
         for dtype in self._copies:
