@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
 _WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.KNOWS_PLACES)
 """Flags of commits of which all tables are answered alike: that they are over, by their weights, by where these are."""
+_IDLE = 0.25
+"""After this part of the silence that makes a worker count as lost, a namespace without weights may have to go."""
 _TOLD = 64
 """How many of the ranks that are missing a worker is told."""
 
@@ -219,8 +222,7 @@ class Engine:
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
-            heard = [member.last_heard for member in space.membership.members.values()]
-            silence = now - max(heard, default=now)
+            silence = now - space.membership.last_heard(now)
             if silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         return out
@@ -817,11 +819,13 @@ class Engine:
 
     def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
         """Make a namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
-        if len(self.namespaces) >= self.config.max_namespaces:
+        config = self.config
+        if len(self.namespaces) >= config.max_namespaces and not self._reclaim(now):
             raise ConfigurationError(
-                f"server {self.config.server} has {len(self.namespaces)} namespaces and accepts up to "
-                f"{self.config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
-                f"workers was heard from for {self.config.forget_after:g} s (--forget-after)"
+                f"server {config.server} has {len(self.namespaces)} namespaces and accepts up to "
+                f"{config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
+                f"workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
+                f"{config.dead_after:g} s (--dead-after), or less where another one needs its place"
             )
         space = Namespace(
             hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases, now
@@ -831,9 +835,27 @@ class Engine:
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
         """Free a namespace of which no worker was heard for so long that none comes back."""
-        has_values = any(table.is_initialised for table in space.tables)
-        if silence <= (self.config.forget_after if has_values else self.config.dead_after):
-            return
+        if space.has_values and silence > self.config.forget_after:
+            self._free(space, silence, "--forget-after")
+        elif not space.has_values and silence > self.config.dead_after:
+            self._free(space, silence, "--dead-after")
+
+    def _reclaim(self, now: float) -> bool:
+        """Free the namespace without weights whose workers are silent for the longest time.
+
+        Return whether there was one of which no worker was heard for a few of its heartbeats.
+        """
+        empty = [space for space in self.namespaces.values() if not space.has_values]
+        heard, space = min(
+            [(one.membership.last_heard(now), one) for one in empty], key=itemgetter(0), default=(now, None)
+        )
+        if space is None or now - heard <= self.config.dead_after * _IDLE:
+            return False
+        self._free(space, now - heard, "--max-namespaces")
+        return True
+
+    def _free(self, space: Namespace, silence: float, option: str) -> None:
+        """End a namespace whose workers are silent; should one come again, it is told why."""
         _log.warning(
             "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
         )
@@ -841,7 +863,7 @@ class Engine:
             self._shut_out(
                 member.token,
                 f"no worker of namespace {space.name!r} was heard from for {silence:.0f} s, so it was freed "
-                "(--forget-after); restart the job from its last saved states",
+                f"({option}); restart the job from its last saved states",
             )
         self._end(space)
 

@@ -198,6 +198,10 @@ class Membership:
         """Tell whether every rank that ever came has left."""
         return not self.members
 
+    def last_heard(self, now: float) -> float:
+        """Say when a member was heard last; now if there is none."""
+        return max([member.last_heard for member in self.members.values()], default=now)
+
     def silent(self, now: float, dead_after: float) -> list[int]:
         """Members that were not heard from for longer than `dead_after` seconds."""
         return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]

@@ -291,6 +291,11 @@ class Namespace:
         self._claimed += nbytes
 
     @property
+    def has_values(self) -> bool:
+        """Whether weights would be lost with it."""
+        return any(table.is_initialised for table in self.tables)
+
+    @property
     def least_memory(self) -> int:
         """Bytes that it needs without any table."""
         return NAMESPACE + MEMBER * self.membership.num_workers

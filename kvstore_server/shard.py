@@ -676,7 +676,8 @@ class Shard:
     def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
         """Put weights that a rank was sent in place of the state of that name.
 
-        Those of other versions are forgotten. Of a version that is not kept it is the one before. Where there is none yet, nothing has changed.
+        Those of other versions are forgotten. Of a version that is not kept it is the one before. Where there is none
+        yet, nothing has changed.
         """
         known = unit.reads.get(rank)
         if not known:

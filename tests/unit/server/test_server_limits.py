@@ -210,6 +210,28 @@ def test_there_are_so_many_namespaces_and_no_more() -> None:
     assert isinstance(Peer(engine, "3").answer, m.Welcome)
 
 
+def test_of_namespaces_without_weights_the_one_that_is_silent_longest_makes_room() -> None:
+    engine = Engine(EngineConfig(max_namespaces=3, dead_after=20.0))
+    trained, silent, alive = Peer(engine, "trained"), Peer(engine, "silent"), Peer(engine, "alive")
+    trained.initialise("w", 10)
+    silent.register("w", 10)
+    assert "for 20 s (--dead-after)" in refused(Peer(engine, "new", now=4.0).answer)
+    alive.now = 6.0
+    alive.ask(m.Heartbeat())
+    assert isinstance(Peer(engine, "new", now=6.0).answer, m.Welcome)
+    assert set(engine.namespaces) == {"trained", "alive", "new"}
+    assert "was freed (--max-namespaces)" in refused(silent.ask(m.Heartbeat()), FencedError)
+    assert "has 3 namespaces" in refused(Peer(engine, "newer", now=7.0).answer)
+
+
+def test_of_a_flood_of_namespaces_that_say_nothing_more_all_make_room() -> None:
+    engine = Engine(EngineConfig(max_namespaces=64, dead_after=20.0))
+    for at in range(64):
+        Peer(engine, f"flood {at}")
+    answers = [Peer(engine, f"job {at}", now=6.0).answer for at in range(65)]
+    assert [type(answer) for answer in answers] == [m.Welcome] * 64 + [m.Failed]
+
+
 def test_weights_outlive_their_workers_for_a_long_time_and_nothing_else_does() -> None:
     engine = Engine(EngineConfig(dead_after=5.0, forget_after=1000.0))
     with_values, without = Peer(engine, "with"), Peer(engine, "without")
