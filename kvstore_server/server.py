@@ -57,6 +57,8 @@ _BURST = 1024
 """Frames of one message that are taken between two looks at the time."""
 _PORTION = 64 << 20
 """Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
+_MUCH = 32 << 20
+"""Bytes of refused messages after which their memory goes back to the system, which takes a moment."""
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 """As plain numbers, which take a fraction of the time of names."""
@@ -153,6 +155,8 @@ class Server:
         self._long: LongMessage | None = None
         """The message, once it has more frames than most may have."""
         self._incoming_since = 0.0
+        self._refused = 0
+        """Bytes of messages that were refused, whose memory the C library has kept since."""
         self.is_stop_requested = False
         """The server has been asked to stop."""
         self._until: Callable[[float], bool] = lambda _now: False
@@ -220,8 +224,8 @@ class Server:
                 next_tick = now + TICK
                 if self._listener is not None:
                     self._listener.look_after()
-                if self.service.num_ended > num_ended:
-                    num_ended = self.service.num_ended
+                if self.service.num_ended > num_ended or self._refused >= _MUCH:
+                    num_ended, self._refused = self.service.num_ended, 0
                     return_free_memory()
                 self.is_stop_requested |= self._until(now)
             if self._backlog:
@@ -285,10 +289,12 @@ class Server:
         Args:
             is_shared: It came through shared memory.
         """
+        nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
             request = m.Request(*(message.decode() if isinstance(message, LongMessage) else decode(message)))
         except KVStoreError as error:
             _log.warning("refused a message: %s", error)
+            self._refused += nbytes
             self._send_all([m.Outgoing(peer, m.Reply(0, m.Failed(*to_wire(error))))])
             return
         if isinstance(message, list):
@@ -299,6 +305,8 @@ class Server:
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
         replies = self.service.handle(peer, request, self._clock())
+        if any([isinstance(one.reply.body, m.Failed) for one in replies]):
+            self._refused += nbytes
         if isinstance(body, m.Look):
             replies = [self._with_own_facts(one) for one in replies]
         del request, body  # so that a worker hears with the answer that nobody reads its memory any more

@@ -138,7 +138,9 @@ class LongMessage:
     def __init__(self, frames: Sequence[Frame], max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._frames: list[Frame] = []
-        self._count = self._nbytes = 0
+        self._count = 0
+        self.nbytes = 0
+        """Bytes of the frames that were kept at any time."""
         self._is_refused = len(frames[0]) < _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.State].code
         for frame in frames:
             self.take(frame)
@@ -148,9 +150,9 @@ class LongMessage:
         self._count += 1
         if not self._is_refused:
             self._frames.append(frame)
-            self._nbytes += len(frame)
-            most = 1 + -(-self._nbytes // MAX_PAYLOAD)
-            self._is_refused = self._nbytes > self._max_bytes or self._count > max(most, MOST_FRAMES)
+            self.nbytes += len(frame)
+            most = 1 + -(-self.nbytes // MAX_PAYLOAD)
+            self._is_refused = self.nbytes > self._max_bytes or self._count > max(most, MOST_FRAMES)
         if self._is_refused:
             self._frames.clear()
 

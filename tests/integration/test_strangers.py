@@ -47,6 +47,7 @@ from tests.support.processes import (
     serving,
     together,
 )
+from tests.support.reachable import resident_bytes
 
 SERVER_FLAGS = "--log", "debug"
 HEARTBEAT_MS = 20
@@ -313,6 +314,16 @@ def test_requests_without_a_session_are_refused_whatever_they_ask(
         assert reply.number == 5
         assert isinstance(reply.body, m.Failed)
         assert reply.body.code == "ServerLostState"
+
+
+def test_the_memory_of_a_message_that_was_refused_is_given_back(
+    server: Process, peer: zmq.Socket[bytes]
+) -> None:
+    before = resident_bytes(server.pid)
+    state = m.State(0, 0, {}, bytes(256 << 20))
+    peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=state)))
+    assert isinstance(decode(_answer_of(peer))[3], m.Failed)
+    assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
 
 
 def test_a_frame_above_the_limit_costs_only_its_sender_the_connection(
