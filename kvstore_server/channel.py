@@ -95,6 +95,13 @@ class Arena:
         self.numbers = torch.from_numpy(self.bytes)
         """The same memory."""
 
+    def populate(self) -> None:
+        """Take the pages of the first half now, which will be written; older systems take them as they are."""
+        end = self.nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+        with suppress(OSError):
+            for at in range(0, end, _PORTION):  # between two of them other threads go on
+                self._map.madvise(_POPULATE_WRITE, at, min(_PORTION, end - at))
+
     def trim(self) -> None:
         """Give all pages back: what is there is lost, and reads as zeros."""
         with suppress(OSError):  # of a system that cannot, they stay
@@ -568,6 +575,7 @@ class Channel:
             self.is_usable &= bool(fds)
             if fds:
                 self._sends = Arena(fds.pop(), value)
+                self._sends.populate()  # here, for the server has others to serve
                 self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
             self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
@@ -581,6 +589,7 @@ class Channel:
             asked = self._asked_trays.popleft()
             if fds and not self._asked_trays:
                 self.tray = asked.tray = Tray(fds.pop(), value, self._read)
+                self.tray.arena.populate()
         else:
             raise ValueError(f"a datagram of kind {kind}")
 
@@ -848,17 +857,11 @@ class Listener:
             self._ended.register(self._processes[end.fileno()], select.POLLIN)
 
     def _make(self, nbytes: int) -> int | None:
-        """Make memory, if there is twice as much as will be written: the first half, whose pages are taken now."""
+        """Make memory, if there is twice as much as will be written: the first half. Whoever writes takes its pages."""
         try:
-            if nbytes >= self._available():
-                return None
-            fd = make_memory(nbytes)
+            return make_memory(nbytes) if nbytes < self._available() else None
         except OSError:
             return None
-        # Older systems take pages one by one, when written.
-        with suppress(OSError), mmap.mmap(fd, nbytes) as memory:
-            memory.madvise(_POPULATE_WRITE, 0, nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE)
-        return fd
 
 
 def _socket() -> socket.socket:

@@ -841,7 +841,7 @@ class Engine:
             self._free(space, silence, "--dead-after")
 
     def _reclaim(self, now: float) -> bool:
-        """Free the namespace without weights whose workers are silent for the longest time.
+        """Free the namespace without weights whose workers are silent longest.
 
         Return whether there was one of which no worker was heard for a few of its heartbeats.
         """

@@ -147,6 +147,34 @@ def test_a_worker_asks_for_no_more_memory_while_what_it_got_waits_for_its_socket
     assert bytes_of(server.receive()) == large
 
 
+def test_the_worker_takes_the_pages_of_memory_that_it_will_write_and_not_the_server_that_others_wait_for(
+    ends: Pair, listener: Listener
+) -> None:
+    made: list[int] = []
+
+    def make(nbytes: int) -> int | None:
+        fd = listener._make(nbytes)
+        assert fd is not None
+        made.append(os.dup(fd))
+        return fd
+
+    worker, server = ends(make)
+    worker.make_room(64 * MIB)
+    worker.ask_for_tray(32 * MIB)
+    assert server.receive() is None
+    sizes = [os.fstat(fd).st_size for fd in made]
+    assert sizes == [128 * MIB, 32 * MIB]
+    assert [os.fstat(fd).st_blocks for fd in made] == [0, 0]
+    assert worker.receive() is None
+    taken = [512 * os.fstat(fd).st_blocks for fd in made]
+    for fd in made:
+        os.close(fd)
+    assert taken in (
+        [size // 2 for size in sizes],
+        [0, 0],
+    )  # Linux before 5.14 takes them as they are written
+
+
 def test_a_worker_that_asks_for_memory_again_and_again_is_cut_off(ends: Pair) -> None:
     worker, server = ends()
     room = struct.pack("<HHIQ", 2, 0, 0, MIB)
