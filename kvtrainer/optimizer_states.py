@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +17,7 @@ from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
+from kvstore_server.optimizer.trees import cloned, flatten, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rows import RowSet
@@ -405,7 +406,7 @@ class JointUpdate:
         self._wide: dict[int, Parameter] = {}
         """During a step, by key: what stands in for parameters of half precision."""
         self._first = {
-            key: _cloned(instance.state[p]) for key, p in enumerate(self._parameters) if p in instance.state
+            key: cloned(instance.state[p]) for key, p in enumerate(self._parameters) if p in instance.state
         }
         """What the class made in its constructor."""
 
@@ -430,7 +431,7 @@ class JointUpdate:
         """
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
-        taken, masters = _Snapshot(self.instance), _cloned(self._masters)
+        taken, masters = _Snapshot(self.instance), cloned(self._masters)
         self.was_undone = False
         try:
             with self._lent(scale, present, decision), self._grouped(hypers):
@@ -459,7 +460,7 @@ class JointUpdate:
         """Copy what the optimizer itself says, with the options that count."""
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
-        state: dict[str, Any] = _cloned(self.instance.state_dict())
+        state: dict[str, Any] = cloned(self.instance.state_dict())
         return state
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
@@ -472,7 +473,7 @@ class JointUpdate:
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
-        first = {at: _cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
+        first = {at: cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
         # Where the count of the store was all that there is, the class has kept nothing.
         own = {
             **first,
@@ -488,24 +489,24 @@ class JointUpdate:
             ) from error
         for key, at in enumerate(order):
             self._counts[key] = _count(states[at].get("step", 1)) if states.get(at) else 0
-            if is_half(self._parameters[key]):
-                self._restore_float32(self.instance.state.get(self._parameters[key], {}), own.get(at, {}))
+            kept = self.instance.state.get(self._parameters[key])
+            if isinstance(kept, dict) and at in own:
+                # Of its count torch knows in which form kernels want that.
+                kept.update(
+                    {name: _as_given(kept[name], own[at].get(name)) for name in kept if name != "step"}
+                )
         self._masters = {key: masters[at] for key, at in enumerate(order) if at in masters}
         for live, loaded in zip(self._groups(), self.instance.param_groups, strict=True):
             live.update({name: value for name, value in loaded.items() if name not in _LISTS})
         return dict(enumerate(self._counts))
 
-    @staticmethod
-    def _restore_float32(kept: dict[str, Any], given: Mapping[str, Any]) -> None:
-        """Take over in float32 what torch has rounded to a parameter's half precision. The class saw float32."""
-        for name, value in kept.items():
-            exact = given.get(name)
-            if isinstance(value, Tensor) and isinstance(exact, Tensor) and is_half(value):
-                kept[name] = exact.to(value.device, copy=True)
-
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Split what its state_dict has beside groups and the state of parameters: plain values, and tensors."""
-        found = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
+        """Split what its state_dict has beside groups and the state of parameters: what is no tensor, and tensors.
+
+        Trees are as `flatten` has them.
+        """
+        rest = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
+        found = flatten(rest)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
@@ -514,7 +515,7 @@ class JointUpdate:
         found: dict[int, State] = {}
         for key, parameter in enumerate(self._parameters):
             if count := self._counts[key]:
-                kept = _cloned(self.instance.state.get(parameter, {}))
+                kept = cloned(self.instance.state.get(parameter, {}))
                 entries = {OWN_COUNT if name == "step" else name: value for name, value in kept.items()}
                 if key in self._masters:
                     entries["master"] = self._masters[key].clone()
@@ -524,22 +525,25 @@ class JointUpdate:
     def put(self, states: Mapping[int, State]) -> None:
         """Replace the state of every key by what `states` returned; one without an entry starts afresh."""
         device = self._device.arena.device
+
+        def to_device(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
         groups = {p: group for group in self.instance.param_groups for p in group["params"]}
         for key, parameter in enumerate(self._parameters):
-            given, group = _cloned(dict(states.get(key, {}))), groups.get(parameter, {})
+            given, group = cloned(dict(states.get(key, {}))), groups.get(parameter, {})
             self._counts[key] = count = int(given.pop("step", 0))
             # As torch does it: what may be of one element, too, and its count where kernels read that.
+            is_moved = group.get("capturable") or group.get("fused")
             entries = {
-                n: v.to(device)
-                if isinstance(v, Tensor) and (n != OWN_COUNT or group.get("capturable") or group.get("fused"))
-                else v
-                for n, v in given.items()
+                name: value if name == OWN_COUNT and not is_moved else map_tree(to_device, value)
+                for name, value in given.items()
             }
             self._masters.pop(key, None)
             if "master" in entries:
                 self._masters[key] = entries.pop("master").to(device)
             kept = {"step" if name == OWN_COUNT else name: value for name, value in entries.items()}
-            kept = kept if count else _cloned(self._first.get(key, {}))
+            kept = kept if count else cloned(self._first.get(key, {}))
             if kept:
                 self.instance.state[parameter] = kept
             else:
@@ -627,7 +631,7 @@ class _Snapshot:
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self._instance = instance
         self._attributes = dict(vars(instance))
-        self._state = {key: _cloned(value) for key, value in instance.state.items()}
+        self._state = {key: cloned(value) for key, value in instance.state.items()}
         self._groups = [(group, dict(group)) for group in instance.param_groups]
 
     def restore(self) -> None:
@@ -640,21 +644,32 @@ class _Snapshot:
             group.update(entries)
 
 
-def _cloned(value: Any) -> Any:
-    """Make a copy that shares no tensor."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {name: _cloned(item) for name, item in value.items()}
-    return [_cloned(item) for item in value] if type(value) is list else copy.copy(value)
-
-
 def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
     """Give state the class's own count of steps again. A store has put its own in that place."""
     if OWN_COUNT not in state:
         return dict(state)
     entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}
     return entries if state[OWN_COUNT] is None else {**entries, "step": state[OWN_COUNT]}
+
+
+def _as_given(kept: Any, given: Any) -> Any:
+    """Undo what torch's loader does to a state beside copying it to a device.
+
+    It makes everything iterable anew from its items, text too, and gives every tensor the dtype of the parameter.
+    """
+    if isinstance(kept, Tensor) and isinstance(given, Tensor):
+        # A model of the other full precision has made the optimizer keep that.
+        is_wider = {kept.dtype, given.dtype} == {torch.float32, torch.float64}
+        is_cast = kept.dtype != given.dtype and kept.shape == given.shape
+        return given.detach().to(kept.device, copy=True) if is_cast and not is_wider else kept
+    if isinstance(kept, str) and isinstance(given, str):
+        return given if kept.startswith("<generator object") else kept
+    if isinstance(kept, dict) and isinstance(given, Mapping):
+        made = {name: _as_given(one, given[name]) if name in given else one for name, one in kept.items()}
+        return OrderedDict(made) if type(given) is OrderedDict else made
+    if type(kept) in (list, tuple) and type(kept) is type(given) and len(kept) == len(given):
+        return type(kept)(map(_as_given, kept, given))
+    return kept
 
 
 def _count(step: Any) -> int:

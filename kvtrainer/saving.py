@@ -18,10 +18,11 @@ from kvstore_server import lr_scheduler
 from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.optimizer.torch_family import OWN_COUNT
+from kvstore_server.optimizer.trees import decode, unflatten
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import kept_entries, option_problems, plain
 from kvtrainer.scaling import scaler_from_state
-from kvtrainer.states import SavedParameter, SavedStates, saved_problems
+from kvtrainer.states import SavedParameter, SavedStates, encoded, saved_problems
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import Residuals
 
@@ -61,7 +62,9 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
     """Take out all that is to be saved; blocks while state is fetched."""
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
-        own.extra[_OPTIMIZER], own.tensors[_OPTIMIZER] = shared
+        plain_values, own.tensors[_OPTIMIZER] = shared
+        of = f"{type(joint.instance).__name__}.state_dict()"
+        own.extra[_OPTIMIZER] = {name: encoded(of, name, value) for name, value in plain_values.items()}
     options = [
         {name: plain(value) for name, value in kept_entries(group, optimizer).items()}
         for group in pipeline.groups.live
@@ -95,12 +98,12 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
     for at, name in enumerate(names):
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(names)}
+    saved_rest = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
     # The count is the store's: a class that keeps one of its own has that under another name, unless it keeps none.
     return {
         "state": {at: {OWN_COUNT: None, **state} for at, state in states.items() if state},
         "param_groups": groups,
-        **saved.extra.get(_OPTIMIZER, {}),
-        **saved.tensors.get(_OPTIMIZER, {}),
+        **unflatten({**saved_rest, **saved.tensors.get(_OPTIMIZER, {})}),
     }
 
 

@@ -30,12 +30,14 @@ from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
+from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.progress import announced, tracked
 
 State = dict[str, Any]
-"""Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor or number."""
+"""Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor, plain value, or a
+dict, list or tuple of such."""
 
 _OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "grad_avg", "last_lr"})
 """Entries that may be there or not: options that need them, such as momentum, may change while training."""
@@ -76,7 +78,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
                 found[key] = {
-                    **_by_row(plan, key, state),
+                    **unflatten(_by_row(plan, key, state)),
                     "step": torch.tensor(float(state["step"]), device="cpu"),
                 }
     return found
@@ -151,8 +153,9 @@ def import_states(
     of_scalars = {"master"}
     if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
         # What has one number per element looks like the optimizer's scalars where there is one element.
-        trial = trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {}
+        trial = flatten(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
+    states = {key: flatten(state) for key, state in states.items()}
     nbytes = sum(
         [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
     )
@@ -231,8 +234,7 @@ def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[State
 def _copied(state: Mapping[str, Any]) -> State:
     """Copy state with a step count and without unused entries. Some torch optimizers keep no count."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
-    copies = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in used.items()}
-    return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **copies}
+    return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **cloned(used)}
 
 
 def _name_own_count(
@@ -272,19 +274,21 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
     except Exception:
         # A user's optimizer, which may refuse zeros: it is not this question that it should fail at.
         return None
+    state = flatten(state)
     for name, value in state.items() if optimizer.elementwise else ():
         if isinstance(value, Tensor) and value.shape == (2,):
             state[name] = value[0].expand(spec.shape)  # for all elements; takes no memory
+    state = unflatten(state)
     return {name: value for name, value in state.items() if value is not None}
 
 
 def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
     """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all."""
     state: State = {"step": torch.tensor(0.0, device="cpu")}
-    for name, value in (trial_state(optimizer, options, spec) or {}).items():
+    for name, value in flatten(trial_state(optimizer, options, spec) or {}).items():
         is_tensor = isinstance(value, Tensor)
         state[name] = value.detach().clone(memory_format=torch.contiguous_format) if is_tensor else value
-    return state
+    return unflatten(state)
 
 
 def _state_problems(
@@ -316,14 +320,17 @@ def _state_problems(
         trial = trial_state(optimizer, options[key], spec)
         expected = None
         if trial is not None:
-            expected = {n: tuple(v.shape) if isinstance(v, Tensor) else () for n, v in trial.items()}
+            expected = {n: _shape_of(v) for n, v in trial.items()}
         for problem in _differences(state, expected, spec, optimizer):
             found.setdefault(problem, []).append(repr(spec.key))
     return [problem.replace("PARAMETERS", ", ".join(names)) for problem, names in found.items()]
 
 
 def _differences(
-    state: State, expected: Mapping[str, tuple[int, ...]] | None, spec: TensorSpec, optimizer: Optimizer
+    state: State,
+    expected: Mapping[str, tuple[int, ...] | None] | None,
+    spec: TensorSpec,
+    optimizer: Optimizer,
 ) -> Iterable[str]:
     shape = list(spec.shape)
     if expected is not None and spec.numel:
@@ -332,16 +339,23 @@ def _differences(
         for name in sorted(state.keys() - expected.keys() - _OPTIONAL - {OWN_COUNT}):
             yield f"state {name!r} of PARAMETERS is not one that {optimizer.registered_name} keeps"
     known = {**(expected or {}), "master": spec.shape, "step": ()}
-    for name, value in state.items():
+    for name, value in flatten(state).items():
         is_tensor = isinstance(value, Tensor)
         if name == "step" and not _is_count(value):
             yield f"state 'step' of PARAMETERS is no count of updates, but {value!r:.80}"
             continue
         wanted = known.get(name, spec.shape if is_tensor and value.dim() and optimizer.elementwise else None)
-        got = tuple(value.shape) if is_tensor else ()
-        if wanted is not None and got != wanted:
+        got = _shape_of(value)
+        if wanted is not None and got is not None and got != wanted:
             fits = "the parameter has" if wanted == spec.shape else f"the parameter has {shape} and the entry"
             yield f"state {name!r} of PARAMETERS has shape {list(got)}, {fits} {list(wanted)}"
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of an entry, () of a number; None of what has none, such as text and trees."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return () if isinstance(value, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -353,7 +367,7 @@ class SavedParameter:
     group: int
     """Position of its group in `SavedStates.groups`."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The optimizer's entries by name, tensors and numbers, 'step' among them; empty before the first update."""
+    """The optimizer's entries by name, 'step' among them; empty before the first update."""
 
 
 @dataclass(frozen=True)
@@ -388,10 +402,11 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     rows = []
     for name, parameter in saved.parameters.items():
         row = {"name": name, **vars(parameter)}
-        entries = row.pop("state")
+        entries = flatten(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
-        rows.append({**row, "numbers": {n: value for n, value in entries.items() if n not in found}})
+        others = {entry: value for entry, value in entries.items() if entry not in found}
+        rows.append({**row, "numbers": {entry: encoded(name, entry, one) for entry, one in others.items()}})
     content = {**vars(saved), "parameters": rows}
     del content["tensors"]
     try:
@@ -403,6 +418,17 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors = {name: _storable(tensor) for name, tensor in tensors.items()}
     check = checksum(tensors, text)
     return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
+
+
+def encoded(owner: str, entry: str, value: Any) -> Any:
+    """Return what JSON has for an entry that is no tensor. Raises StateFileError if that cannot be."""
+    try:
+        return encode(value)
+    except TypeError as error:
+        raise StateFileError(
+            f"the state {entry!r} of {owner!r} cannot be saved, because {error}; keep tensors, plain values, and "
+            "dicts, lists and tuples of these there"
+        ) from error
 
 
 def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
@@ -445,12 +471,17 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
 
 
 def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
-    parameters = {row["name"]: {**row, "state": dict(row["numbers"])} for row in content["parameters"]}
+    parameters = {
+        row["name"]: {**row, "state": {name: decode(value) for name, value in row["numbers"].items()}}
+        for row in content["parameters"]
+    }
     sections: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         kind, owner, name = map(unquote, full_name.split("/"))
         members = parameters[owner]["state"] if kind == _STATE else sections.setdefault(owner, {})
         members[name] = tensor
+    for parameter in parameters.values():
+        parameter["state"] = unflatten(parameter["state"])
     return rebuilt({**content, "parameters": parameters, "tensors": sections})
 
 

@@ -26,6 +26,7 @@ from kvstore_server.optimizer.gathering import (
 )
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvstore_server.optimizer.trees import flatten, is_plain_leaf, unflatten
 from kvstore_server.plan import ALIGNMENT
 
 Room = Callable[[str, Tensor], Tensor]
@@ -70,15 +71,15 @@ def apply_update(
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. Where
             `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one sparse dimension;
             where it `takes_pieces`, there may be several.
-        state: of these elements or this key, updated in place: numbers, and tensors with one number per element, or of
-            any shape for a key.
+        state: of these elements or this key, updated in place: plain values, and tensors with one number per element,
+            or of any shape for a key. Trees are as `flatten` has them.
         hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
             that is `positioned` needs 'key' and 'first'.
         padding: finds the parts of `weight` that are padding.
         scale: of a flat gradient, which is multiplied by it first.
 
     Raises:
-        OptimizerError: the optimizer put something else than such tensors and numbers into the state.
+        OptimizerError: the optimizer put something else than such tensors and plain values into the state.
         Exception: whatever a user-defined optimizer raises; weights and state are then half updated.
     """
     if weight.numel():  # torch's matrix classes fail where there is nothing to update
@@ -105,9 +106,11 @@ def apply_update(
                 if bound is not None:
                     (given.values() if is_sparse else given).clamp_(-bound, bound)
             values = state.values if state.step else optimizer.create_state(target)
+            if not optimizer.verified:
+                values = unflatten(values)
             optimizer.update(target, given, values, numbers)
             if not optimizer.verified:
-                shape = target.shape if is_flat else None
+                shape, values = target.shape if is_flat else None, flatten(values)
                 values = {n: _entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
             state.values = values
         if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
@@ -159,7 +162,11 @@ def _update_in_blocks(
             values = optimizer.create_state(lent)
         if optimizer.positioned:
             numbers = {**numbers, "first": numbers["first"] + (offset and length)}
+        if not optimizer.verified:
+            values = unflatten(values)
         optimizer.update(lent, lent_grad, values, numbers)
+        if not optimizer.verified:
+            values = flatten(values)
         if spare:
             weight[part].copy_(lent[:count])
         for name, value in values.items():
@@ -184,9 +191,9 @@ def _entry(
         shape: Of the weights, where all tensors must have it or no dimension.
 
     Raises:
-        OptimizerError: it is no such tensor and no number, or has a reserved name.
+        OptimizerError: it is no such tensor and no plain value, or has a reserved name.
     """
-    fits = isinstance(value, int | float)
+    fits = is_plain_leaf(value)
     got = type(value).__name__
     if isinstance(value, Tensor):
         fits = not value.is_sparse and (not value.dim() or shape in (None, value.shape))
@@ -196,10 +203,10 @@ def _entry(
             "dense tensor" if shape is None else f"tensor of the weights' shape {tuple(shape)}, a 0-d one"
         )
         raise OptimizerError(
-            f"optimizer {optimizer.registered_name} put a {got} into its state as {name!r}; an entry is a {wanted} or "
-            f"a number, and not called {' or '.join(RESERVED)}"
+            f"optimizer {optimizer.registered_name} put a {got} into its state as {name!r}; an entry is a {wanted}, "
+            "a number, a text, bytes, None, or a dict, list or tuple of these, and not called "
+            f"{' or '.join(RESERVED)}"
         )
-    assert isinstance(value, Tensor | int | float)
     if isinstance(value, Tensor):
         dense = [other.values() if other.is_sparse else other for other in lent]
         memory = {other.untyped_storage().data_ptr() for other in dense}
@@ -289,7 +296,7 @@ def _update_lazily(
         if optimizer.multi_precision and whole is not weight and state.master is None:
             state.master = whole
         values = optimizer.create_state(whole.reshape(-1) if optimizer.elementwise else whole)
-        for name, value in values.items():
+        for name, value in flatten(values).items():
             entry = _entry(optimizer, name, value, (whole,), None)
             is_flat = optimizer.elementwise and _has_rows(entry)
             state.values[name] = (

@@ -77,8 +77,8 @@ def capability() -> str:
 
 _log = logging.getLogger(__name__)
 
-StateValue = Tensor | float
-"""One entry of an optimizer's state: a flat tensor, a 0-d tensor or a number."""
+StateValue = Any
+"""One entry of an optimizer's state: a flat tensor, a 0-d tensor, a plain value, or a tree of these (see `trees`)."""
 Values = dict[str, StateValue]
 """The entries of an optimizer's state by name."""
 Hyper = Mapping[str, Any]
@@ -348,7 +348,7 @@ class Optimizer:
             )
 
     def create_state(self, weight: Tensor) -> Values:
-        """Return the state before the first update: tensors like `weight`, 0-d tensors and numbers."""
+        """Return the state before the first update: tensors like `weight`, 0-d tensors and plain values."""
         return {}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -356,13 +356,14 @@ class Optimizer:
 
         `weight` and `grad` are flat, both float32 or both float64, and hold neighbouring elements of one or
         several keys, with zeros between and after them; `grad` is already rescaled and clipped, and may be
-        overwritten. A state entry may be changed in place or assigned anew; the names 'step' and 'master' are
+        overwritten. A state entry may be changed in place or assigned anew; it is a tensor of the shape of `weight`, a
+        0-d one, a number, a text, bytes, None, or a dict, list or tuple of such. The names 'step' and 'master' are
         reserved. `hyper` holds `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step':
         which update of these keys this is, the first being begin_num_update + 1; also 'key' and 'first' for a
         class that is `positioned`. The result for an element must not depend on its neighbours.
 
-        With `elementwise = False`, `weight` and `grad` are one whole key in its own shape instead, state entries are
-        tensors of any shape or numbers, `hyper` also has 'key', its name, and elements may depend on one another.
+        With `elementwise = False`, `weight` and `grad` are one whole key in its own shape instead, tensors in
+        the state are of any shape, `hyper` also has 'key', its name, and elements may depend on one another.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 

@@ -1,12 +1,13 @@
 """The optimizer state of neighbouring segments. Also as plain numbers and one block of bytes.
 
 An entry with one number per element lies in flat memory beside the weights, so that one kernel call can update many
-segments. Every other entry (a number, or a tensor that an optimizer of whole keys has shaped as it likes) is kept with
-its segment; of a key that has several segments, with the first.
+segments. Every other entry (a plain value, or a tensor that an optimizer of whole keys has shaped as it likes) is kept
+with its segment; of a key that has several segments, with the first. Trees are kept as `flatten` has them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from kvstore_server.errors import ProtocolError, ShapeMismatchError
 from kvstore_server.optimizer.base import StateValue
+from kvstore_server.optimizer.trees import decode, encode, leaf_names
 from kvstore_server.plan import ALIGNMENT, Slice
 
 RESERVED = ("step", "master")
 """Names of entries that are no optimizer's own: the number of updates, and float32 copies of half-precision weights."""
 
-_DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+_JSON = "json"
+"""Stands in place of a dtype for a value that is text, or a tree without its tensors."""
+_DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class Place(Enum):
@@ -114,8 +118,9 @@ class States:
                 if memory[part].data_ptr() != value.data_ptr():
                     memory[part].copy_(value.reshape(-1))
                 entries[name] = Place.MEMORY
-        if entries != self.entries[first]:
-            self.entries[first:end] = [self._share(entries)] * (end - first)
+        shared = self._share(entries)
+        if shared is not self.entries[first]:
+            self.entries[first:end] = [shared] * (end - first)
         self.steps[first:end] = state.step
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
@@ -231,6 +236,8 @@ def spread(
         states.steps[index] = int(values.get("step", 0))
         states.entries[index] = states._share({**others, **dict.fromkeys(flat, Place.MEMORY)})
         others = {n: v for n, v in others.items() if not (isinstance(v, Tensor) and v.dim())}
+        there = others.keys() | flat.keys()
+        others = {n: v for n, v in others.items() if there.issuperset(leaf_names(v))}
         at += numel
 
 
@@ -255,8 +262,10 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
                 tensors.append((name, value, index))
             elif isinstance(value, Tensor):
                 rows[-1][name] = [value.item(), _dtype_name(value)]
+            elif type(value) is float:
+                rows[-1][name] = [value, ""]
             else:
-                rows[-1][name] = None if value is Place.MEMORY else [value, ""]
+                rows[-1][name] = None if value is Place.MEMORY else [json.dumps(encode(value)), _JSON]
     parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
     named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
     data = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
@@ -271,7 +280,7 @@ def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> Stat
     """
     try:
         return _unpacked(piece, summary, data)
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ProtocolError(f"this is no optimizer state of slice {piece.index}: {error}") from None
 
 
@@ -296,6 +305,11 @@ def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
     missing = {n for row in rows for n, v in row.items() if v is Place.MEMORY} - found.tensors.keys()
     if missing or any(row.get("master", Place.MEMORY) is not Place.MEMORY for row in rows):
         raise ValueError(f"{sorted(missing) or 'master'} should have a number per element")
+    for row in rows:
+        leaves = [name for value in row.values() for name in leaf_names(value)]
+        are_tensors = all(isinstance(row.get(name), Tensor | Place) for name in leaves)
+        if len(set(leaves)) < len(leaves) or not are_tensors:
+            raise ValueError("the tensors of a tree are not there")
     found.steps[:] = steps
     found.entries = [found._share(row) for row in rows]
     return found
@@ -318,6 +332,8 @@ def _unpack(value: Any) -> StateValue | Place:
     if value is None:
         return Place.MEMORY
     number, dtype = value
+    if dtype == _JSON:
+        return decode(json.loads(number))
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
         raise ValueError(f"{value!r} is no number")
     return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number

@@ -371,9 +371,25 @@ def check_supported(cls: TorchClass) -> None:
         )
 
 
-def _differs(value: Any, former: Any) -> bool:
-    """Tell whether an entry was replaced by another value; tensors count as other ones by identity."""
-    return value is not former and (isinstance(value, Tensor) or bool(value != former))
+def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
+    """Tell whether an entry was replaced by another value.
+
+    Args:
+        by_value: Whether tensors that hold the same count as the same one. Otherwise, they count by identity.
+    """
+    if value is former:
+        return False
+    if isinstance(value, Tensor) and isinstance(former, Tensor):
+        is_like = (value.shape, value.dtype, value.device) == (former.shape, former.dtype, former.device)
+        return not (by_value and is_like and torch.equal(value, former))
+    if isinstance(value, Mapping) and isinstance(former, Mapping):
+        return value.keys() != former.keys() or any(_differs(value[n], former[n], by_value) for n in value)
+    if isinstance(value, list | tuple) and type(value) is type(former):
+        return len(value) != len(former) or any(map(_differs, value, former, [by_value] * len(value)))
+    try:
+        return bool(value != former)
+    except Exception:  # arrays have no single truth, and what is anybody's may raise anything
+        return True
 
 
 def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
@@ -426,9 +442,10 @@ def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dic
         name
         for name, value in vars(instance).items()
         if name not in torchs
-        if type(vars(built).get(name)) is not type(value) or _differs(value, vars(built)[name])
+        if type(vars(built).get(name)) is not type(value) or _differs(value, vars(built)[name], by_value=True)
     ]
-    unlike += [n for n, v in found.items() if is_plain(v) and built.param_groups[0].get(n, v) != v]
+    own = built.param_groups[0]
+    unlike += [n for n, v in found.items() if is_plain(v) and _differs(own.get(n, v), v)]
     if unlike:
         return options, f"one built from what its groups have differs in {', '.join(map(repr, unlike))}"
     return options, ""

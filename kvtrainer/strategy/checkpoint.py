@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server import check
+from kvstore_server.optimizer.trees import map_tree
 from kvtrainer.errors import (
     CheckpointKeyError,
     ConfigurationError,
@@ -250,7 +252,7 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """Copy into plain dicts, lists and CPU tensors. `torch.load(weights_only=True)` reads those.
+    """Copy into plain dicts, lists, tuples and CPU tensors. `torch.load(weights_only=True)` reads those.
 
     Args:
         where: what to call the value in an error.
@@ -268,9 +270,11 @@ def plain_copy(value: Any, where: str) -> Any:
         for key in value:
             if type(key) not in _PLAIN:
                 raise ConfigurationError(f"{where} has the key {key!r:.80}, neither a number nor text")
-        return {key: plain_copy(one, f"{where}[{key!r}]") for key, one in value.items()}
+        copied = {key: plain_copy(one, f"{where}[{key!r}]") for key, one in value.items()}
+        return OrderedDict(copied) if type(value) is OrderedDict else copied
     if isinstance(value, list | tuple):
-        return [plain_copy(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        made = [plain_copy(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        return tuple(made) if type(value) is tuple else made
     raise ConfigurationError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; save "
         "tensors, numbers, text, and dicts and lists of these"
@@ -313,11 +317,7 @@ def pack_tree(value: Any) -> bytes:
 
 def _with_memory_of_its_own(value: Any) -> Any:
     """Copy the tensors of a `plain_copy`: torch.save writes all of the memory that a view is of."""
-    if isinstance(value, Tensor):
-        return value.contiguous().clone()
-    if isinstance(value, dict):
-        return {key: _with_memory_of_its_own(one) for key, one in value.items()}
-    return [_with_memory_of_its_own(one) for one in value] if isinstance(value, list) else value
+    return map_tree(lambda one: one.contiguous().clone() if isinstance(one, Tensor) else one, value)
 
 
 def unpack_tree(data: bytes) -> Any:

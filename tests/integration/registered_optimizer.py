@@ -41,3 +41,34 @@ class Shift(torch.optim.Optimizer):
                 if isinstance(p.grad, Tensor):
                     p.sub_(p.grad + group["b"], alpha=group["a"])
         return None
+
+
+@OPTIMIZERS.register_module()
+class InEighths(torch.optim.Optimizer):
+    """SGD with a momentum in eighths; its scale, and what else it keeps, lies in trees."""
+
+    def __init__(self, params: object, lr: float = 0.125) -> None:
+        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p.grad, Tensor):
+                    p.sub_(self._direction(p, p.grad), alpha=group["lr"])
+        return None
+
+    def _direction(self, p: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state.update(
+                quant={"code": torch.zeros_like(p), "absmax": [torch.ones(1)]}, mode="fast", seen=(b"", 0)
+            )
+        if (state["mode"], type(state["seen"])) != ("fast", tuple):
+            raise ValueError(f"this is no state of mine: {state}")
+        code, scale = state["quant"]["code"], state["quant"]["absmax"][0]
+        value = code / 8 * scale * 0.5 + grad
+        scale.copy_(value.abs().max())
+        code.copy_((value / scale * 8).round())
+        state["seen"] = (b"\xff", state["seen"][1] + 1)
+        return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,31 @@ def test_server_that_did_not_import_the_class_says_what_it_needs(processes: Proc
         trainer = Trainer(**trainer_arguments(net, {**config("MeanDescent"), "kvstore": store}))
         with pytest.raises(UnknownNameError, match=r"'torch:MeanDescent'.*--import MODULE"):
             step(net, trainer)
+
+
+def test_state_of_trees_goes_to_servers_and_into_files_and_back(server: Process, tmp_path: Path) -> None:
+    def trained(trainer: torch.optim.Optimizer, net: nn.Module, *steps: int) -> None:
+        for at in steps:
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(at), dtype=p.dtype)
+            trainer.step(1 if isinstance(trainer, Trainer) else None)
+
+    nets = [model() for _ in range(3)]
+    oracle = registered_optimizer.InEighths(nets[0].parameters())
+    trained(oracle, nets[0], 0, 1, 2, 3)
+    with Members() as members:
+        stores = [members.join([server], 0, 1, new_name()) for _ in range(2)]
+        first, second = (
+            Trainer(net, registered_optimizer.InEighths, {}, kvstore=store, update_on_kvstore=True)
+            for net, store in zip(nets[1:], stores, strict=True)
+        )
+        trained(first, nets[1], 0, 1)
+        first.save_states(tmp_path / "states")
+        nets[2].load_state_dict(nets[1].state_dict())
+        second.load_states(tmp_path / "states")
+        trained(second, nets[2], 2)
+        second.load_state_dict(second.state_dict())  # while it is on the server
+        assert second.state_dict()["state"][0]["seen"] == (b"\xff", 3)
+        trained(second, nets[2], 3)
+    for mine, expected in zip(nets[2].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(mine, expected)

@@ -1,0 +1,166 @@
+"""Trees in an optimizer's state: dicts, lists and tuples of tensors and plain values, as they are kept and as JSON.
+
+What has a number per element lies beside the weights, so an entry that is a tree is kept as its leaves: each tensor in
+it as an entry of its own, and under the name of the tree its Form, which is everything else. JSON has that, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+_TREE, _BYTES = "$tree", "$bytes"
+"""The only key of what JSON has for a Form, and for bytes."""
+_KINDS: Mapping[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
+_KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Stands in a Form for the tensor that is the entry of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tree without its tensors. Nobody changes it."""
+
+    tree: Any
+
+
+def is_plain_leaf(value: object) -> bool:
+    """Tell whether a value that is no tensor can be kept: a number, a text, bytes, None, or a Form of such."""
+    if isinstance(value, Form):
+        return all(isinstance(one, Leaf) or is_plain_leaf(one) for one in _leaves(value.tree))
+    return type(value) in _PLAIN or (isinstance(value, int | float) and not isinstance(value, Tensor))
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the tensors of trees beside these, as entries of their own; entries that are no trees stay as they are."""
+    found = dict(values)
+    for name in [name for name, value in values.items() if type(value) in _KIND_OF]:
+        found[name] = Form(_take_apart(values[name], name, found))
+    return found
+
+
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`; containers are new ones, tensors the same."""
+    found = dict(values)
+    for name in [name for name, value in values.items() if isinstance(value, Form)]:
+        found[name] = _put_together(values[name].tree, found)
+    return found
+
+
+def leaf_names(value: Any) -> list[str]:
+    """List the entries that are the tensors of a Form; of anything else there are none."""
+    return (
+        [one.name for one in _leaves(value.tree) if isinstance(one, Leaf)] if isinstance(value, Form) else []
+    )
+
+
+def map_tree(function: Any, tree: Any) -> Any:
+    """Make the same tree of function(leaf); a namedtuple or another subclass of a container counts as a leaf."""
+    if isinstance(tree, dict) and type(tree) in _KIND_OF:
+        return type(tree)((key, map_tree(function, one)) for key, one in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)([map_tree(function, one) for one in tree])
+    return function(tree)
+
+
+def cloned(tree: Any) -> Any:
+    """Make a copy that shares no tensor."""
+    return map_tree(lambda one: one.detach().clone() if isinstance(one, Tensor) else copy.copy(one), tree)
+
+
+def encode(value: Any) -> Any:
+    """Return what JSON can hold for an entry that is no tensor.
+
+    Raises:
+        TypeError: there is something else in it than plain values, which it names.
+    """
+    if isinstance(value, Form):
+        return {_TREE: _encode(value.tree)}
+    return {_BYTES: value.hex()} if type(value) is bytes else _checked(value)
+
+
+def decode(value: Any) -> Any:
+    """Undo `encode`. What is no such thing, such as a list, stays as it is.
+
+    Raises KeyError, TypeError or ValueError if it makes no sense.
+    """
+    if isinstance(value, dict) and set(value) == {_TREE}:
+        return Form(_decode(value[_TREE]))
+    if isinstance(value, dict) and set(value) == {_BYTES}:
+        return bytes.fromhex(value[_BYTES])
+    return value
+
+
+def _take_apart(tree: Any, path: str, found: dict[str, Any]) -> Any:
+    if isinstance(tree, dict) and type(tree) in _KIND_OF:
+        return type(tree)((key, _take_apart(one, f"{path}.{key}", found)) for key, one in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)([_take_apart(one, f"{path}.{at}", found) for at, one in enumerate(tree)])
+    if not isinstance(tree, Tensor):
+        return tree
+    while path in found:
+        path += "'"
+    found[path] = tree
+    return Leaf(path)
+
+
+def _put_together(tree: Any, found: dict[str, Any]) -> Any:
+    return map_tree(lambda one: found.pop(one.name) if isinstance(one, Leaf) else one, tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict) and type(tree) in _KIND_OF:
+        tree = [*tree, *tree.values()]
+    if type(tree) in (list, tuple):
+        for one in tree:
+            yield from _leaves(one)
+    else:
+        yield tree
+
+
+def _encode(tree: Any) -> Any:
+    """Encode a tree: a leaf as itself, and all else as a list that begins with its kind."""
+    if isinstance(tree, Leaf):
+        return ["tensor", tree.name]
+    if type(tree) is bytes:
+        return ["bytes", tree.hex()]
+    kind = _KIND_OF.get(type(tree))
+    if kind is None:
+        return _checked(tree)
+    if isinstance(tree, dict):
+        return [kind, [[_encode(key), _encode(one)] for key, one in tree.items()]]
+    return [kind, [_encode(one) for one in tree]]
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        return _checked(value)
+    kind, content = value
+    if kind == "tensor":
+        return Leaf(str(content))
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    made = (
+        [_decode(one) for one in content]
+        if kind in ("list", "tuple")
+        else [map(_decode, one) for one in content]
+    )
+    return _KINDS[kind](made)
+
+
+def _checked(value: Any) -> Any:
+    if type(value) not in _PLAIN and not isinstance(value, int | float):
+        kind = type(value)
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} is no tensor, number, text, bytes or None")
+    return value
