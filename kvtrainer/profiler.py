@@ -21,7 +21,7 @@ from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Record
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
-from kvtrainer.states import replacing
+from kvtrainer.file_io import replacing
 
 WORKER, SERVER = "worker", "server"
 _SWITCHES = {
@@ -167,8 +167,8 @@ def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
     try:
-        with replacing(str(path)) as temporary:
-            Path(temporary).write_text(json.dumps(content))
+        with replacing(str(path)) as file:
+            file.write(json.dumps(content).encode())
     except OSError as error:
         text = f"cannot write the trace {str(path)!r}: {error.strerror or error}"
         raise file_error(TraceFileError, text, error, path) from error

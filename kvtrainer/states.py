@@ -11,10 +11,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
@@ -22,7 +20,6 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvstore_server import check
@@ -33,6 +30,7 @@ from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
+from kvtrainer.file_io import replacing, write_tensors
 from kvtrainer.progress import announced, tracked
 
 State = dict[str, Any]
@@ -527,7 +525,8 @@ def _tupled(value: Any) -> Any:
 def write_state_file(fname: Path, saved: SavedStates) -> None:
     """Write the file, or replace the one that is there, in one stroke; blocks until it is on the disk.
 
-    A process that dies on the way leaves the former file, and perhaps a hidden temporary one beside it.
+    Equal states make equal bytes. A process that dies on the way leaves the former file, and perhaps a hidden temporary
+    one beside it, which the next save in that directory removes.
 
     Raises:
         StateFileError: it cannot be written (no such directory, no permission, full disk); the former file is
@@ -547,12 +546,10 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
     if os.path.exists(path) and not os.path.isfile(path):
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
-        with replacing(path) as temporary:
-            mode = os.stat(temporary).st_mode
-            with announced(f"writing {os.fspath(fname)}", sum([one.nbytes for one in tensors.values()])):
-                save_file(tensors, temporary, metadata)
-            os.chmod(temporary, mode)  # some releases of safetensors make a new, private file
-    except (OSError, SafetensorError) as error:
+        nbytes = sum([one.nbytes for one in tensors.values()])
+        with replacing(path) as file, announced(f"writing {os.fspath(fname)}", nbytes):
+            write_tensors(file, tensors, metadata)
+    except (OSError, ValueError) as error:
         text = f"{what}: {error}. What was there before is unchanged"
         raise file_error(StateFileError, text, error, fname) from error
 
@@ -583,37 +580,10 @@ def read_state_file(fname: Path) -> SavedStates:
         raise file_error(StateFileError, f"{what}: {error.strerror or error}", error, fname) from error
 
 
-@contextmanager
-def replacing(path: str) -> Iterator[str]:
-    """Lend the name of an empty file beside `path`, which replaces `path` in the end."""
-    folder = os.path.dirname(path)
-    temporary = os.path.join(folder, f".states-{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with open(temporary, "xb"):
-        pass
-    try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync(folder)
-
-
 def _refuse_directory(what: str, fname: Path) -> None:
     if os.path.isdir(fname):
         text = f"{what}: that is a directory; give the name of a file"
         raise file_error(StateFileError, text, errno.EISDIR, fname)
-
-
-def _sync(path: str) -> None:
-    """Wait until a file, or the list of names in a directory, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _kind(head: bytes, size: int) -> str:

@@ -31,8 +31,9 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
+from kvtrainer.file_io import replacing
 from kvtrainer.scaling import check_scaler_state
-from kvtrainer.states import checksum, rebuilt, replacing
+from kvtrainer.states import checksum, rebuilt
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import check_names
@@ -153,8 +154,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     content[META][_CHECKSUM] = tree_checksum(content)
     with _naming(f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as temporary:
-            torch.save(content, temporary)
+        with replacing(path) as file:  # of a name torch.save would put that into each record
+            torch.save(content, file)
 
 
 @contextmanager
@@ -169,12 +170,8 @@ def _naming(what: str, filename: str) -> Iterator[None]:
 def note_last(work_dir: str, filename: str) -> None:
     """Say in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
-    with (
-        _naming(f"note the latest checkpoint in {path!r}", path),
-        replacing(path) as temporary,
-        open(temporary, "w", encoding="utf-8") as file,
-    ):
-        file.write(noted)
+    with _naming(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:
+        file.write(noted.encode())
 
 
 def find_last(work_dir: str) -> str | None:

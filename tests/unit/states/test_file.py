@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import pickle
 import re
 import resource
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from kvtrainer import Trainer
 from kvtrainer.errors import KVStoreError, StateFileError
-from kvtrainer.states import SavedParameter, SavedStates, read_state_file, write_state_file
+from kvtrainer.states import FORMAT, SavedParameter, SavedStates, read_state_file, write_state_file
+from tests.support.limits import LIMIT
 
 
 def states_of(value: float, numel: int = 1000) -> SavedStates:
@@ -130,7 +138,7 @@ def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pyte
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtrainer.states.save_file", interrupt)
+    monkeypatch.setattr("kvtrainer.states.write_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_state_file(path, states_of(2.0))
     assert os.listdir(path.parent) == ["states"]
@@ -260,3 +268,87 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(StateFileError, match=r"'.*pipe': that is a device, a pipe or a socket"):
         write_state_file(pipe, states_of(1.0))
     assert pipe.is_fifo()
+
+
+def test_equal_states_make_equal_bytes_whatever_they_were_before(path: Path) -> None:
+    first, second = Trainer(nn.Linear(3, 2), "adam"), Trainer(nn.Linear(3, 2), "adam")
+    for p in (p for group in first.param_groups for p in group["params"]):
+        p.grad = torch.ones_like(p)
+    first.step(1)
+    found = set()
+    for at in range(8):  # of four entries safetensors' own writer would hardly ever make eight equal orders
+        first.save_states(path)
+        second.load_states(path)
+        second.save_states(path.parent / f"{at}")
+        found |= {path.read_bytes(), (path.parent / f"{at}").read_bytes()}
+    assert len(found) == 1
+    with safe_open(path, "pt") as opened:
+        assert set(load_file(path)) == set(opened.keys())
+        assert opened.metadata()["format"] == FORMAT
+
+
+_SAVING = """
+import sys, torch
+from kvtrainer import Trainer
+from kvtrainer.strategy.checkpoint import write_checkpoint
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+trainer = Trainer(net, "torch:AdamW", amp="dynamic", accumulate=2)
+for _ in range(4):
+    trainer.update_params(net(torch.ones(1, 3)).sum())
+trainer.save_states(sys.argv[1])
+write_checkpoint({"state_dict": net.state_dict(), "meta": {"epoch": 1}}, sys.argv[1] + ".pt")
+"""
+
+
+def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", _SAVING, str(tmp_path / seed)]
+        subprocess.run(command, env=environment, check=True, timeout=LIMIT)
+    for suffix in ("", ".pt"):
+        assert (tmp_path / f"1{suffix}").read_bytes() == (tmp_path / f"2{suffix}").read_bytes()
+
+
+_WRITING = """
+import sys
+from kvtrainer.file_io import replacing
+with replacing(sys.argv[1]) as file:
+    file.write(b"half of it")
+    print(end="x", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_save_removes_what_dead_processes_have_left_and_nothing_else(path: Path) -> None:
+    folder = path.parent
+    child = subprocess.Popen([sys.executable, "-c", _WRITING, str(path)], stdin=PIPE, stdout=PIPE)
+    assert child.stdout
+    child.stdout.read(1)
+    write_state_file(path, states_of(2.0))
+    [living] = {*os.listdir(folder)} - {"states"}  # what a living process writes stays
+    child.kill()
+    child.communicate(timeout=LIMIT)
+    assert os.path.exists(folder / living)
+    (folder / ".states-mine.tmp").touch()
+    write_state_file(path, states_of(3.0))
+    assert value_in(path) == 3.0
+    assert {*os.listdir(folder)} == {"states", ".states-mine.tmp"}
+
+
+def test_a_file_that_was_taken_for_abandoned_before_it_was_locked_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = fcntl.flock, []
+
+    def overtaken(file: Any, how: int) -> None:
+        if not taken and file.name.endswith(".tmp"):
+            taken.append(file.name)
+            os.unlink(file.name)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", overtaken)
+    write_state_file(path, states_of(2.0))
+    assert taken
+    assert value_in(path) == 2.0

@@ -1,0 +1,107 @@
+"""Files that are written whole or not at all, and tensors in them, with equal bytes for equal contents.
+
+A file is written under a temporary name beside its own, which it gets in the end. While it is written its process holds
+a lock on it, and the system gives that back when the process dies, on whatever host and for whatever reason: so a
+temporary file that nobody has locked belongs to a dead process, and the next one that writes there removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+_TEMPORARY = re.compile(r"\.states-[0-9a-f]{16}\.tmp")
+_ALIGNED = 8
+"""Bytes of whose multiples the header of a safetensors file is made."""
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""The dtypes of the format, under its names."""
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """Lend a new file, which replaces the one at `path` in the end; blocks until it is on the disk.
+
+    A process that dies on the way leaves the former file, and a hidden temporary one beside it, which the next call for
+    that directory removes.
+    """
+    folder = os.path.dirname(path) or "."
+    _remove_abandoned(folder)
+    temporary, file = _locked_file(folder)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the safetensors format, whose own writer puts metadata in another order each time.
+
+    Args:
+        tensors: Contiguous, on the CPU.
+
+    Raises:
+        ValueError: the format has no such dtype.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name!r} is {tensor.dtype}, which the safetensors format does not have")
+        place = [at, at + tensor.nbytes]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        at += tensor.nbytes
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(tensors[name].view(-1).view(torch.uint8).numpy().data)
+
+
+def _locked_file(folder: str) -> tuple[str, BinaryIO]:
+    """Make an empty file with a temporary name, locked if the file system knows locks."""
+    while True:
+        temporary = os.path.join(folder, f".states-{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115  (the caller closes it)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(temporary):
+            return temporary, file
+        file.close()  # another process has found it before it was locked
+
+
+def _remove_abandoned(folder: str) -> None:
+    """Remove the temporary files that dead processes have left."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+        for name in names:
+            # In use, or gone meanwhile; or it may not be removed, which is no reason not to save.
+            with suppress(OSError), open(name, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(name)
