@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -803,16 +803,25 @@ class Trainer(torch.optim.Optimizer):
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Take over what `save_states` saved, with any kvstore and any number of servers. It may be another job's.
 
-        Call it on every worker, with the same file. The numbers in the file win over those that the Trainer was built
-        with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not in the file.
+        Collective: every worker calls it, between the same steps, with the same file, and it blocks until all have
+        taken it over, or none. It makes the store if the first step has not yet. The numbers in the file win over those
+        that the Trainer was built with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not
+        in the file.
 
         Raises:
             StateFileError: it cannot be read, or is no file of saved states, or a damaged one.
             StateMismatchError: it belongs to another model or optimizer; names every difference.
-            In either case nothing has changed.
+            RoundAbortedError: another worker cannot read it, or it does not fit there; says which and why.
+            In each case nothing has changed, on any worker.
         """
-        self._pipeline.ready()  # what is missing here is said before what is wrong with a file
-        self.adopt_saved_states(read_state_file(fname))
+        with closing(self._pipeline.link.open_agreement()) as agreement:
+            with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
+                self._pipeline.ready()  # what is missing here is said before what is wrong with a file
+                saved = read_state_file(fname)
+                self.check_saved_states(saved)
+            # No worker goes on while another one may still replace what is on servers.
+            with agreement.all_or_none(f"take over the states of {os.fspath(fname)!r}"):
+                self.adopt_saved_states(saved)
 
     def export_saved_states(self) -> SavedStates:
         """Return what `save_states` saves, as one value; blocks while state is fetched. Raises KVStoreError as that."""

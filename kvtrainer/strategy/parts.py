@@ -22,7 +22,7 @@ from kvtrainer.config import read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
-from kvtrainer.strategy.agreement import Agreement
+from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict

@@ -17,7 +17,7 @@ from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment
-from kvtrainer.strategy.agreement import Agreement, agreement_of
+from kvtrainer.kvstore.agreement import Agreement, agreement_of
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of

@@ -25,6 +25,7 @@ from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.session import Report
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
+from kvtrainer.kvstore.agreement import Agreement, agreement_of
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replicas import ReplicaCompressor
@@ -577,6 +578,15 @@ class Binding:
         """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""
         self._open_store()
         return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
+
+    def open_agreement(self) -> Agreement:
+        """Return how all workers agree on something beside training; makes the store as `_open_store` does.
+
+        Collective. Close it when that is done.
+        """
+        self.check_open()
+        self._open_store()
+        return agreement_of(self.store)
 
     def _open_store(self) -> None:
         """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.

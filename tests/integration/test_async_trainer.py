@@ -290,8 +290,8 @@ def test_training_goes_on_from_saved_states_as_if_it_had_never_ended(
         given = {name: torch.from_numpy(value).float() for name, value in weights.items()}
         for outcome in together(*(lambda w=w: w.trainer.set_data(given) for w in made)):
             assert outcome is None
-        for worker in made:
-            worker.trainer.load_states(tmp_path / "states")
+        path = tmp_path / "states"
+        assert together(*(lambda w=w: w.trainer.load_states(path) for w in made)) == [None, None]
         np.testing.assert_equal(run(made, range(4, 8)), expected)
 
 

@@ -15,7 +15,14 @@ import torch
 from torch.nn import Parameter
 
 from kvtrainer import Trainer, amp
-from kvtrainer.errors import ConfigurationError, KVStoreError, PlanMismatchError
+from kvtrainer.errors import (
+    ConfigurationError,
+    KVStoreError,
+    PlanMismatchError,
+    RoundAbortedError,
+    StateFileError,
+    StateMismatchError,
+)
 from kvtrainer.kvstore import DistKVStore
 from tests.support.stores import Servers
 
@@ -239,3 +246,34 @@ def test_without_rounds_groups_come_before_the_first_step(jobs: Servers) -> None
         return len(trainer.param_groups)
 
     assert jobs.results(2, 1, body, type="dist_async") == [1, 1]
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing", "another model's"])
+@pytest.mark.parametrize("in_store", [True, False])
+def test_states_that_one_worker_cannot_read_are_loaded_by_none(
+    jobs: Servers, in_store: bool, damage: str, tmp_path: Path
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        given = parameters(rank)
+        trainer = trainer_over(kv, given, update_on_kvstore=in_store)
+        train(trainer, given, rank, range(2))
+        path = tmp_path / f"{rank}"
+        trainer.save_states(path)
+        if rank == 1 and damage == "damaged":
+            path.write_bytes(path.read_bytes()[:-1])
+        elif rank == 1 and damage == "missing":
+            path.unlink()
+        elif rank == 1:
+            Trainer(torch.nn.Linear(1, 1), "sgd").save_states(path)
+        train(trainer, given, rank, range(2, 4))
+        states = trainer.state_dict()
+        own = StateMismatchError if damage == "another model's" else StateFileError
+        with pytest.raises(own if rank == 1 else RoundAbortedError, match="rank 1" if rank == 0 else None):
+            trainer.load_states(path)
+        for at, state in trainer.state_dict()["state"].items():
+            assert all(torch.equal(torch.as_tensor(v), states["state"][at][n]) for n, v in state.items())
+        train(trainer, given, rank, range(4, 6))  # and all go on
+        return [p.tolist() for p in given]
+
+    results = jobs.results(2, 2, body)
+    assert results[0] == results[1]
