@@ -192,7 +192,7 @@ class StepPipeline:
         except BaseException:
             self.is_bad = was_bad
             raise
-        self._finish(fresh, updated, verdict)
+        self._finish(fresh, updated, verdict, undone)
         if self.memory.tables.wanted:
             self.link.rows.prefetch(self.memory.tables.take_wanted())
         return self.last if closure is None else loss
@@ -230,8 +230,8 @@ class StepPipeline:
             assert self.last is not None
             return self.last
         scale = self._scale_of(batch_size)
-        if self.loss_scaler is not None:
-            scale *= self.loss_scaler.factor
+        undone = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
+        scale *= undone
         if self._reduced is None:
             present = self.new_gradients(batch_size, ignore_stale_grad)
             self.prepare()
@@ -253,7 +253,7 @@ class StepPipeline:
                 self.memory.gather_sums(present)
         self.is_bad = self.is_bad or self._is_vetoed
         verdict = self.update_here(present, scale)
-        return self._finish(present, None if verdict.decision.skip else present, verdict)
+        return self._finish(present, None if verdict.decision.skip else present, verdict, undone)
 
     # Before the gradients.
 
@@ -627,13 +627,21 @@ class StepPipeline:
         measured = measure(device.plan, device.arena.grads, device.rows, present, limits.norm_type, scale)
         return Verdict(measured, limits.decide(measured))
 
-    def _finish(self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: Verdict) -> StepResult:
+    def _finish(
+        self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: Verdict, undone: float
+    ) -> StepResult:
         """End a step: these gradients are used up; these keys were updated, or None if the step was skipped.
+
+        Args:
+            undone: The factor that takes the loss scale out of the gradients, which stay readable.
 
         Raises:
             NonFiniteGradientError: the step was skipped, and the script wants to stop then.
         """
         limits, is_skipped = self.limits, updated is None
+        if undone != 1.0:
+            for device, own in zip(self.memory.devices, self.memory.own_present, strict=True):
+                device.unscale(own, undone, may_write=self.link.awaited is None)
         for device in self.memory.devices:
             device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False

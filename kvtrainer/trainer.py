@@ -271,7 +271,9 @@ class Trainer(torch.optim.Optimizer):
 
         With a batch size b, gradients are summed over workers, each divided by the b of its worker: pass the
         global batch size for a mean. It may differ from step to step and from worker to worker. Without one they are
-        averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass.
+        averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass,
+        without the loss scale, whoever put that in; only those that a round with `overlap_pull` still reads are dropped
+        where they were scaled.
         Replicas are summed or averaged as workers are, and are equal afterwards; with kvstore=None each has its own
         update and state. Where backward passes are accumulated, it does nothing until there were enough of them.
 

@@ -111,6 +111,28 @@ class DeviceMemory:
                     device=rows.device,
                 )
 
+    @torch.no_grad()
+    def unscale(self, present: Sequence[bool], factor: float, may_write: bool) -> None:
+        """Multiply the parameters' own gradients, which a step has used, so that they show what it has used.
+
+        Args:
+            may_write: False drops them, because a round still reads them.
+        """
+        used = [p for p, is_in in zip(self.parameters, present, strict=True) if is_in and p.grad is not None]
+        self.tracker.forget()  # some may be replaced
+        for parameter in [p for p in used if not may_write or p.grad.is_inference()]:  # type: ignore[union-attr]
+            parameter.grad = None
+        grads = {id(p.grad): p.grad for p in used if p.grad is not None}  # parameters may share one
+        dense = [grad._values() if grad.is_sparse else grad for grad in grads.values()]
+        if not dense:
+            return
+        try:
+            torch._foreach_mul_(dense, factor)
+        except RuntimeError:
+            # torch has written none: elements of one share memory, as in an expanded gradient.
+            for parameter in used:
+                parameter.grad = None if parameter.grad is None else parameter.grad * factor
+
     def scale_rows(self, scale: float) -> None:
         """Multiply gathered row-sparse gradients, not those that they were copied from."""
         if scale != 1.0:
@@ -379,6 +401,7 @@ class Memory:
     def gather_sums(self, present: Sequence[bool]) -> None:
         """Do as `gather`, for gradients on the first device that are sums by `scatter`."""
         self._is_summed = True
+        self.own_present = [present] * len(self.devices)
         self.devices[0].gather(present)
 
     def scale(self, scale: float) -> None:

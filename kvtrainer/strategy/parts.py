@@ -20,9 +20,9 @@ from kvstore_server import check
 from kvtrainer import paramwise
 from kvtrainer.config import read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
+from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.parallel import DataParallel
-from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict

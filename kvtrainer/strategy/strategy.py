@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kvstore_server import __version__, check
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
+from kvtrainer.kvstore.agreement import Agreement, agreement_of
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment
-from kvtrainer.kvstore.agreement import Agreement, agreement_of
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of
