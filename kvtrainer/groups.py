@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -36,8 +36,14 @@ _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
 """Types of options that travel as they are."""
 
 
-Named = tuple[Sequence[str | None], Sequence[Tensor | Sequence[Tensor]]]
-"""Names, and each one's parameter or list of replicas."""
+class Named(NamedTuple):
+    """Parameters as they were given."""
+
+    names: Sequence[str | None]
+    parameters: Sequence[Tensor | Sequence[Tensor]]
+    """Each one, or a list of its replicas."""
+    are_given: bool
+    """Whether the caller gave all names, as torch's optimizers know it: those of a module are not given."""
 
 
 class ParameterGroups:
@@ -234,7 +240,7 @@ def is_foreign(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
-def collect(params: Any, first: int = 0) -> list[Group]:
+def collect(params: Any, first: int = 0) -> tuple[list[Group], bool]:
     """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
 
     Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list
@@ -244,16 +250,20 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
     every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
 
+    Returns:
+        The groups, and whether the caller gave all names.
+
     Raises:
         ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
     """
-    groups = []
+    groups, are_given = [], True
     seen: dict[int, Sequence[Any]] = {}
     """id of the first replica → all replicas of the parameter."""
     found: dict[str, Sequence[Any]] = {}
     for options, named in _groups(params):
+        are_given = are_given and named.are_given
         names: list[str] = []
-        for name, given in zip(*named, strict=True):
+        for name, given in zip(named.names, named.parameters, strict=True):
             # A single leaf is by far the most frequent, and there may be thousands.
             is_leaf = isinstance(given, Tensor) and given.is_leaf
             replicas = (given,) if is_leaf else _replicas(name, given)
@@ -273,7 +283,7 @@ def collect(params: Any, first: int = 0) -> list[Group]:
     if not found:
         raise ConfigurationError("there are no parameters to train; got an empty list")
     check_replicas(found)
-    return groups
+    return groups, are_given
 
 
 def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
@@ -308,28 +318,31 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
             raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
         inner, names = given["params"], given.get("param_names")
         named = _named([inner] if isinstance(inner, Tensor) else inner)
-        if names is not None and len(names) != len(named[1]):
+        if names is not None and len(names) != len(named.parameters):
             raise ConfigurationError(
-                f"a parameter group has {len(named[1])} parameters but {len(names)} param_names; give a name to each"
+                f"a parameter group has {len(named.parameters)} parameters but {len(names)} param_names; give a name to each"
             )
-        found.append((options, named if names is None else (list(map(str, names)), named[1])))
+        if names is not None:
+            named = Named(list(map(str, names)), named.parameters, True)
+        found.append((options, named))
     return found
 
 
 def _named(params: Any) -> Named:
+    is_module = isinstance(params, Module)
     if isinstance(params, DataParallel):
         params = params.named_replicas()
     elif isinstance(params, Module):
         params = params.named_parameters()
     elif isinstance(params, Mapping):
         keys = sorted(params, key=str)
-        return list(map(str, keys)), [params[key] for key in keys]
+        return Named(list(map(str, keys)), [params[key] for key in keys], True)
     names, given = list[str | None](), []
     for item in _ordered(params):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         names.append(item[0] if is_named else None)
         given.append(item[1] if is_named else item)
-    return names, given
+    return Named(names, given, not is_module and None not in names)
 
 
 def _ordered(params: Any) -> Iterable[Any]:
@@ -376,8 +389,8 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
     return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
 
 
-def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> list[Group]:
-    """Return torch parameter groups with names, and options, checked, by torch's keys.
+def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> tuple[list[Group], bool]:
+    """Return torch parameter groups with names, and options, checked, by torch's keys; and whether names were given.
 
     Args:
         params: As `collect` takes them, `first` too.
@@ -387,12 +400,12 @@ def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0
     Raises:
         ConfigurationError: parameters or options are wrong.
     """
-    groups = collect(params, first)
+    groups, are_given = collect(params, first)
     _check_finite(optimizer, optimizer.plain_hyper())
     optimizer.try_out(optimizer.hyper)
     if isinstance(given, torch.optim.Optimizer):
-        return _groups_of(given, groups)
-    return [_with_checked_options(group, optimizer) for group in groups]
+        return _groups_of(given, groups), are_given
+    return [_with_checked_options(group, optimizer) for group in groups], are_given
 
 
 def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list[Group]:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
-from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, flatten, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution, Run
@@ -163,8 +163,9 @@ class OptimizerStates:
         if (joint := self.joint) is not None:
             return joint.instance.state
         keys = range(len(self._memory.names))
-        states = self.current() or {key: state for key in keys if (state := self._initial(key))}
-        return {self._memory.parameters[key]: state for key, state in states.items()}
+        states = self.current() or {key: self._initial(key) for key in keys}
+        found = {self._memory.parameters[key]: self._shown(state) for key, state in states.items()}
+        return {parameter: state for parameter, state in found.items() if state}
 
     def shown_of(self, parameter: Tensor) -> State:
         """Fetch the state of one parameter as `shown` has it; empty if there is none."""
@@ -175,7 +176,7 @@ class OptimizerStates:
             return dict(joint.instance.state.get(parameter, {}))
         optimizer = self._groups.optimizer
         is_new = optimizer.num_update == optimizer.begin_num_update
-        return self.current([key]).get(key) or (self._initial(key) if is_new else {})
+        return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Replace the state of one parameter.
@@ -278,6 +279,12 @@ class OptimizerStates:
             return {}
         spec = self._memory.plan.specs[key]
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
+
+    def _shown(self, state: State) -> State:
+        """Leave out the store's count where torch's class has none, or its checkpoints would have other keys."""
+        optimizer = self._groups.optimizer
+        is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
+        return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
     def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
         """Say where the state is kept, with the devices for it: in a store, or here for each replica."""

@@ -26,7 +26,7 @@ from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
-from kvstore_server.optimizer.torch_family import OWN_COUNT, TorchOptimizer
+from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
@@ -216,7 +216,16 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
 
     A master without updates, which a key may have from its neighbours in a slice, only repeats the weights.
     """
-    return float(state.get("step", 1.0)) > 0
+    if "step" in state:
+        return float(state["step"]) > 0
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return not tensors or not all(map(_is_room, tensors))
+
+
+def _is_room(value: Tensor) -> bool:
+    """Tell whether this is an entry of an `initial_state` that has no count: negative zeros, which no update makes."""
+    flat = value.flatten()
+    return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))
 
 
 def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
@@ -281,11 +290,17 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
 
 
 def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
-    """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all."""
+    """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all.
+
+    Where torch's class keeps no count, it is known by negative zeros, with which torch computes as with zeros.
+    """
+    is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
     state: State = {"step": torch.tensor(0.0, device="cpu")}
     for name, value in flatten(trial_state(optimizer, options, spec) or {}).items():
-        is_tensor = isinstance(value, Tensor)
-        state[name] = value.detach().clone(memory_format=torch.contiguous_format) if is_tensor else value
+        state[name] = value
+        if isinstance(value, Tensor):
+            state[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            state[name] = state[name] if is_counted else state[name].fill_(-0.0)
     return unflatten(state)
 
 

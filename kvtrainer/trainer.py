@@ -51,7 +51,8 @@ class Trainer(torch.optim.Optimizer):
 
     Args:
         params: A Module, a DataParallel, `named_parameters()`, a dict (taken in sorted order of its keys), a list of
-            parameters, or torch parameter groups. Shared parameters count once. All workers must give the same. Those
+            parameters, or torch parameter groups. With names, as in the second and third of these, groups have
+            "param_names", as those of torch's optimizers have then. Shared parameters count once. All workers must give the same. Those
             of lazy modules may get their shapes later, in a forward pass before the first step. In place of a parameter
             there may be a list of its replicas, one for each device, in the same order everywhere.
         optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
@@ -151,7 +152,7 @@ class Trainer(torch.optim.Optimizer):
         module = params
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
-        groups = make_groups(params, built, optimizer)
+        groups, are_named = make_groups(params, built, optimizer)
         row_sparse = claimable(groups)
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
@@ -174,7 +175,10 @@ class Trainer(torch.optim.Optimizer):
             spec_for_store(built)  # raises if it cannot travel
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
-        super().__init__([spread(group) for group in groups], self._groups.defaults)
+        groups = [spread(group) for group in groups]
+        if not are_named:  # as in torch: its checkpoints of named and of unnamed groups have other keys
+            groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
+        super().__init__(groups, self._groups.defaults)
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups
@@ -606,7 +610,7 @@ class Trainer(torch.optim.Optimizer):
             raise ArgumentTypeError(f"a parameter group is a dict, got {type(param_group).__name__}")
         self._groups.follow_instance()
         memory = self._pipeline.memory
-        [group] = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))
+        [group], _ = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))
         here = {
             id(p): name
             for device in memory.devices

@@ -39,6 +39,8 @@ ELEMENTWISE: tuple[TorchClass, ...] = (
 )  # fmt: skip
 WHOLE: tuple[TorchClass, ...] = (optim.Adafactor, optim.Muon, optim.SparseAdam)
 """torch's classes that need whole keys; SparseAdam takes sparse gradients only."""
+UNCOUNTED: tuple[TorchClass, ...] = (optim.SGD, optim.Muon)
+"""torch's classes that keep no count of steps in their state."""
 _SPARSE_CAPABLE = (optim.SGD, optim.Adagrad, optim.SparseAdam)
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 _SWITCHED = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}

@@ -26,7 +26,7 @@ def names_of(params: Any, first: int = 0) -> list[dict[str, int]]:
             name: numbers[id(p)]
             for name, p in zip(group["param_names"], group["params"], strict=True)
         }
-        for group in collect(params, first)
+        for group in collect(params, first)[0]
     ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_parameters_are_found_named_and_ordered(form: str) -> None:
 
 def test_options_of_a_group_are_kept_and_the_given_group_is_not_changed() -> None:
     given = {"params": [A], "lr": 0.5, "wd": 0.1}
-    [group] = collect([given])
+    ([group], _) = collect([given])
     assert {name: group[name] for name in ("lr", "wd")} == {"lr": 0.5, "wd": 0.1}
     assert given == {"params": [A], "lr": 0.5, "wd": 0.1}
 
