@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and tensors in them, with equal bytes for equal contents.
+"""Write files whole or not at all, with equal bytes for equal contents.
 
 A file is written under a temporary name beside its own, which it gets in the end. While it is written its process holds
 a lock on it, and the system gives that back when the process dies, on whatever host and for whatever reason: so a
@@ -59,7 +59,9 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the safetensors format, whose own writer puts metadata in another order each time.
+    """Write tensors in the safetensors format.
+
+    Its own writer puts metadata in another order each time.
 
     Args:
         tensors: Contiguous, on the CPU.

@@ -43,7 +43,7 @@ class Named(NamedTuple):
     parameters: Sequence[Tensor | Sequence[Tensor]]
     """Each one, or a list of its replicas."""
     are_given: bool
-    """Whether the caller gave all names, as torch's optimizers know it: those of a module are not given."""
+    """Whether the caller gave names, as to torch's optimizers; those of a module are not given."""
 
 
 class ParameterGroups:
@@ -251,17 +251,17 @@ def collect(params: Any, first: int = 0) -> tuple[list[Group], bool]:
     every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
 
     Returns:
-        The groups, and whether the caller gave all names.
+        The groups, and whether the caller gave names to any.
 
     Raises:
         ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
     """
-    groups, are_given = [], True
+    groups, are_given = [], False
     seen: dict[int, Sequence[Any]] = {}
     """id of the first replica → all replicas of the parameter."""
     found: dict[str, Sequence[Any]] = {}
     for options, named in _groups(params):
-        are_given = are_given and named.are_given
+        are_given = are_given or named.are_given
         names: list[str] = []
         for name, given in zip(named.names, named.parameters, strict=True):
             # A single leaf is by far the most frequent, and there may be thousands.
@@ -342,7 +342,7 @@ def _named(params: Any) -> Named:
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         names.append(item[0] if is_named else None)
         given.append(item[1] if is_named else item)
-    return Named(names, given, not is_module and None not in names)
+    return Named(names, given, not is_module and any(name is not None for name in names))
 
 
 def _ordered(params: Any) -> Iterable[Any]:
@@ -390,7 +390,9 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
 
 
 def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> tuple[list[Group], bool]:
-    """Return torch parameter groups with names, and options, checked, by torch's keys; and whether names were given.
+    """Return torch parameter groups, and whether names were given.
+
+    They have names, and options, checked, by torch's keys.
 
     Args:
         params: As `collect` takes them, `first` too.

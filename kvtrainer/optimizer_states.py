@@ -281,7 +281,10 @@ class OptimizerStates:
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
     def _shown(self, state: State) -> State:
-        """Leave out the store's count where torch's class has none, or its checkpoints would have other keys."""
+        """Leave out the store's count where torch's class keeps none.
+
+        Its checkpoints would have other keys otherwise.
+        """
         optimizer = self._groups.optimizer
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}

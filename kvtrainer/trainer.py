@@ -176,6 +176,8 @@ class Trainer(torch.optim.Optimizer):
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
         groups = [spread(group) for group in groups]
+        self._labels = [list(group["param_names"]) for group in groups]
+        """What each parameter of each group is called, replicas too."""
         if not are_named:  # as in torch: its checkpoints of named and of unnamed groups have other keys
             groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
         super().__init__(groups, self._groups.defaults)
@@ -590,6 +592,7 @@ class Trainer(torch.optim.Optimizer):
         group = self._new_group(param_group)
         names = group["param_names"]
         group = spread(group)
+        labels = list(group["param_names"])
         if "param_names" not in self.param_groups[0]:
             del group["param_names"]
         super().add_param_group(group)
@@ -598,6 +601,7 @@ class Trainer(torch.optim.Optimizer):
         except KVStoreError:
             self.param_groups.pop()
             raise
+        self._labels.append(labels)
 
     def _new_group(self, param_group: Any) -> Group:
         """Check a group that is to be added, and give it names and options."""
@@ -680,8 +684,8 @@ class Trainer(torch.optim.Optimizer):
     def describe_params(self) -> ParamReport:
         """List every parameter with its present options and the rules that decided them; as a str it is a table."""
         if self._param_report is None:
-            # Those of an instance lack the names.
-            rows = zip(self._groups.live, self._groups.names, strict=True)
+            # Groups lack the names where the caller gave none.
+            rows = zip(self._groups.live, self._labels, strict=True)
             return ParamReport(tuple(rows_of([{"param_names": names, **group} for group, names in rows])))
         return self._param_report.with_groups(self.param_groups)
 

@@ -113,7 +113,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def unscale(self, present: Sequence[bool], factor: float, may_write: bool) -> None:
-        """Multiply the parameters' own gradients, which a step has used, so that they show what it has used.
+        """Multiply the gradients that a step has used, where they are.
 
         Args:
             may_write: False drops them, because a round still reads them.

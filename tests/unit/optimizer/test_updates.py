@@ -291,7 +291,7 @@ class Keeping(Optimizer):
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], hyper: Any) -> None:
         values = {
-            "shape": torch.ones(2, 3, 4), "number": 2, "grad": grad, "view": weight.view(-1)[:2], "text": "two",
+            "shape": torch.ones(2, 3, 4), "number": 2, "grad": grad, "view": weight.view(-1)[:2], "object": object(),
             "sparse": torch.eye(2).to_sparse(),
         }  # fmt: skip
         state[hyper["name"]] = values[hyper["what"]]
@@ -312,7 +312,7 @@ def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "name", "what", "said"),
     [
-        (Keeping, "kept", "text", "str .*'kept'"),
+        (Keeping, "kept", "object", "object .*'kept'"),
         (Keeping, "kept", "sparse", "sparse tensor"),
         (Keeping, "step", "number", "'step'"),
         (KeepingFlat, "kept", "shape", r"\(2, 3, 4\).*'kept'"),
