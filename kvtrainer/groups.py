@@ -320,7 +320,8 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
         named = _named([inner] if isinstance(inner, Tensor) else inner)
         if names is not None and len(names) != len(named.parameters):
             raise ConfigurationError(
-                f"a parameter group has {len(named.parameters)} parameters but {len(names)} param_names; give a name to each"
+                f"a parameter group has {len(named.parameters)} parameters but {len(names)} param_names; give a name "
+                "to each"
             )
         if names is not None:
             named = Named(list(map(str, names)), named.parameters, True)

@@ -52,9 +52,9 @@ class Trainer(torch.optim.Optimizer):
     Args:
         params: A Module, a DataParallel, `named_parameters()`, a dict (taken in sorted order of its keys), a list of
             parameters, or torch parameter groups. With names, as in the second and third of these, groups have
-            "param_names", as those of torch's optimizers have then. Shared parameters count once. All workers must give the same. Those
-            of lazy modules may get their shapes later, in a forward pass before the first step. In place of a parameter
-            there may be a list of its replicas, one for each device, in the same order everywhere.
+            "param_names", as those of torch's optimizers have then. Shared parameters count once. All workers must give
+            the same. Those of lazy modules may get their shapes later, in a forward pass before the first step. In
+            place of a parameter there may be a list of its replicas, one for each device, in the same order everywhere.
         optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
             what `kvtrainer.optimizer.create` returns. A torch instance shares its groups, so schedulers bound to it
             reach the Trainer, and hands its state over at the first use.
