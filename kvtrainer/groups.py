@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,9 @@ class ParameterGroups:
         self.made: torch.optim.Optimizer | None = None
         """The torch optimizer that was made for an update of all parameters together."""
         self.defaults = dict(optimizer.hyper)
+        self.trained: list[list[Tensor]] = []
+        """The parameters of each group, with replicas, as they were laid out; scripts may have edited `live` since."""
+        self._known: list[Group] = []
         self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
         """None of a torch class that we do not know, whose groups may have any entries."""
         self._last: dict[str, Any] = {}
@@ -82,21 +86,38 @@ class ParameterGroups:
         # With several groups the optimizer shows the defaults.
         self.optimizer.hyper = live[0] if len(live) == 1 else dict(self.defaults)
 
-    def follow_instance(self) -> None:
-        """Take over the groups of the torch instance, if any. Loading a state_dict makes new ones.
+    def set_trained(self, names: list[list[str]]) -> None:
+        """Note that the present parameters are laid out, under these names."""
+        self.names = names
+        self.trained = [list(group["params"]) for group in self.live]
+        self._known = list(self.live)
 
-        Raises:
-            ConfigurationError: they have other parameters.
-        """
-        if self.instance is None:
-            return
-        if self.instance.param_groups is not self.live:
+    def follow_instance(self) -> None:
+        """Take over the groups of the torch instance, if any. Loading a state_dict makes new ones."""
+        if self.instance is not None and self.instance.param_groups is not self.live:
             self.bind(self.instance.param_groups)
-        if [len(group["params"]) for group in self.live] != [len(names) for names in self.names]:
-            raise ConfigurationError(
-                f"parameters were added to the {type(self.instance).__name__} instance behind the Trainer's back; "
-                "use trainer.add_param_group"
-            )
+
+    def are_edited(self) -> bool:
+        """Return whether the groups differ from those that were laid out.
+
+        They may have other parameters, or the same ones in other places.
+        """
+        if len(self.live) != len(self.trained):
+            return True
+        # This runs in every step: one comparison of identities per parameter, without a Python frame for each.
+        for group, trained in zip(self.live, self.trained, strict=True):
+            members = group.get("params")
+            if (
+                type(members) is not list
+                or len(members) != len(trained)
+                or not all(map(is_, members, trained))
+            ):
+                return True
+        return False
+
+    def is_new(self, group: Group) -> bool:
+        """Return whether a group was not there when the parameters were laid out."""
+        return not any(group is known for known in self._known)
 
     def options(
         self, memory: Memory, coming: Sequence[bool] | None, stages: Mapping[str, Any]
@@ -122,9 +143,15 @@ class ParameterGroups:
             names = self._option_names
             if names is None:
                 names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain(group[n]))]
-            found = {
-                n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
-            }
+            try:
+                found = {
+                    n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
+                }
+            except KeyError as error:
+                raise ConfigurationError(
+                    f"parameter group {len(options['groups'])} has no {error} any more; put it back, or set the "
+                    f"default {self.defaults.get(error.args[0])!r}"
+                ) from error
             options["groups"].append(found)
         has_attributes = any(memory.devices[0].tracker.attributes)
         for name in ("lr_mult", "wd_mult"):
@@ -156,11 +183,14 @@ class ParameterGroups:
     def without_replicas(self) -> Iterator[None]:
         """Leave only first replicas in the groups while it is open. Their state stands for that of all."""
         kept = [{name: group[name] for name in _LISTS & group.keys()} for group in self.live]
+        former = self.trained
+        self.trained = [members[: len(names)] for members, names in zip(former, self.names, strict=True)]
         for group, names in zip(self.live, self.names, strict=True):
             group.update({name: group[name][: len(names)] for name in _LISTS & group.keys()})
         try:
             yield
         finally:
+            self.trained = former
             # Loading puts new groups in the place of these.
             for group, lists in zip(self.live, kept, strict=True):
                 group.update(lists)
@@ -240,12 +270,13 @@ def is_foreign(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
-def collect(params: Any, first: int = 0) -> tuple[list[Group], bool]:
+def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
     """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
 
     Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list
     of parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
-    than once counts once, where it appears first. One without a name is called by its position, from `first` on.
+    than once counts once, where it appears first. One without a name is called by its position, behind those whose
+    names are `taken`.
 
     In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
     every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
@@ -267,14 +298,16 @@ def collect(params: Any, first: int = 0) -> tuple[list[Group], bool]:
             # A single leaf is by far the most frequent, and there may be thousands.
             is_leaf = isinstance(given, Tensor) and given.is_leaf
             replicas = (given,) if is_leaf else _replicas(name, given)
-            at = id(replicas[0]) if replicas else 0
-            if at in seen and list(map(id, seen[at])) == list(map(id, replicas)):
+            first = id(replicas[0]) if replicas else 0
+            if first in seen and list(map(id, seen[first])) == list(map(id, replicas)):
                 continue
-            label = str(first + len(found)) if name is None else name
-            if label in found:
-                raise ConfigurationError(f"two parameters are called {label!r}; give each a name of its own")
-            seen[at] = found[label] = replicas
-            names.append(label)
+            at = len(taken) + len(found)
+            if name is None:
+                name = unused_number(at, taken, found) if taken else str(at)
+            if name in found:
+                raise ConfigurationError(f"two parameters are called {name!r}; give each a name of its own")
+            seen[first] = found[name] = replicas
+            names.append(name)
         # Those of different lengths are refused below.
         num_devices = min([len(found[name]) for name in names], default=0)
         by_device = [[found[name][at] for name in names] for at in range(num_devices)]
@@ -284,6 +317,13 @@ def collect(params: Any, first: int = 0) -> tuple[list[Group], bool]:
         raise ConfigurationError("there are no parameters to train; got an empty list")
     check_replicas(found)
     return groups, are_given
+
+
+def unused_number(at: int, *taken: Collection[str]) -> str:
+    """Return the first number from `at` on that none of the collections has as a name."""
+    while any(str(at) in names for names in taken):
+        at += 1
+    return str(at)
 
 
 def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
@@ -309,7 +349,7 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
         )
     items = [] if isinstance(params, Mapping | Module) else list(_ordered(params))
     if not items or not all(isinstance(item, dict) for item in items):
-        return [({}, _named(items or params))]
+        return [({}, named_members(items or params))]
     found: list[tuple[Group, Named]] = []
     for given in items:
         options = {name: value for name, value in given.items() if name not in ("params", "param_names")}
@@ -317,7 +357,7 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
             got = ", ".join(map(str, given)) or "nothing"
             raise ConfigurationError(f"a parameter group needs 'params'; got only {got}")
         inner, names = given["params"], given.get("param_names")
-        named = _named([inner] if isinstance(inner, Tensor) else inner)
+        named = named_members([inner] if isinstance(inner, Tensor) else inner)
         if names is not None and len(names) != len(named.parameters):
             raise ConfigurationError(
                 f"a parameter group has {len(named.parameters)} parameters but {len(names)} param_names; give a name "
@@ -329,7 +369,7 @@ def _groups(params: Any) -> list[tuple[Group, Named]]:
     return found
 
 
-def _named(params: Any) -> Named:
+def named_members(params: Any) -> Named:
     is_module = isinstance(params, Module)
     if isinstance(params, DataParallel):
         params = params.named_replicas()
@@ -390,25 +430,27 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
     return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
 
 
-def make_groups(params: Any, optimizer: Optimizer, given: object, first: int = 0) -> tuple[list[Group], bool]:
+def make_groups(
+    params: Any, optimizer: Optimizer, given: object, taken: Collection[str] = ()
+) -> tuple[list[Group], bool]:
     """Return torch parameter groups, and whether names were given.
 
     They have names, and options, checked, by torch's keys.
 
     Args:
-        params: As `collect` takes them, `first` too.
+        params: As `collect` takes them, `taken` too.
         optimizer: What the options are for.
         given: What the user gave as the optimizer. A torch instance brings its own groups, of the same parameters.
 
     Raises:
         ConfigurationError: parameters or options are wrong.
     """
-    groups, are_given = collect(params, first)
+    groups, are_given = collect(params, taken)
     _check_finite(optimizer, optimizer.plain_hyper())
     optimizer.try_out(optimizer.hyper)
     if isinstance(given, torch.optim.Optimizer):
         return _groups_of(given, groups), are_given
-    return [_with_checked_options(group, optimizer) for group in groups], are_given
+    return [with_checked_options(group, optimizer) for group in groups], are_given
 
 
 def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list[Group]:
@@ -436,7 +478,7 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
     ]
 
 
-def _with_checked_options(group: Group, optimizer: Optimizer) -> Group:
+def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     kept = {name: group[name] for name in group if name in _LISTS | NOTES}
     options = {name: value for name, value in group.items() if name not in kept}
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.optim
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import Optimizer, States
@@ -109,6 +110,8 @@ class OptimizerStates:
         """What updates the parameters on each device in this process; there once they have places."""
         self._pending: dict[int, State] | None = None
         """State that has not reached its holder yet."""
+        self._outside: MutableMapping[Tensor, State] = WeakTensorKeyDictionary()
+        """That of parameters which a script took out of the groups."""
         self.make_places()
 
     def make_places(self) -> None:
@@ -117,13 +120,29 @@ class OptimizerStates:
             self.here = [self._update_of(device) for device in self._memory.devices]
             self.hand_over()
 
-    def move(self, memory: Memory) -> None:
-        """Go on with other parameters, of which the first ones are those that there were; state goes along."""
-        states = self.current()
-        self._link.leave(self._memory)
-        self._memory, self.here = memory, []
+    def move(self, memory: Memory, states: Mapping[int, State]) -> None:
+        """Go on with other parameters. One that has been here has the state it had.
+
+        Args:
+            states: What `current` gave, by the former keys.
+        """
+        former, joint = self._memory, self.joint
+        places = {key: memory.keys[id(p)] for key, p in enumerate(former.parameters) if id(p) in memory.keys}
+        gone = [key for key in range(len(former.parameters)) if key not in places]
+        moved = {places[key]: state for key, state in states.items() if key in places}
+        for key, parameter in enumerate(memory.parameters):
+            if parameter in self._outside:
+                moved[key] = self._outside.pop(parameter)
+        for key in gone:
+            if state := states.get(key):
+                self._outside[former.parameters[key]] = state
+            if joint is not None:
+                joint.instance.state.pop(former.parameters[key], None)
+        self._link.leave(former, places)
+        former.release(gone)
+        self._memory, self.here, self._pending = memory, [], None
         self.make_places()
-        self.take(states)
+        self.take(moved)
 
     @property
     def holder(self) -> StateHolder | JointUpdate | None:
@@ -171,7 +190,7 @@ class OptimizerStates:
         """Fetch the state of one parameter as `shown` has it; empty if there is none."""
         key = self._memory.keys.get(id(parameter))
         if key is None:
-            return {}
+            return dict(self._outside.get(parameter, {}))
         if (joint := self.joint) is not None:
             return dict(joint.instance.state.get(parameter, {}))
         optimizer = self._groups.optimizer
@@ -179,14 +198,19 @@ class OptimizerStates:
         return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter.
+        """Replace the state of one parameter. An empty one takes it away, also of one that was in the groups once.
 
         Raises:
             ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
         """
         key = self._memory.keys.get(id(parameter))
+        if key is None and not state:
+            self._outside.pop(parameter, None)
+            return
         if key is None:
-            raise ConfigurationError("the state of a parameter was assigned that this Trainer does not have")
+            raise ConfigurationError(
+                "the state of a parameter was assigned that is in none of this Trainer's groups; put it into one first"
+            )
         if (joint := self.joint) is not None:
             joint.instance.state[parameter] = dict(state)
             return

@@ -31,6 +31,7 @@ from kvtrainer.errors import (
     NoGradientWarning,
     NonFiniteGradientError,
 )
+from kvtrainer.group_edits import read_edited
 from kvtrainer.groups import ParameterGroups
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
@@ -61,6 +62,7 @@ class StepPipeline:
         link.numbers = weakref.WeakMethod(self._numbers)
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
+        groups.set_trained(groups.names)
         self.states = OptimizerStates(groups, self.memory, link)
         self.stages = StageOptions()
         self.loss_scaler: LossScaler | None = None
@@ -262,43 +264,88 @@ class StepPipeline:
 
         Raises:
             NotInitializedError: a parameter that takes part has no shape yet; names all of them.
-            ConfigurationError: one got its shape too late for the store.
+            ConfigurationError: one got its shape too late for the store; or as `follow_groups`.
             KVStoreError: the round of the last step, which had returned before it was over, has failed.
         """
         if self.link.awaited is not None:
             self.link.settle()
+        self.follow_groups()
         if not self.memory.is_settled:
             self.memory.settle()
             self.states.make_places()
         elif self.memory.left_out and (late := self.memory.latecomers()):
-            if not self.can_grow():
+            if not self.can_grow("parameters that get their shape"):
                 raise ConfigurationError(
                     f"{', '.join(late)}: took no part and had no shape when the other parameters went into the "
                     "kvstore; run a forward pass through the whole model before the first step"
                 )
-            self.grow(self.groups.names)
+            self.lay_out(self.groups.names)
         if self.groups.instance is not None:
-            self.groups.follow_instance()
             self.states.follow_instance()
 
-    def can_grow(self) -> bool:
-        """Ask the store whether parameters may still be added.
+    def follow_groups(self) -> None:
+        """Train what the groups have now, if a script has edited their lists.
+
+        State goes with its parameter, also to another group. A parameter that is in no group any more keeps its values
+        and is trained no longer; its state is kept for as long as it exists, in case it comes back.
 
         Raises:
+            ConfigurationError: these parameters cannot be trained, or not in this store; nothing has changed.
+            WeightsWrittenError: the loop has written weights that the store would replace; nothing has changed.
+        """
+        self.groups.follow_instance()
+        if not self.groups.are_edited():
+            return
+        if self.memory.has_replicas:
+            raise ConfigurationError(
+                f"the groups have the parameters of {len(self.memory.devices)} devices, so their lists cannot be "
+                "edited; put back what was there, and add parameters by add_param_group"
+            )
+        edited = read_edited(self.groups)
+        if not self.can_grow("edited parameter groups"):
+            raise ConfigurationError(
+                "the parameter groups were edited, but the parameters are in the kvstore already, and with row-sparse "
+                "ones, without synchronous rounds and in a third-party store they stay there; put back what was "
+                "there, and edit the groups before the first step"
+            )
+        former = [dict(group) for group in self.groups.live]
+        has_names = any("param_names" in group for group in former)
+        for group, entries in zip(self.groups.live, edited, strict=True):
+            group.update({n: v for n, v in entries.items() if has_names or n != "param_names"})
+        try:
+            self.lay_out([entries["param_names"] for entries in edited])
+        except BaseException:
+            for group, entries in zip(self.groups.live, former, strict=True):
+                group.clear()
+                group.update(entries)
+            raise
+
+    def can_grow(self, what: str = "add_param_group()") -> bool:
+        """Ask the store whether other parameters may still come.
+
+        Raises:
+            ConfigurationError: it is in a block of `join`.
             WeightsWrittenError: the loop has written weights that the store would replace.
             KVStoreError: as `ready`.
         """
-        self.refuse_in_join("add_param_group()")
+        self.refuse_in_join(what)
         self.link.settle()
         return self.link.check_growth(self.memory)
 
-    def grow(self, names: list[list[str]]) -> None:
-        """Lay out all parameters that the groups have now; state, and what is known of gradients, go along."""
+    def lay_out(self, names: list[list[str]]) -> None:
+        """Lay out the parameters that the groups have now.
+
+        State, and what is known of gradients, go along.
+        """
+        # What may fail comes first: state is fetched, parameters are checked.
+        states, former = self.states.current(), self.memory
         memory = Memory(self.groups.live, names)
-        memory.succeed(self.memory)
-        self.memory, self.groups.names = memory, names
+        memory.succeed(former)
+        self.memory = memory
         self.groups.bind(self.groups.live)
-        self.states.move(memory)
+        self.groups.set_trained(names)
+        self._effective = ({}, [])
+        self.states.move(memory, states)
 
     def prepare(self) -> bool:
         """Make the store and give every worker rank 0's weights; once, collectively. Returns whether it was now."""

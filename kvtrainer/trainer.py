@@ -176,8 +176,6 @@ class Trainer(torch.optim.Optimizer):
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
         groups = [spread(group) for group in groups]
-        self._labels = [list(group["param_names"]) for group in groups]
-        """What each parameter of each group is called, replicas too."""
         if not are_named:  # as in torch: its checkpoints of named and of unnamed groups have other keys
             groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
         super().__init__(groups, self._groups.defaults)
@@ -562,7 +560,13 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The parameter groups, as torch's optimizers have them; their options are read at every step."""
+        """The parameter groups, as torch's optimizers have them; options and parameters are read at every step.
+
+        So a script may edit the lists: append a parameter, replace it, take it out, move it, or add a group; where
+        there is a store, on every worker between the same steps, with the limits of `add_param_group`. State goes with
+        a parameter; give that of a replaced one to the new one: `trainer.state[new] = state`. What cannot be trained is
+        a ConfigurationError of the next call, until it is put right.
+        """
         return self._groups.live
 
     @param_groups.setter
@@ -589,19 +593,18 @@ class Trainer(torch.optim.Optimizer):
             # `make_groups` has checked what torch would check of each parameter.
             self.param_groups.append({**self.defaults, **param_group})
             return
+        self._pipeline.follow_groups()
         group = self._new_group(param_group)
         names = group["param_names"]
         group = spread(group)
-        labels = list(group["param_names"])
         if "param_names" not in self.param_groups[0]:
             del group["param_names"]
         super().add_param_group(group)
         try:
-            self._pipeline.grow([*self._groups.names, names])
+            self._pipeline.lay_out([*self._groups.names, names])
         except KVStoreError:
             self.param_groups.pop()
             raise
-        self._labels.append(labels)
 
     def _new_group(self, param_group: Any) -> Group:
         """Check a group that is to be added, and give it names and options."""
@@ -612,9 +615,8 @@ class Trainer(torch.optim.Optimizer):
             )
         if not isinstance(param_group, dict):
             raise ArgumentTypeError(f"a parameter group is a dict, got {type(param_group).__name__}")
-        self._groups.follow_instance()
         memory = self._pipeline.memory
-        [group], _ = make_groups([param_group], self._groups.optimizer, None, first=len(memory.names))
+        [group], _ = make_groups([param_group], self._groups.optimizer, None, taken=set(memory.names))
         here = {
             id(p): name
             for device in memory.devices
@@ -683,10 +685,19 @@ class Trainer(torch.optim.Optimizer):
 
     def describe_params(self) -> ParamReport:
         """List every parameter with its present options and the rules that decided them; as a str it is a table."""
+        self._pipeline.follow_groups()
         if self._param_report is None:
             # Groups lack the names where the caller gave none.
-            rows = zip(self._groups.live, self._labels, strict=True)
-            return ParamReport(tuple(rows_of([{"param_names": names, **group} for group, names in rows])))
+            called = {
+                id(p): name
+                for device in self._pipeline.memory.devices
+                for p, name in zip(device.parameters, device.names, strict=True)
+            }
+            groups = [
+                {"param_names": [called[id(p)] for p in group["params"]], **group}
+                for group in self._groups.live
+            ]
+            return ParamReport(tuple(rows_of(groups)))
         return self._param_report.with_groups(self.param_groups)
 
     @property
@@ -743,6 +754,7 @@ class Trainer(torch.optim.Optimizer):
         torch.distributed.checkpoint loads only into what it finds.
         """
         self._pipeline.link.check_whole(_SAVED)
+        self._pipeline.ready()
         if (joint := self._pipeline.states.joint) is not None:
             return joint.state_dict()
         with self._groups.without_replicas():
@@ -956,6 +968,7 @@ class Trainer(torch.optim.Optimizer):
     @by_one_thread
     def _copy_weights(self) -> dict[str, Tensor]:
         self._pipeline.link.check_whole(_SAVED)
+        self._pipeline.follow_groups()
         memory = self._pipeline.memory
         rows = zip(memory.names, memory.parameters, strict=True)
         return {name: p.detach().clone() for name, p in rows if not (is_row_sparse(p) or is_lazy(p))}

@@ -218,6 +218,14 @@ class Arena:
         marked = self._parameters if is_all else list(compress(self._parameters, present or ()))
         torch.autograd.graph.increment_version(marked)
 
+    def release(self, keys: Sequence[int]) -> None:
+        """Give parameters memory of their own, unless their data lie elsewhere already."""
+        places = dict(zip(compress(range(len(self._names)), self._resident), self._addresses, strict=True))
+        for key in keys:
+            parameter = self._parameters[key]
+            if places.get(key) == parameter.data_ptr():
+                parameter.data = parameter.detach().clone()
+
     def check_in_place(self) -> None:
         """Check that the data of every parameter still lie where the constructor put them.
 

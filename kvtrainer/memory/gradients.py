@@ -183,6 +183,15 @@ class GradientTracker:
             self._used[i], self._fired[i] = None if grad is None else weakref.ref(grad), False
         self._to_drop = {*self._to_drop, *keys}
 
+    def succeed(self, former: GradientTracker) -> None:
+        """Take over what another tracker knows of parameters that both have."""
+        places = {id(p): key for key, p in enumerate(self._parameters)}
+        moved = {old: places[id(p)] for old, p in enumerate(former._parameters) if id(p) in places}
+        for old, new in moved.items():
+            self._used[new], self._fired[new] = former._used[old], former._fired[old]
+            self._used_versions[new] = former._used_versions[old]
+        self._to_drop = {moved[old] for old in former._to_drop if old in moved}
+
     def close(self) -> None:
         """End all that hooks do. Gradients are left as they are; `attach` begins anew, for nobody who listens."""
         with self._attaching:

@@ -361,12 +361,18 @@ class Memory:
             device.tracker.forget()
 
     def succeed(self, former: Memory) -> None:
-        """Take the place of a memory of the first of these parameters: what is new there is new here alone."""
-        everything = [True] * len(former.names)
-        fresh = _any_of([device.tracker.fresh(everything) for device in former.devices])
-        for device in self.devices:
-            device.tracker.consume([not is_fresh for is_fresh in fresh])
+        """Take the place of another memory, on the same devices.
+
+        What that knew of gradients goes along. A gradient of a parameter that was not there counts as new.
+        """
+        for device, before in zip(self.devices, former.devices, strict=True):
+            device.tracker.succeed(before.tracker)
         former.close()
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Let parameters go, which get memory of their own, with the same values."""
+        for device in self.devices if self.is_settled else ():
+            device.arena.release(keys)
 
     def close(self) -> None:
         """Stop watching gradients."""

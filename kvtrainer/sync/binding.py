@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,16 @@ class Residuals:
     def place(self) -> tuple[int, int, int]:
         """The rank, the number of workers, and of devices: residuals are of use there alone."""
         return self.rank, self.num_workers, len(self.values)
+
+    def moved(self, places: Mapping[int, int]) -> Residuals:
+        """Return those of the keys that stay.
+
+        Args:
+            places: Former key → new key.
+        """
+        return replace(
+            self, values=[{places[k]: v for k, v in one.items() if k in places} for one in self.values]
+        )
 
     def __str__(self) -> str:
         on = f" with {len(self.values)} devices" if len(self.values) > 1 else ""
@@ -260,11 +270,17 @@ class Binding:
         self._check_written(layout)
         return self.exchange.is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
 
-    def leave(self, former: Memory) -> None:
-        """Go on with more parameters than the exchange has, from the next `start`; on every worker."""
+    def leave(self, former: Memory, places: Mapping[int, int]) -> None:
+        """Go on with other parameters than the exchange has, from the next `start`; on every worker.
+
+        Args:
+            places: Former key → new key of those that stay.
+        """
         if self.exchange is None:
+            self._awaited = self._awaited and self._awaited.moved(places)
             return
-        self._awaited = self.residuals()
+        residuals = self.residuals()
+        self._awaited = residuals and residuals.moved(places)
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
         self.exchange, self.holder, self.num_workers = None, None, 1

@@ -235,6 +235,87 @@ def test_a_worker_that_does_not_add_the_group_makes_the_step_fail_on_all_until_i
             assert one == pytest.approx(theirs, abs=1e-5)
 
 
+@SITES
+def test_groups_that_all_workers_edit_are_trained_as_torch_does(jobs: Servers, in_store: bool) -> None:
+    def edit(optimizer: Any, given: list[Parameter], at: int) -> None:
+        first, second = optimizer.param_groups
+        if at == 2:
+            second["params"].append(given[2])
+        elif at == 3:
+            first["params"].append(second["params"].pop(0))
+        elif at == 4:
+            first["params"][0] = given[3]
+
+    def made_of(rank: int) -> list[Parameter]:
+        return [*parameters(rank), Parameter(torch.full((5,), float(rank + 1)))]
+
+    def body(kv: DistKVStore, rank: int) -> list[list[float]]:
+        given = made_of(rank)
+        groups = [{"params": given[:1]}, {"params": given[1:2], "lr": 0.05}]
+        trainer = trainer_over(kv, groups, update_on_kvstore=in_store)
+        for at in range(6):
+            edit(trainer, given, at)
+            train(
+                trainer,
+                [p for group in trainer.param_groups for p in group["params"]],
+                rank,
+                range(at, at + 1),
+            )
+        return [p.tolist() for p in given]
+
+    def oracle() -> list[list[float]]:
+        given = made_of(0)
+        groups = [{"params": given[:1]}, {"params": given[1:2], "lr": 0.05}]
+        optimizer = torch.optim.Adam(groups, **OPTIONS)  # type: ignore[arg-type]
+        for at in range(6):
+            edit(optimizer, given, at)
+            used = [p for group in optimizer.param_groups for p in group["params"]]
+            for p in used:
+                p.grad = torch.stack([gradient(p.numel(), rank, at) for rank in range(2)]).mean(0)
+            torch.nn.utils.clip_grad_norm_(used, CLIP)
+            optimizer.step()
+        return [p.tolist() for p in given]
+
+    results = jobs.results(2, 2, body)
+    assert results[0] == results[1]
+    for mine, theirs in zip(results[0], oracle(), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+@SITES
+def test_an_edit_of_one_worker_makes_the_step_fail_on_all_until_the_others_make_it(
+    jobs: Servers, in_store: bool
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[float]:
+        given, trainer = made(kv, in_store, {"learning_rate": 1.0})
+        step(trainer, given)
+        if rank == 0:
+            trainer.param_groups[0]["params"].pop()
+        with pytest.raises(KVStoreError):
+            step(trainer, given)
+        if rank == 1:
+            trainer.param_groups[0]["params"].pop()
+        return step(trainer, given)
+
+    # The failed step has used no gradient, so that two backward passes make the last one.
+    assert jobs.results(2, 2, body) == [[-3.0, -1.0]] * 2
+
+
+def test_edits_without_rounds_come_before_the_first_step(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> None:
+        given = parameters(rank)
+        trainer = Trainer(given[:1], "sgd", {"lr": 0.1}, kvstore=kv)
+        trainer.param_groups[0]["params"].append(given[1])
+        train(trainer, given[:2], rank, range(1))
+        trainer.param_groups[0]["params"].append(given[2])
+        with pytest.raises(ConfigurationError):
+            train(trainer, given, rank, range(1))
+        trainer.param_groups[0]["params"].pop()
+        train(trainer, given[:2], rank, range(1))
+
+    jobs.results(2, 1, body, type="dist_async")
+
+
 def test_without_rounds_groups_come_before_the_first_step(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> int:
         given = parameters(rank)

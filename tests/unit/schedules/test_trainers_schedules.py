@@ -161,13 +161,16 @@ def test_torch_instance_must_train_what_the_trainer_trains(parameters: Any, mess
         trainer_of(parameters(a), torch.optim.SGD([a, b], lr=1.0))
 
 
-def test_parameters_added_to_the_instance_behind_the_trainers_back_are_noticed() -> None:
+def test_parameters_added_to_the_instance_are_trained_and_scheduled() -> None:
     a, b = zeros()
     instance = torch.optim.SGD([a], lr=1.0)
     trainer = trainer_of([a], instance)
-    instance.add_param_group({"params": [b]})
-    with pytest.raises(ConfigurationError, match=r"use trainer\.add_param_group"):
-        step(trainer)
+    instance.add_param_group({"params": [b], "lr": 0.5})
+    schedule = torch.optim.lr_scheduler.ExponentialLR(instance, 0.5)
+    step(trainer)
+    schedule.step()
+    step(trainer)
+    assert values([a, b]) == [-1.5, -0.75]
 
 
 TRACES: dict[str, tuple[LRScheduler, list[float]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from kvtrainer.groups import collect
 A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
 
 
-def names_of(params: Any, first: int = 0) -> list[dict[str, int]]:
+def names_of(params: Any, taken: Collection[str] = ()) -> list[dict[str, int]]:
     """Per group: name → which of A, B and C it is."""
     numbers = {id(p): i for i, p in enumerate((A, B, C))}
     return [
@@ -26,7 +26,7 @@ def names_of(params: Any, first: int = 0) -> list[dict[str, int]]:
             name: numbers[id(p)]
             for name, p in zip(group["param_names"], group["params"], strict=True)
         }
-        for group in collect(params, first)[0]
+        for group in collect(params, taken)[0]
     ]  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def test_options_of_a_group_are_kept_and_the_given_group_is_not_changed() -> Non
     assert given == {"params": [A], "lr": 0.5, "wd": 0.1}
 
 
-def test_unnamed_parameters_are_counted_from_the_given_number() -> None:
-    assert names_of([{"params": [A, B]}], first=3) == [{"3": 0, "4": 1}]
+def test_unnamed_parameters_are_counted_behind_others_and_take_no_name_of_theirs() -> None:
+    assert names_of([{"params": [A, B]}], taken={"0", "2", "3"}) == [{"4": 0, "5": 1}]
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -1,0 +1,113 @@
+"""What a script has made of the parameter groups by editing them, checked.
+
+`param_groups` is a public list of dicts. Finetuning callbacks append parameters to a group, densification of point
+clouds replaces them, and others move one to another group or take one out; torch's optimizers read the lists in every
+step. A Trainer has laid the parameters out in flat memory, so it compares the lists with what it has laid out, and
+where they differ lays everything out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvtrainer.errors import ConfigurationError
+from kvtrainer.groups import Named, ParameterGroups, named_members, unused_number, with_checked_options
+from kvtrainer.memory.row_sparse import is_row_sparse
+from kvtrainer.types import Group
+
+
+def read_edited(groups: ParameterGroups) -> list[Group]:
+    """Return what each of the edited groups has to hold.
+
+    That is "params" as a list, "param_names", and the options that are missing.
+
+    A parameter that was there keeps its name. One that takes the place of another, which is in no group any more, is
+    called as that was; any other new one by the name that the script gives it, or by an unused number.
+
+    Raises:
+        ConfigurationError: they cannot be trained, for one that is no leaf tensor, or is there twice; or there is none.
+    """
+    options, members = [], []
+    for at, group in enumerate(groups.live):
+        if not isinstance(group, dict) or "params" not in group:
+            raise ConfigurationError(
+                f"parameter group {at} has no list of 'params' any more; put one there, or take the group out of "
+                "param_groups"
+            )
+        missing = groups.is_new(group) and groups.defaults.keys() - group.keys()
+        options.append(_with_defaults(group, groups) if missing else {})
+        params = group["params"]
+        members.append(named_members([params] if isinstance(params, Tensor) else params))
+    _check_members(groups, [list(given.parameters) for given in members])
+    names = _names_of(groups, members)
+    return [
+        {**own, "params": list(given.parameters), "param_names": called}
+        for own, given, called in zip(options, members, names, strict=True)
+    ]
+
+
+def _with_defaults(group: Group, groups: ParameterGroups) -> Group:
+    """Return the options of a group that a script has put there, with the defaults."""
+    given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    return {**groups.defaults, **with_checked_options(given, groups.optimizer)}
+
+
+def _check_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) -> None:
+    former = {id(p): p for own in groups.trained for p in own}
+    seen: dict[int, int] = {}
+    for at, own in enumerate(members):
+        for p in own:
+            if not isinstance(p, Tensor) or not p.is_leaf:
+                what = "a computation's result" if isinstance(p, Tensor) else f"a {type(p).__name__}"
+                raise ConfigurationError(
+                    f"parameter group {at} was given {what} as a parameter; only leaf tensors can be trained"
+                )
+            if id(p) in seen:
+                raise ConfigurationError(
+                    f"a parameter of shape {list(p.shape)} is twice in the parameter groups, in {seen[id(p)]} and "
+                    f"{at}; leave it in one place"
+                )
+            seen[id(p)] = at
+    if not seen:
+        raise ConfigurationError(
+            "the parameter groups have no parameters any more, so there is nothing to train"
+        )
+    changed = former.keys() ^ seen.keys()
+    if any(is_row_sparse(p) for own in (*groups.trained, *members) for p in own if id(p) in changed):
+        raise ConfigurationError(
+            "row-sparse parameters decide about the Trainer's store, and cannot come to the parameter groups or leave "
+            "them; put back what was there, or build a new Trainer"
+        )
+
+
+def _names_of(groups: ParameterGroups, members: Sequence[Named]) -> list[list[str]]:
+    """Name the parameters of each group."""
+    rows = zip(groups.names, groups.trained, strict=True)
+    kept = {id(p): name for names, own in rows for name, p in zip(names, own, strict=True)}
+    present = {id(p) for given in members for p in given.parameters}
+    taken = {name for at, name in kept.items() if at in present}
+    count = len(kept)
+    found: list[list[str]] = []
+    for at, (own_names, given, _) in enumerate(members):
+        listed = groups.live[at].get("param_names", ())
+        if len(listed) != len(given):
+            listed = groups.names[at] if at < len(groups.names) else ()
+        called = []
+        for place, p in enumerate(given):
+            name = kept.get(id(p))
+            if name is None:
+                wanted = own_names[place]
+                if wanted in taken:
+                    raise ConfigurationError(
+                        f"two parameters are called {wanted!r}; give each a name of its own"
+                    )
+                if wanted is None and place < len(listed) and str(listed[place]) not in taken:
+                    wanted = str(listed[place])
+                name = unused_number(count, taken) if wanted is None else wanted
+                taken.add(name)
+            called.append(name)
+        found.append(called)
+    return found
