@@ -70,9 +70,14 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
 def level_of_user() -> int:
     """Count the frames from the caller up to the script. A warning points there: at what called this package."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtrainer":
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_ours(module: str) -> bool:
+    """Return whether a module is of this package, or wraps the steps of optimizers."""
+    return module.partition(".")[0] == "kvtrainer" or module == "torch.optim.optimizer"
 
 
 class ParameterMovedError(KVStoreError):
@@ -100,9 +105,21 @@ class StaleGradientError(KVStoreError, UserWarning):
     """
 
     @classmethod
-    def of(cls, names: Sequence[str], total: int, is_any_fresh: bool) -> StaleGradientError:
-        """Name the parameters, out of so many, in an error; say more where no other one has a new gradient."""
+    def of(
+        cls, names: Sequence[str], total: int, is_any_fresh: bool, written: Sequence[str] = ()
+    ) -> StaleGradientError:
+        """Name the parameters, out of so many, in an error; say more where no other one has a new gradient.
+
+        Args:
+            written: Those whose used gradient was written in place.
+        """
         hint = "" if is_any_fresh else f" {REPLACED}"
+        if written:
+            hint = (
+                f" Those of {', '.join(written)} were used and then written in place, which may be new values, or what "
+                "clipping made of the old ones: if they are new, assign them (p.grad = values), or zero them by "
+                "zero_grad(set_to_none=False) before you write."
+            )
         return cls(
             f"{len(names)} of {total} parameters got no gradient since the last step: {', '.join(names)}.{hint} If the "
             "model uses only some of them on purpose, call step(batch_size, ignore_stale_grad=True)"
@@ -155,6 +172,10 @@ class SparsePullWarning(UserWarning):
 
 class NoGradientWarning(UserWarning):
     """A step found no new gradient at all here, so this worker gave nothing. Warned, not raised, once per Trainer."""
+
+
+class GradientWriteWarning(UserWarning):
+    """Gradients that a step had used were written in place: new values, or the old ones, clipped. Once per Trainer."""
 
 
 class TorchNameWarning(UserWarning):

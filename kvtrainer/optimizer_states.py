@@ -131,11 +131,10 @@ class OptimizerStates:
         gone = [key for key in range(len(former.parameters)) if key not in places]
         moved = {places[key]: state for key, state in states.items() if key in places}
         for key, parameter in enumerate(memory.parameters):
-            if parameter in self._outside:
-                moved[key] = self._outside.pop(parameter)
+            if self._outside and (kept := self._outside.pop(parameter, None)):
+                moved[key] = kept
         for key in gone:
-            if state := states.get(key):
-                self._outside[former.parameters[key]] = state
+            self._outside[former.parameters[key]] = states.get(key, {})
             if joint is not None:
                 joint.instance.state.pop(former.parameters[key], None)
         self._link.leave(former, places)
@@ -198,18 +197,20 @@ class OptimizerStates:
         return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter. An empty one takes it away, also of one that was in the groups once.
+        """Replace the state of one parameter.
+
+        An empty one removes it, also that of a parameter which was taken out of the groups.
 
         Raises:
             ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
         """
         key = self._memory.keys.get(id(parameter))
-        if key is None and not state:
-            self._outside.pop(parameter, None)
+        if key is None and not state and parameter in self._outside:
+            self._outside[parameter] = {}
             return
         if key is None:
             raise ConfigurationError(
-                "the state of a parameter was assigned that is in none of this Trainer's groups; put it into one first"
+                "the state of a parameter was assigned that this Trainer does not have; put it into a group first"
             )
         if (joint := self.joint) is not None:
             joint.instance.state[parameter] = dict(state)

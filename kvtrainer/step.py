@@ -28,8 +28,10 @@ from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import (
     REPLACED,
     ConfigurationError,
+    GradientWriteWarning,
     NoGradientWarning,
     NonFiniteGradientError,
+    level_of_user,
 )
 from kvtrainer.group_edits import read_edited
 from kvtrainer.groups import ParameterGroups
@@ -87,6 +89,7 @@ class StepPipeline:
         self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
         """The options of the last update in this process, and what they mean for each key."""
         self._has_warned = False
+        self._has_warned_of_writes = False
 
     def take_options(
         self, stages: StageOptions, changed: Sequence[str], added: Sequence[BoundSchedule]
@@ -419,6 +422,8 @@ class StepPipeline:
         fresh = self.memory.fresh(
             is_strict and not ignores_stale, not is_strict and not ignores_stale, summed
         )
+        if not self._has_warned_of_writes:
+            self._warn_of_writes(is_counted=not is_strict and not ignores_stale)
         needs, precision, scaler = self._needs_backward, self.stages.precision, self.loss_scaler
         is_scaled = needs == "amp" and scaler is not None and scaler.is_scaled
         if needs and not self.accumulation.in_window and not is_scaled and any(fresh):
@@ -432,6 +437,25 @@ class StepPipeline:
                 "pass and the loss in it, or leave amp out"
             )
         return fresh
+
+    def _warn_of_writes(self, is_counted: bool) -> None:
+        """Warn of gradients that were used, and then written in place but not zeroed."""
+        written, overwritten = self.memory.written(), self.memory.take_overwritten()
+        if not written and not overwritten:
+            return
+        self.memory.check_in_place()  # to move a model writes to its gradients
+        self._has_warned_of_writes = True
+        what = f"step() {'counts' if is_counted else 'leaves out'} gradients"
+        if not written:
+            what = "the backward pass has dropped gradients"
+        warnings.warn(
+            f"{what} that the last step had used and that were written in place since, of "
+            f"{', '.join(written or overwritten)}: these may be new values, or what clipping, unscaling and the like "
+            "have made of the old ones. If they are new, assign them (p.grad = values), or zero them by "
+            "zero_grad(set_to_none=False) before you write; if not, set them to None. This is said once",
+            GradientWriteWarning,
+            stacklevel=level_of_user(),
+        )
 
     def _scale_of(self, batch_size: float | None) -> float:
         """Return the factor of gradients, without mean over workers and loss scale."""

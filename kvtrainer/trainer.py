@@ -286,7 +286,8 @@ class Trainer(torch.optim.Optimizer):
         Args:
             batch_size: A positive number; or the closure, as torch's optimizers take it.
             ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
-                size they are always left out, save those that `zero_grad(set_to_none=False)` gave zeros.
+                size they are always left out, save those that were written in place since the last step, as zeros
+                by `zero_grad(set_to_none=False)`; see "What counts as a new gradient" in the documentation.
             closure: Called first, with gradients enabled.
 
         Raises:
@@ -399,7 +400,7 @@ class Trainer(torch.optim.Optimizer):
         memory = self._pipeline.memory
         return [
             (name, parameter)
-            for one, own in zip(memory.devices, memory.fresh_by_device(), strict=True)
+            for one, own in zip(memory.devices, memory.fresh_by_device(with_edits=True), strict=True)
             for name, parameter, is_fresh in zip(one.names, one.parameters, own, strict=True)
             if is_fresh
         ]
@@ -515,6 +516,8 @@ class Trainer(torch.optim.Optimizer):
                 accumulation.counts,
             )
         self._pipeline.drop_gradients()
+        if not set_to_none:
+            self._pipeline.memory.note_zeroed()
 
     zero_grad.__doc__ = torch.optim.Optimizer.zero_grad.__doc__
 

@@ -41,7 +41,8 @@ class GradientTracker:
 
     * absent: gradients stay readable after a step; the first backward pass afterwards drops all of those and
       starts afresh; further ones before the next step add up. One that was zeroed in place, as by
-      `zero_grad(set_to_none=False)`, stays, so that zeros are there where no backward pass comes.
+      `zero_grad(set_to_none=False)`, stays, so that zeros are there where no backward pass comes. One that was
+      written in place otherwise stays if the backward pass does not reach its parameter.
     * 'write': every backward pass overwrites. A parameter shared by several segments of reentrant activation
       checkpointing keeps the last segment's part only, because torch runs one backward pass per segment.
     * 'add': never dropped; the caller zeroes.
@@ -73,6 +74,14 @@ class GradientTracker:
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._used_versions = [0] * count
+        self._cleared: set[int] = set()
+        """Those whose used gradient was zeroed in place: what is written there afterwards is new."""
+        self._doubtful: set[int] = set()
+        """Those whose used gradient was written in place otherwise before a backward pass, which has to reach them."""
+        self.written: list[int] = []
+        """Those that `fresh` found last with a gradient that was used, then written in place: it may be new or old."""
+        self.overwritten: list[int] = []
+        """Those of which a backward pass has dropped such a gradient; the reader empties it."""
         self._to_drop: Collection[int] = ()
         self._seen: list[Tensor | None] | None = None
         """The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others."""
@@ -116,29 +125,41 @@ class GradientTracker:
             if node is not None:
                 self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
-    def fresh(self, among: Sequence[bool], with_zeros: bool = False) -> list[bool]:
+    def fresh(self, among: Sequence[bool], with_edits: bool = False) -> list[bool]:
         """Tell which parameters are `among` those and have a gradient no `consume` took.
 
         That is a gradient that a backward pass has added to since, or another object than the one that was consumed (so
-        one that the caller assigned). Edits in place change nothing: clipping, unscaling, zeroing.
+        one that the caller assigned), or one that was zeroed in place and then given values.
 
         Args:
-            with_zeros: Whether gradients count, too, that were set to zero since they were consumed.
+            with_edits: Whether gradients count, too, that were otherwise written in place since they were consumed:
+                zeroed; or given values that may be new, or what clipping and unscaling made of the old ones.
         """
+        self.written = []
         grads = self._seen = list(map(_gradient_of, self._parameters))
         rows = zip(among, grads, self._fired, self._used, strict=True)
         found = [
             asked and grad is not None and (fired or used is None or used() is not grad)
             for asked, grad, fired, used in rows
         ]
-        if not with_zeros or found == among:
+        if found == among:
             return found
         missing = [
             i for i, (asked, is_in) in enumerate(zip(among, found, strict=True)) if asked and not is_in
         ]
         for i in missing:
-            found[i] = self._is_zeroed(grads[i], i)
+            grad = grads[i]
+            if not self._is_written(grad, i):
+                continue
+            is_zero = _is_zero(grad)
+            found[i] = with_edits or (i in self._cleared and not is_zero)
+            if not (is_zero or i in self._cleared):
+                self.written.append(i)
         return found
+
+    def note_zeroed(self) -> None:
+        """Note that `zero_grad` has zeroed the gradients: what they had is gone."""
+        self._cleared.update([i for i, used in enumerate(self._used) if used is not None])
 
     def gradients(self) -> Sequence[Tensor | None]:
         """Return all parameters' gradients, read anew where `fresh` may have seen others."""
@@ -163,7 +184,13 @@ class GradientTracker:
         return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, used: Sequence[bool]) -> None:
-        """Take the present gradients of these parameters as used up: not fresh, and due to be dropped."""
+        """Take the present gradients of these parameters as used up: not fresh, and due to be dropped.
+
+        So are those from now on that `fresh` has found to be written in place and that are not among these.
+        """
+        for i in self.written:
+            if not used[i]:
+                self._forget_write(i)
         count, grads = len(self._parameters), list[Any](compress(self.gradients(), used))
         self._seen = None
         try:
@@ -177,11 +204,15 @@ class GradientTracker:
             for at in range(0, count, _FEW):
                 self._used[at : at + _FEW] = map(weakref.ref, grads[at : at + _FEW])
             self._used_versions, self._fired, self._to_drop = versions, [False] * count, range(count)
+            self._cleared.clear()
+            self._doubtful.clear()
             return
         keys = list(compress(range(count), used))
         for i, grad, self._used_versions[i] in zip(keys, grads, versions, strict=True):
             self._used[i], self._fired[i] = None if grad is None else weakref.ref(grad), False
         self._to_drop = {*self._to_drop, *keys}
+        self._cleared.difference_update(keys)
+        self._doubtful.difference_update(keys)
 
     def succeed(self, former: GradientTracker) -> None:
         """Take over what another tracker knows of parameters that both have."""
@@ -191,6 +222,16 @@ class GradientTracker:
             self._used[new], self._fired[new] = former._used[old], former._fired[old]
             self._used_versions[new] = former._used_versions[old]
         self._to_drop = {moved[old] for old in former._to_drop if old in moved}
+        self._cleared = {moved[old] for old in former._cleared if old in moved}
+        self._doubtful = {moved[old] for old in former._doubtful if old in moved}
+
+    def _forget_write(self, i: int) -> None:
+        """Take a gradient that was written in place for the old one after all."""
+        grad = self._parameters[i].grad
+        if self._is_used(grad, i):
+            self._used_versions[i] = grad._version
+            self._to_drop = {*self._to_drop, i}
+            self._doubtful.discard(i)
 
     def close(self) -> None:
         """End all that hooks do. Gradients are left as they are; `attach` begins anew, for nobody who listens."""
@@ -220,11 +261,9 @@ class GradientTracker:
         used = self._used[i]
         return grad is not None and used is not None and used() is grad
 
-    def _is_zeroed(self, grad: Tensor | None, i: int) -> bool:
-        """Tell whether a gradient was used up, then written to, and is zero now."""
-        if not self._is_used(grad, i) or grad.is_inference() or grad._version == self._used_versions[i]:
-            return False
-        return not (grad._values() if grad.is_sparse else grad).any()
+    def _is_written(self, grad: Tensor | None, i: int) -> TypeGuard[Tensor]:
+        """Tell whether a gradient was used up, and then written in place."""
+        return self._is_used(grad, i) and not grad.is_inference() and grad._version != self._used_versions[i]
 
     def _drop_used(self) -> None:
         with self._dropping:
@@ -232,12 +271,21 @@ class GradientTracker:
             for i in self._to_drop:
                 parameter = self._parameters[i]
                 grad = parameter.grad
-                if not self._is_used(grad, i) or (has_modes and self._mode(i) not in (None, "write")):
+                mode = self._mode(i) if has_modes else None
+                if i in self._cleared or not self._is_used(grad, i) or mode not in (None, "write"):
                     continue
-                if not self._is_zeroed(grad, i):
+                if not self._is_written(grad, i):
                     parameter.grad = None
+                elif _is_zero(grad):
+                    self._cleared.add(i)
+                elif mode is None:
+                    self._doubtful.add(i)
             # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
             self._to_drop = ()
+
+
+def _is_zero(grad: Tensor) -> bool:
+    return not (grad._values() if grad.is_sparse else grad).any()
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
@@ -307,6 +355,11 @@ class _BeforeAccumulation:
             return None
         tracker._fired[i] = True
         parameter = tracker._parameters[i]
+        if i in tracker._doubtful:
+            tracker._doubtful.discard(i)
+            if tracker._is_used(parameter.grad, i):
+                parameter.grad = None
+                tracker.overwritten.append(i)
         if getattr(parameter, "grad_req", None) == "write":
             parameter.grad = None
         birth = tracker.births.get(i)

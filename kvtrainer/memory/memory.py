@@ -7,7 +7,7 @@ their own until `sum_replicas`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -307,15 +307,15 @@ class Memory:
         """
         return _any_of([device.tracker.participating() for device in self.devices])
 
-    def fresh_by_device(self, with_zeros: bool = False) -> list[list[bool]]:
+    def fresh_by_device(self, with_edits: bool = False) -> list[list[bool]]:
         """Tell for each device which of its replicas take part and have a new gradient; arguments as of `fresh`."""
         trackers = [device.tracker for device in self.devices]
-        return [one.fresh(one.participating(), with_zeros) for one in trackers]
+        return [one.fresh(one.participating(), with_edits) for one in trackers]
 
     def fresh(
         self,
         is_strict: bool = False,
-        with_zeros: bool = False,
+        with_edits: bool = False,
         summed: Sequence[bool] | None = None,
     ) -> list[bool]:
         """Tell which parameters take part and have a new gradient on any device.
@@ -323,7 +323,7 @@ class Memory:
         Args:
             is_strict: whether every parameter that takes part must have one, and so must all of its replicas. Of
                 replicas that may lack one, as in a DataParallel of uneven batches, a single new gradient is enough.
-            with_zeros: whether one counts that was set to zero since it was used.
+            with_edits: whether one counts that was written in place since it was used.
             summed: the parameters that have the sum of new gradients, if that is known.
 
         Raises:
@@ -335,7 +335,7 @@ class Memory:
             by_device, labels = [list(summed)], [self.names]
         else:
             rows = zip(self.devices, takes_part, strict=True)
-            by_device = [device.tracker.fresh(takes, with_zeros) for device, takes in rows]
+            by_device = [device.tracker.fresh(takes, with_edits) for device, takes in rows]
             labels = self._labels
         fresh = by_device[0] if len(by_device) == 1 else _any_of(by_device)
         stale: list[str] = []
@@ -352,8 +352,32 @@ class Memory:
             self.check_in_place()
         if stale:
             self.forget_gradients()
-            raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh))
+            raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh), self.written())
         return fresh
+
+    def written(self) -> list[str]:
+        """Name parameters with gradients that `fresh` could not tell from old ones."""
+        return [names[key] for names, tracker in self._trackers() for key in tracker.written]
+
+    def take_overwritten(self) -> list[str]:
+        """Name parameters of which a backward pass dropped what was written in place.
+
+        What was used by a step before; each is named once.
+        """
+        found = []
+        for names, tracker in self._trackers():
+            keys, tracker.overwritten = tracker.overwritten, []
+            found += [names[key] for key in sorted(set(keys))]
+        return found
+
+    def _trackers(self) -> Iterator[tuple[Sequence[str], GradientTracker]]:
+        """Iterate over the trackers of all devices, with what parameters are called there."""
+        return zip(self._labels, [device.tracker for device in self.devices], strict=True)
+
+    def note_zeroed(self) -> None:
+        """Note that `zero_grad` has zeroed all gradients."""
+        for device in self.devices:
+            device.tracker.note_zeroed()
 
     def forget_gradients(self) -> None:
         """Hold no gradient that `fresh` has seen, and read them again for `gather`: others may be assigned first."""
@@ -399,7 +423,7 @@ class Memory:
         if self.has_replicas:
             self.own_present = [
                 [asked and own for asked, own in zip(present, fresh, strict=True)]
-                for fresh in self.fresh_by_device(with_zeros=True)
+                for fresh in self.fresh_by_device(with_edits=True)
             ]
         for device, own in zip(self.devices, self.own_present, strict=True):
             device.gather(own, lends, targets)

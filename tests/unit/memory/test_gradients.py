@@ -155,8 +155,8 @@ def test_edits_in_place_make_a_gradient_neither_fresh_nor_stale(edit: Callable[[
     assert not is_fresh(tracker)
 
 
-@pytest.mark.parametrize("edit", [zero_in_place, clip])
-def test_of_consumed_gradients_backward_leaves_those_alone_that_were_set_to_zero(
+@pytest.mark.parametrize("edit", [zero_in_place, unscale])
+def test_of_consumed_gradients_backward_leaves_those_alone_that_were_written_in_place_and_it_does_not_reach(
     edit: Callable[[Parameter], None],
 ) -> None:
     p, q = ones(), ones()
@@ -169,9 +169,10 @@ def test_of_consumed_gradients_backward_leaves_those_alone_that_were_set_to_zero
     for _ in range(2):
         backward(p, 4)
     zeroed = edit is zero_in_place
-    assert (slopes(p), slopes(q)) == ([8, 8], [0, 0] if zeroed else None)
+    assert (slopes(p), slopes(q)) == ([8, 8], [0, 0] if zeroed else [1, 1])
     assert tracker.fresh([True, True]) == [True, False]
-    assert tracker.fresh([True, True], with_zeros=True) == [True, zeroed]
+    assert tracker.fresh([True, True], with_edits=True) == [True, True]
+    assert (tracker.written, tracker.overwritten) == ([], []) if zeroed else ([1], [0])
     tracker.consume([True, True])
     backward(p, 4)
     assert (slopes(p), slopes(q)) == ([4, 4], None)

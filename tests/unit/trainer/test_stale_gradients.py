@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
-from kvtrainer.errors import ConfigurationError, StaleGradientError, UnknownNameError
+from kvtrainer.errors import (
+    ConfigurationError,
+    GradientWriteWarning,
+    StaleGradientError,
+    UnknownNameError,
+)
 from tests.support.ways_to_train import STORES, backward, trainer_of, zeros
 
 
@@ -169,6 +174,128 @@ def test_zeros_in_place_of_gradients_count_for_step_as_they_do_for_torch(
     torch.testing.assert_close(list(mine.parameters()), list(twin.parameters()))
     with pytest.raises(StaleGradientError):
         trainer.step(1)
+
+
+Loop = Callable[[Any, Parameter, Parameter], None]
+"""What comes before each step: a gets a gradient by a backward pass, if any, and b one that is written in place."""
+
+
+def written_after_zero_grad(optimizer: Any, a: Parameter, b: Parameter) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward(a)
+    b.grad.copy_(torch.ones(2))  # type: ignore[union-attr]
+
+
+def written_before_the_backward_pass(optimizer: Any, a: Parameter, b: Parameter) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    for p in (a, b):
+        p.grad.add_(3.0)  # type: ignore[union-attr]
+    backward(a)
+
+
+def written_after_zeros_of_the_loop(optimizer: Any, a: Parameter, b: Parameter) -> None:
+    for p in (a, b):
+        p.grad.zero_()  # type: ignore[union-attr]
+    backward(a)
+    b.grad.sub_(2.0)  # type: ignore[union-attr]
+
+
+def written_without_zeros(optimizer: Any, a: Parameter, b: Parameter) -> None:
+    b.grad.copy_(torch.ones(2))  # type: ignore[union-attr]
+    a.grad = None
+    backward(a)
+
+
+def written_without_a_backward_pass(optimizer: Any, a: Parameter, b: Parameter) -> None:
+    for p in (a, b):
+        p.grad.add_(1.0)  # type: ignore[union-attr]
+
+
+def trained_by(loop: Loop, trains: Callable[[list[Parameter]], Any], **arguments: Any) -> list[list[float]]:
+    given = [zeros(), zeros()]
+    optimizer = trains(given)
+    for p in given:
+        p.grad = torch.zeros(2)
+    for _ in range(4):
+        loop(optimizer, *given)
+        optimizer.step(**arguments)
+    return [p.tolist() for p in given]
+
+
+OPTIONS = {"lr": 1.0, "momentum": 0.5}
+CLEAR = [written_after_zero_grad, written_before_the_backward_pass, written_after_zeros_of_the_loop]
+
+
+@pytest.mark.parametrize("loop", CLEAR, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("arguments", [{}, {"batch_size": 1}], ids=["step()", "step(1)"])
+@pytest.mark.parametrize("uok", STORES)
+def test_what_is_written_over_zeros_is_a_new_gradient(
+    uok: bool | None, arguments: dict[str, Any], loop: Loop
+) -> None:
+    mine = trained_by(loop, lambda given: trainer_of(given, uok, "torch:SGD", OPTIONS), **arguments)
+    assert mine == trained_by(loop, lambda given: torch.optim.SGD(given, **OPTIONS))
+
+
+@pytest.mark.parametrize("loop", [written_without_zeros, written_without_a_backward_pass])
+@pytest.mark.parametrize("uok", STORES)
+def test_what_is_written_over_used_gradients_counts_for_step_as_for_torch_and_is_named_once(
+    uok: bool | None, loop: Loop
+) -> None:
+    with pytest.warns(GradientWriteWarning) as caught:
+        mine = trained_by(
+            loop, lambda given: trainer_of(dict(zip("ab", given, strict=True)), uok, "torch:SGD", OPTIONS)
+        )
+    assert mine == trained_by(loop, lambda given: torch.optim.SGD(given, **OPTIONS))
+    assert len(caught) == 1
+    assert (" of b:" if loop is written_without_zeros else " of a, b:") in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("uok", STORES)
+def test_what_is_written_over_used_gradients_is_stale_for_a_step_with_a_batch_size(uok: bool | None) -> None:
+    a, b = zeros(), zeros()
+    trainer = trainer_of({"a": a, "b": b}, uok)
+    for p in (a, b):
+        backward(p)
+    trainer.step(1)
+    b.grad.mul_(0.5)  # type: ignore[union-attr]
+    backward(a)
+    with pytest.raises(StaleGradientError, match="Those of b were used"):
+        trainer.step(1)
+    with pytest.warns(GradientWriteWarning, match="leaves out .* of b:"):
+        trainer.step(1, ignore_stale_grad=True)
+    assert [a.tolist(), b.tolist()] == [[-2, -2], [-1, -1]]
+    backward(a)
+    assert b.grad is None  # as any other that is old, so that clipping does not measure it
+
+
+def test_write_to_a_used_gradient_that_the_next_backward_pass_replaces_is_named_once() -> None:
+    a, b = zeros(), zeros()
+    trainer = trainer_of({"a": a, "b": b})
+
+    def run(is_written: bool) -> None:
+        if is_written:
+            b.grad.mul_(2.0)  # type: ignore[union-attr]
+        for p in (a, b):
+            backward(p)
+        trainer.step(1)
+
+    run(is_written=False)
+    with pytest.warns(GradientWriteWarning, match="has dropped .* of b:"):
+        run(is_written=True)
+    run(is_written=True)
+    assert [a.tolist(), b.tolist()] == [[-3, -3]] * 2
+
+
+def test_gradients_that_are_clipped_between_the_backward_pass_and_the_step_are_never_named() -> None:
+    a, b = zeros(), zeros()
+    trainer = trainer_of([a, b])
+    for used in ([a, b], [a], [b], [a, b]):
+        for p in used:
+            backward(p, 4)
+        torch.nn.utils.clip_grad_norm_([a, b], 1.0)
+        trainer.step()
+    assert trainer.last is not None
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], str]] = {
