@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Conv2d, GroupNorm, LayerNorm, Module
+from torch.nn import Conv2d, GroupNorm, LayerNorm, Module, RMSNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _LISTS = ("params", "param_names")
 _ALWAYS = ("lr", "weight_decay")
 """Options that the table of a report always shows."""
-_NORMS = (_BatchNorm, _InstanceNorm, GroupNorm, LayerNorm)
+_NORMS = (_BatchNorm, _InstanceNorm, GroupNorm, LayerNorm, RMSNorm)
 _DEFORMABLE = frozenset({"DeformConv2d", "ModulatedDeformConv2d"})
 _MULTIPLIERS = (
     "bias_lr_mult", "dcn_offset_lr_mult", "norm_decay_mult", "dwconv_decay_mult", "bias_decay_mult", "flat_decay_mult",
@@ -344,7 +344,7 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
 
     Keys: custom_keys, {part of "." + name: {lr_mult, decay_mult, and options of the optimizer}}, of which the longest
     counts, in case of a tie the first in the alphabet; bias_lr_mult (not of norms); norm_decay_mult (batch, instance,
-    group and layer norms); dwconv_decay_mult (Conv2d with in_channels == groups); bias_decay_mult (neither norms nor
+    group, layer and RMS norms); dwconv_decay_mult (Conv2d with in_channels == groups); bias_decay_mult (neither norms nor
     those convolutions); flat_decay_mult (what is one-dimensional otherwise); dcn_offset_lr_mult (conv_offset of a
     deformable convolution of MMCV); bypass_duplicate. A custom key takes its parameters out of all other rules, unless
     custom_keys_merge=True: then shorter keys, and after them the other rules, decide what longer ones leave open.

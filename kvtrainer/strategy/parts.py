@@ -30,6 +30,8 @@ from kvtrainer.trainer_dict import TrainerDict
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
 """Takes away what DistributedDataParallel puts before every name."""
+_WITHOUT_COMPILED: ReviseKeys = ((r"(?<![^.])_orig_mod\.", ""),)
+"""Takes away what torch.compile puts before the names of a module, or of a part of one."""
 _INSIDE = ("_orig_mod", "module")
 """Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
 _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -74,7 +76,8 @@ def load_weights(
     Args:
         strict: Raise if anything does not fit.
         revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default is
-            takes "module." away where more names of the model are found so: a part of it may be called that.
+            takes "module." away where more names of the model are found so: a part of it may be called that. It
+            does not matter to it either whether the model, the one that was saved, or parts of them are compiled.
 
     Raises:
         StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
@@ -82,10 +85,16 @@ def load_weights(
     """
     inner = unwrapped(model)
     own = inner.state_dict()
-    as_they_are = sum([name in own for name in state_dict])
-    without = sum([str(name).removeprefix("module.") in own for name in state_dict])
-    is_bare = revise_keys is WITHOUT_WRAPPER and 0 < as_they_are >= without
-    given = _revised(state_dict, () if is_bare else revise_keys)
+    if revise_keys is WITHOUT_WRAPPER:
+        called = dict(zip(_revised(own, _WITHOUT_COMPILED), own, strict=True))
+        state_dict = _revised(state_dict, _WITHOUT_COMPILED)
+        as_they_are = sum([name in called for name in state_dict])
+        without = sum([str(name).removeprefix("module.") in called for name in state_dict])
+        is_bare = 0 < as_they_are >= without
+        given = _revised(state_dict, () if is_bare else revise_keys)
+        given = {called.get(name, name): value for name, value in given.items()}
+    else:
+        given = _revised(state_dict, revise_keys)
     mismatched = {
         name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
         for name, value in given.items()

@@ -359,6 +359,11 @@ def test_weights_and_biases_of_every_norm_have_the_norms_decay_and_no_rate_of_bi
     assert_table(got, {"weight": (LR, 0.0), "bias": (LR, 0.0)})
 
 
+def test_an_rms_norm_is_a_norm() -> None:
+    got = table({"norm_decay_mult": 0.0, "bias_decay_mult": 0.5}, nn.RMSNorm(2))
+    assert_table(got, {"weight": (LR, 0.0)})
+
+
 def test_custom_key_may_set_any_option_of_the_optimizer() -> None:
     custom = {"cls_head": {"lr_mult": 2.0, "momentum": 0.5}}
     made = apply_paramwise(Detector(), {"custom_keys": custom}, MMCV_BASE, {**MMCV_BASE, "momentum": 0.9})

@@ -67,6 +67,22 @@ def test_a_model_that_is_nothing_but_a_part_called_module_loads_what_it_saved() 
     assert not load_weights(net, {f"module.{name}": v for name, v in net.state_dict().items()}, strict=True)
 
 
+def test_checkpoints_and_models_fit_whichever_of_their_parts_are_compiled() -> None:
+    def net(compiled: str) -> nn.Module:
+        made: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"head": nn.Linear(2, 1)}))
+        if compiled == "part":
+            made[1]["head"] = torch.compile(made[1]["head"], backend="eager")  # type: ignore[index]
+        return torch.compile(made, backend="eager") if compiled == "whole" else made  # type: ignore[return-value]
+
+    for saved in ("", "whole", "part"):
+        for loaded in ("", "whole", "part"):
+            for prefix in ("", "module."):
+                model, state = net(loaded), net(saved).state_dict()
+                report = load_weights(model, {f"{prefix}{name}": v for name, v in state.items()}, strict=True)
+                assert not report
+                assert all(map(torch.equal, model.state_dict().values(), state.values()))
+
+
 def test_averaged_weights_are_loaded_and_what_counts_them_is_reported() -> None:
     net, averaged = Net(), torch.optim.swa_utils.AveragedModel(Net())
     saved = {name: value + 1 for name, value in averaged.state_dict().items()}
