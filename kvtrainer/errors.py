@@ -175,7 +175,17 @@ class NoGradientWarning(UserWarning):
 
 
 class GradientWriteWarning(UserWarning):
-    """Gradients that a step had used were written in place: new values, or the old ones, clipped. Once per Trainer."""
+    """Gradients that a step had used were written in place. Warned, not raised.
+
+    They may have new values, or the old ones, clipped. It is said once per Trainer.
+    """
+
+
+class SharedWeightsWarning(UserWarning):
+    """Something still sees the memory where parameters lay before they moved.
+
+    It is another process, a NumPy array or a tensor. Warned, not raised.
+    """
 
 
 class TorchNameWarning(UserWarning):

@@ -607,8 +607,9 @@ class JointUpdate:
                 if wide in self.instance.state:
                     self.instance.state[self._parameters[key]] = self.instance.state.pop(wide)
             self._wide.clear()
-            for parameter, place, own_grad in zip(self._parameters, places, own_grads, strict=True):
-                if parameter.data_ptr() != place.data_ptr():  # the class has replaced the data
+            rows = zip(self._parameters, self._device.plan.numels, places, own_grads, strict=True)
+            for parameter, numel, place, own_grad in rows:
+                if numel and parameter.data_ptr() != place.data_ptr():  # the class has replaced the data
                     place.copy_(parameter.data)
                     parameter.data = place
                 parameter.grad = own_grad

@@ -344,8 +344,8 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
 
     Keys: custom_keys, {part of "." + name: {lr_mult, decay_mult, and options of the optimizer}}, of which the longest
     counts, in case of a tie the first in the alphabet; bias_lr_mult (not of norms); norm_decay_mult (batch, instance,
-    group, layer and RMS norms); dwconv_decay_mult (Conv2d with in_channels == groups); bias_decay_mult (neither norms nor
-    those convolutions); flat_decay_mult (what is one-dimensional otherwise); dcn_offset_lr_mult (conv_offset of a
+    group, layer and RMS norms); dwconv_decay_mult (Conv2d with in_channels == groups); bias_decay_mult (neither norms
+    nor those convolutions); flat_decay_mult (what is one-dimensional otherwise); dcn_offset_lr_mult (conv_offset of a
     deformable convolution of MMCV); bypass_duplicate. A custom key takes its parameters out of all other rules, unless
     custom_keys_merge=True: then shorter keys, and after them the other rules, decide what longer ones leave open.
     precedence="mmengine" has bias_decay_mult count for depthwise convolutions too, before dwconv_decay_mult, and for

@@ -279,8 +279,9 @@ class StepPipeline:
         elif self.memory.left_out and (late := self.memory.latecomers()):
             if not self.can_grow("parameters that get their shape"):
                 raise ConfigurationError(
-                    f"{', '.join(late)}: took no part and had no shape when the other parameters went into the "
-                    "kvstore; run a forward pass through the whole model before the first step"
+                    f"{', '.join(late)}: took no part, and had no shape or were of a kind that cannot be held, when "
+                    "the other parameters went into the kvstore; run a forward pass through the whole model, and set "
+                    "requires_grad, before the first step"
                 )
             self.lay_out(self.groups.names)
         if self.groups.instance is not None:

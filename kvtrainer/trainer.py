@@ -948,7 +948,7 @@ class Trainer(torch.optim.Optimizer):
         return {
             p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
             for p, spec, at in rows
-            if not spec.row_sparse
+            if not spec.row_sparse and spec.shape == p.shape
         }
 
     @contextmanager

@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.plan import ALIGNMENT, PAGE, SIZES, Plan
+from kvstore_server.plan import ALIGNMENT, ITEM_SIZE, PAGE, SIZES, Plan
 from kvtrainer.comm.mapped import put_pages
 from kvtrainer.errors import ConfigurationError, ParameterMovedError
+from kvtrainer.memory.row_sparse import is_row_sparse
+from kvtrainer.memory.views import FormerMemory, is_shared
 from kvtrainer.types import NOWHERE
 
 LONG = 8 << 10
@@ -50,6 +52,7 @@ _KEPT = 1 << _KEPT_SHIFT
 """The bytes in one kept sum; behind the last whole round of turns it is a line of 64."""
 _NEIGHBOURS = 4
 """Neighbouring kept sums that are compared in one turn."""
+HELD_DTYPES = frozenset(getattr(torch, name) for name in ITEM_SIZE)
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
 _kind_of = attrgetter("dtype", "layout", "requires_grad")
@@ -95,6 +98,7 @@ class Arena:
         if here:
             with torch.no_grad():
                 torch._foreach_copy_(pieces, list[Tensor](here))
+        former = FormerMemory(here)
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self.writes = WriteWatch(self._parameters, self.weights, plan)
@@ -115,6 +119,7 @@ class Arena:
         self._elsewhere: tuple[Mapping[int, Tensor], list[Tensor]] = NOWHERE, []
         """The same, of the last that had some, and the places of all gradients then."""
         _note_placed(self._addresses, here)
+        former.warn_of_views(list(compress(names, self._resident)))
 
     @cached_property
     def grads(self) -> dict[str, Tensor]:
@@ -241,6 +246,12 @@ class Arena:
         moved = [at for at, (p, now, address) in rows if now != address or not p.is_contiguous()]
         keys = list(compress(range(len(self._names)), self._resident))
         lost = [self._names[keys[at]] for at in moved if not self._is_in_another(keys[at])]
+        if lost and any(map(is_shared, map(self._here.__getitem__, moved))):
+            raise ParameterMovedError(
+                f"share_memory() has moved the data of {len(lost)} of {len(self._names)} parameters after the Trainer "
+                f"was built, so updates would not reach the model: {', '.join(lost)}. The Trainer needs them where "
+                "they were: build a new one now, and give other processes the copies of trainer.snapshot()"
+            )
         if lost:
             raise ParameterMovedError(
                 f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
@@ -523,6 +534,16 @@ def _check_parameters(
     problems = problems or list(_overlaps(here, names_here, list(compress(nbytes, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
+
+
+def can_hold(parameter: Parameter, home: torch.device) -> bool:
+    """Return whether an arena on a device, or a store, takes this parameter."""
+    if parameter.device != home or parameter.dtype not in HELD_DTYPES:
+        return False
+    is_usual = type(parameter) is Parameter and parameter.layout is torch.strided
+    return (
+        (is_usual and parameter.is_contiguous()) or is_row_sparse(parameter) or not _problem_with(parameter)
+    )
 
 
 def _problem_with(parameter: Parameter) -> str | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,11 +23,13 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError, NotInitializedError, StaleGradientError
 from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
-from kvtrainer.memory.arena import Arena, dtype_name
+from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
 from kvtrainer.types import NOWHERE, Group
+
+_dtype_of = attrgetter("dtype")
 
 
 class DeviceMemory:
@@ -236,7 +239,7 @@ class Memory:
         self.parameters = replicas[0]
         """The parameters on the first device."""
         self.has_replicas = count > 1
-        self._homes = [parameters[0].device for parameters in replicas]
+        self._homes = [_home_of(parameters) for parameters in replicas]
         self._labels = [self.names]
         """By device: what replicas are called in messages."""
         if count > 1:
@@ -257,7 +260,10 @@ class Memory:
         self._is_summed = False
         self._reducer, self._reducer_name = make_reducer(FLAT, self._homes), FLAT
         self.left_out: list[Parameter] = []
-        """Those that had no shape when the others were placed; an empty key holds the place of each."""
+        """Those that had no shape when the others were placed, and frozen ones that an arena cannot hold.
+
+        They stay where they are, and an empty key holds the place of each.
+        """
         self.is_settled = False
         """Whether there are a plan and arenas."""
         if not lazy_among(self.parameters):
@@ -289,7 +295,7 @@ class Memory:
         self._place()
 
     def latecomers(self) -> list[str]:
-        """Name parameters that take part, but had no shape when the arena was made."""
+        """Name parameters that take part, but were left out when the arena was made."""
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         late = set(map(id, self.left_out))
         return [name for name, p, takes_part in rows if takes_part and id(p) in late]
@@ -536,6 +542,12 @@ class Memory:
             raise ConfigurationError(
                 f"the Trainer has no parameter {', '.join(unknown)}; its parameters are {', '.join(self.names)}"
             )
+        left_out = set(map(id, self.left_out))
+        if outside := [repr(name) for name in values if id(by_name[name]) in left_out]:
+            raise ConfigurationError(
+                f"{', '.join(outside)}: the Trainer leaves these parameters where they are, because they are frozen "
+                "and of a kind that it cannot hold, or have no shape yet; write to them yourself, on every worker"
+            )
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != by_name[name].shape:
                 shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -550,15 +562,25 @@ class Memory:
 
     def _place(self) -> None:
         """Make the plan, and move the parameters on every device into an arena."""
-        self.left_out = lazy_among(self.parameters)
-        placed: Sequence[Parameter] = self.parameters
-        if self.left_out:
-            placed = [
-                Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=False)
-                if is_lazy(p)
-                else p
-                for p in self.parameters
+        out = {
+            key
+            for key, p in enumerate(self.parameters)
+            if not p.requires_grad and not (is_lazy(p) or can_hold(p, self._homes[0]))
+        }
+        out.update([self.keys[id(p)] for p in lazy_among(self.parameters)])
+        self.left_out = [self.parameters[key] for key in sorted(out)]
+        placed = self._with_places_held(0, out)
+        if set(map(_dtype_of, placed)) - HELD_DTYPES:
+            wrong = [
+                f"{n!r} ({p.dtype})"
+                for n, p in zip(self.names, placed, strict=True)
+                if p.dtype not in HELD_DTYPES
             ]
+            raise ConfigurationError(
+                f"the trainer trains float16, bfloat16, float32 and float64, but not {', '.join(wrong)}; freeze these "
+                "(p.requires_grad_(False)), which then stay where they are, or leave them out; of complex numbers "
+                "train the view that torch.view_as_real makes"
+            )
         sizes, dtypes = [p.shape for p in placed], [dtype_name(p.dtype) for p in placed]
         # One tuple for all that are alike: thousands more would have the garbage collector look through the process.
         shape_of = {size: tuple(size) for size in set(sizes)}
@@ -569,9 +591,31 @@ class Memory:
         # There may be thousands: a call of TensorSpec takes twice as long.
         self.plan = make_plan([tuple.__new__(TensorSpec, row) for row in rows], 1)
         for at, device in enumerate(self.devices):
-            parameters = device.parameters if at else placed
+            parameters = self._with_places_held(at, out) if at else placed
             device.arena, device.plan = Arena(parameters, device.names, self.plan), self.plan
         self.arena, self.is_settled = self.devices[0].arena, True
+
+    def _with_places_held(self, at: int, out: Collection[int]) -> Sequence[Parameter]:
+        """Return a device's parameters, with an empty one for each that is left `out`."""
+        parameters = self.devices[at].parameters
+        if not out:
+            return parameters
+        dtypes = {key: parameters[key].dtype for key in out}
+        empty = {
+            key: torch.empty(
+                0, dtype=dtype if dtype in HELD_DTYPES else torch.float32, device=self._homes[at]
+            )
+            for key, dtype in dtypes.items()
+        }
+        return [
+            Parameter(empty[key], requires_grad=False) if key in empty else p
+            for key, p in enumerate(parameters)
+        ]
+
+
+def _home_of(parameters: Sequence[Parameter]) -> torch.device:
+    """Return the device of an arena for these parameters: that of those that are trained."""
+    return next((p for p in parameters if p.requires_grad), parameters[0]).device
 
 
 def _is_sparse(grad: Tensor | None) -> bool:

@@ -353,7 +353,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], s
     "dtype": (
         lambda net: {"params": [*net.parameters(), Parameter(torch.zeros(1, dtype=torch.complex64))]},
         ConfigurationError,
-        "'2' has dtype complex64",
+        "'2' .torch.complex64",
     ),
     "overlap": (
         lambda net: {"params": [*net.parameters(), Parameter(net.weight.data[0])]},  # type: ignore[operator, union-attr, index]

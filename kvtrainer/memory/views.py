@@ -1,0 +1,73 @@
+"""Whether anything still sees the memory where parameters lay before they moved."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from kvtrainer.errors import SharedWeightsWarning, level_of_user
+
+
+class FormerMemory:
+    """The memory of some parameters, which are about to move.
+
+    A NumPy array, a `state_dict()` that somebody holds, or another process with which the memory is shared would show
+    the values from before for ever, in silence.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self._shared = [at for at, p in enumerate(parameters) if is_shared(p)]
+        self._references = [
+            StorageWeakRef(p.untyped_storage())  # type: ignore[no-untyped-call]
+            for p in parameters
+        ]
+        self._nbytes = [p.nbytes for p in parameters]
+
+    def warn_of_views(self, names: Sequence[str]) -> None:
+        """Warn if something still sees the memory, now that the parameters have moved.
+
+        Args:
+            names: Of the parameters.
+        """
+        viewed = self._viewed()
+        if viewed:
+            gc.collect()  # what nobody uses any more does not count
+            viewed = self._viewed()
+        found = sorted({*self._shared, *viewed})
+        if not found:
+            return
+        what = "a NumPy array, a state_dict() or another tensor that shares their memory"
+        if self._shared:
+            what = "another process, after share_memory() or by torch.multiprocessing"
+        warnings.warn(
+            f"the Trainer has moved the data of its parameters to memory of its own, but something else still sees "
+            f"where those of {len(found)} of {len(names)} were, with the values from before: "
+            f"{', '.join(names[at] for at in found)}. That is {what}. Make views when the Trainer is built, and again "
+            "after add_param_group; give other processes the copies of trainer.snapshot()",
+            SharedWeightsWarning,
+            stacklevel=level_of_user(),
+        )
+
+    def _viewed(self) -> list[int]:
+        """List the parameters whose memory is in use. In a larger one other tensors may lie by right."""
+        rows = enumerate(zip(self._references, self._nbytes, strict=True))
+        return [at for at, (memory, nbytes) in rows if nbytes and nbytes == _nbytes_of(memory)]
+
+
+def is_shared(parameter: Parameter) -> bool:
+    """Return whether a parameter lies in memory that processes of this host share."""
+    # Memory of CUDA says so in any case.
+    return parameter.device.type == "cpu" and bool(parameter.untyped_storage().is_shared())
+
+
+def _nbytes_of(memory: StorageWeakRef) -> int:
+    """Return the size of memory that something still uses; 0 if nothing does."""
+    if memory.expired():  # type: ignore[no-untyped-call]
+        return 0
+    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+    return 0 if storage is None else int(storage.nbytes())
