@@ -21,11 +21,10 @@ class FormerMemory:
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._shared = [at for at, p in enumerate(parameters) if is_shared(p)]
-        self._references = [
-            StorageWeakRef(p.untyped_storage())  # type: ignore[no-untyped-call]
-            for p in parameters
-        ]
+        storages = list(map(torch.Tensor.untyped_storage, parameters))
+        is_on_host = bool(parameters) and parameters[0].device.type == "cpu"  # all are on one device
+        self._shared = [at for at, one in enumerate(storages) if is_on_host and one.is_shared()]
+        self._references = list(map(StorageWeakRef, storages))
         self._nbytes = [p.nbytes for p in parameters]
 
     def warn_of_views(self, names: Sequence[str]) -> None:
