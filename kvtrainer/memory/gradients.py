@@ -80,7 +80,7 @@ class GradientTracker:
         """Those whose used gradient was written in place otherwise before a backward pass, which has to reach them."""
         self.written: list[int] = []
         """Those that `fresh` found last with a gradient that was used, then written in place: it may be new or old."""
-        self.overwritten: list[int] = []
+        self.overwritten: set[int] = set()
         """Those of which a backward pass has dropped such a gradient; the reader empties it."""
         self._to_drop: Collection[int] = ()
         self._seen: list[Tensor | None] | None = None
@@ -359,7 +359,7 @@ class _BeforeAccumulation:
             tracker._doubtful.discard(i)
             if tracker._is_used(parameter.grad, i):
                 parameter.grad = None
-                tracker.overwritten.append(i)
+                tracker.overwritten.add(i)
         if getattr(parameter, "grad_req", None) == "write":
             parameter.grad = None
         birth = tracker.births.get(i)

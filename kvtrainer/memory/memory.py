@@ -372,8 +372,8 @@ class Memory:
         """
         found = []
         for names, tracker in self._trackers():
-            keys, tracker.overwritten = tracker.overwritten, []
-            found += [names[key] for key in sorted(set(keys))]
+            keys, tracker.overwritten = tracker.overwritten, set()
+            found += [names[key] for key in sorted(keys)]
         return found
 
     def _trackers(self) -> Iterator[tuple[Sequence[str], GradientTracker]]:
