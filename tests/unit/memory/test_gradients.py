@@ -172,7 +172,7 @@ def test_of_consumed_gradients_backward_leaves_those_alone_that_were_written_in_
     assert (slopes(p), slopes(q)) == ([8, 8], [0, 0] if zeroed else [1, 1])
     assert tracker.fresh([True, True]) == [True, False]
     assert tracker.fresh([True, True], with_edits=True) == [True, True]
-    assert (tracker.written, tracker.overwritten) == ([], set()) if zeroed else ([1], {0})
+    assert (tracker.written, tracker.overwritten) == (([], set()) if zeroed else ([1], {0}))
     tracker.consume([True, True])
     backward(p, 4)
     assert (slopes(p), slopes(q)) == ([4, 4], None)
