@@ -107,11 +107,9 @@ def test_edited_groups_are_trained_as_torch_does(kind: str, edit: Edit, in_store
     for got, expected in zip(mine, twins, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     assert len(trainer.state_dict()["state"]) == sum(len(group["params"]) for group in trainer.param_groups)
-    assert {p: state["step"].item() for p, state in trainer.state.items()} == {
-        p: 4.0 if any(p is one for one in mine[:2]) else 2.0
-        for group in trainer.param_groups
-        for p in group["params"]
-    }
+    trained = [p for group in trainer.param_groups for p in group["params"]]
+    counts = [int(saved.state["step"]) for saved in trainer.export_saved_states().parameters.values()]
+    assert sorted(counts) == sorted(4 if any(p is one for one in mine[:2]) else 2 for p in trained)
 
 
 @pytest.mark.parametrize(
