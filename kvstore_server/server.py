@@ -314,7 +314,10 @@ class Server:
             self._send_all(replies)
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
-        """Add to facts about the service what this process knows: its age, CPU time and bytes for slow readers."""
+        """Add to facts about the service what this process knows of itself.
+
+        Its age, its CPU time, and bytes that wait here for slow readers.
+        """
         if not isinstance(out.reply.body, m.Info):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])

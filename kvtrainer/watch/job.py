@@ -224,13 +224,19 @@ def _named(facts: Facts | None, name: str) -> Facts | None:
 
 
 def _earlier(before: Facts | None, now: Facts | None) -> Facts | None:
-    """Return what a server said before, unless it is another process now, which counts from zero."""
+    """Return what a server said before, if it is the same process now.
+
+    Another one counts from zero.
+    """
     is_same = before is not None and now is not None and before["uptime"] <= now["uptime"]
     return before if is_same else None
 
 
 def _seconds(before: Facts | None, now: Facts | None) -> float:
-    """Return the time between two answers of a server, on its own clock; more than 0."""
+    """Return the time between two answers, on the server's own clock.
+
+    It is more than 0.
+    """
     return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
 
 
@@ -261,7 +267,11 @@ def _server(before: Facts | None, now: Facts | None, seconds: float, address: st
 
 
 def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
-    """Put together what servers say of one job, before and now, and the seconds between that on each."""
+    """Put together what servers say of one job.
+
+    Args:
+        told: Before and now, and the seconds between the two, of each server.
+    """
     known = [(before or now, now, seconds) for before, now, seconds in told if now is not None]
     nows = [now for _, now, _ in known]
     first = nows[0]

@@ -439,7 +439,10 @@ def metrics(view: View) -> bytes:
 
 
 class _Families:
-    """The metrics of a view, as prometheus_client collects them, with names by the conventions of Prometheus."""
+    """The metrics of a view, as prometheus_client collects them.
+
+    Names follow the conventions of Prometheus.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
