@@ -103,7 +103,10 @@ class Wait(NamedTuple):
 
 
 class RoundTimes(NamedTuple):
-    """A histogram of the seconds from the end of one round of a table to the end of its next."""
+    """A histogram of durations of rounds, in seconds.
+
+    Each is from the end of one round of a table to the end of its next.
+    """
 
     bounds: Sequence[float] = ()
     """Upper bounds of the buckets; one more has what is above."""
