@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ProtocolError
+from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
 from kvstore_server.storage import Leases
 
@@ -50,9 +51,10 @@ _LINE = 64
 _POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
-_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _TRAY = range(7)
+_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _TRAY, _WATCH = range(8)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
-of weights; a tray of so many bytes is wanted, or is there."""
+of weights; a tray of so many bytes is wanted, or is there; a worker's session, which wants no memory, but that both
+sides know each other's process."""
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
 _FIRST_WEIGHTS = 1 << 20
@@ -322,6 +324,10 @@ class Channel:
 
     def fileno(self) -> int:
         return self._end.fileno()
+
+    def process(self) -> Process:
+        """Return the process at the other end. Raises OSError where it cannot be seen."""
+        return Process(process_at(self._end))
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
@@ -681,10 +687,7 @@ def connect(run: int, token: int, own: bytes) -> Channel:
     """
     end = _socket()
     try:
-        end.settimeout(_CONNECT_TIMEOUT)
-        end.connect(_name(run))
-        process_at(end)
-        end.sendmsg([_HEAD.pack(_ATTACH, 0, 0, token), own])
+        _introduce(end, run, _ATTACH, token, own)
         _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
             if len(fds) != 2:
@@ -698,6 +701,23 @@ def connect(run: int, token: int, own: bytes) -> Channel:
         raise
 
 
+def watch(run: int, token: int, own: bytes) -> Process:
+    """Have the server of a run, if it is on this host, watch this process; return the server's. Else as `connect`."""
+    with _socket() as end:
+        _introduce(end, run, _WATCH, token, own)
+        if not end.recv(_HEAD.size):
+            raise ConnectionRefusedError("the server does not know this process")
+        return Process(process_at(end))
+
+
+def _introduce(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
+    """Connect to the server of a run and say who this is."""
+    end.settimeout(_CONNECT_TIMEOUT)
+    end.connect(_name(run))
+    process_at(end)
+    end.sendmsg([_HEAD.pack(kind, 0, 0, token), own])
+
+
 class Listener:
     """The server's side of all its channels. Does not block.
 
@@ -706,25 +726,32 @@ class Listener:
         admits: Whether a routing id belongs to the session of a token.
         available: Bytes of memory that the machine has to spare.
         leases: Is told which weights are read; has new ones made where workers can read them.
+        look_at: Is shown the processes, with the time, whenever they are looked after.
+
+    Attributes:
+        processes: Those of workers of this host that have a channel, or have asked to be watched.
 
     Raises:
         OSError: the system has no such sockets.
     """
 
     def __init__(
-        self, run: int, admits: Callable[[bytes, int], bool], available: Callable[[], int], leases: Leases
+        self,
+        run: int,
+        admits: Callable[[bytes, int], bool],
+        available: Callable[[], int],
+        leases: Leases,
+        look_at: Callable[[Processes, float], object] = lambda _processes, _now: None,
     ) -> None:
         self._admits = admits
+        self._look_at = look_at
         self._available = available
         self._shelf = Shelf(leases)
         self.channels: dict[bytes, Channel] = {}
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
         """Descriptor → routing id and token."""
-        self._processes: dict[int, int] = {}
-        """The same → a descriptor that can be read when the worker's process has ended, where there are such."""
-        self._ended = select.poll()  # not `select`, which knows the first 1024 descriptors alone
-        """Finds the processes that have ended."""
+        self.processes = Processes()
         self._strangers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
@@ -752,6 +779,7 @@ class Listener:
             end.close()
         self._ready.close()
         self._shelf.close()
+        self.processes.close()
 
     def receive(self, answer: Callable[[bytes, list[Frame]], object]) -> None:
         """Have messages that have come answered, of each worker a few; each is given its sender's routing id, too."""
@@ -777,20 +805,25 @@ class Listener:
                     answer(peer, frames)
                     del frames  # it would keep the place in use
 
-    def look_after(self) -> None:
+    def look_after(self, now: float) -> None:
         """Close the channels of ended sessions and processes. Send what others could not take.
+
+        Processes are watched until their sessions end; `look_at` is told about them at this time.
 
         To be called from time to time.
         """
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
-        ended = dict(self._ended.poll(0))
-        for fd, (peer, token) in list(self._peers.items()):
+        ended = self.processes.ended()
+        for fd, key in list(self._peers.items()):
             # A process may be gone, whoever has its end open still; what it said is heard first.
-            has_ended = bool(ended) and self._processes.get(fd) in ended and not _can_be_read(fd)
-            if has_ended or not self._admits(peer, token):
+            if (key in ended and not _can_be_read(fd)) or not self._admits(*key):
                 self._drop(fd)
+        for key in self.processes:
+            if not self._admits(*key):
+                self.processes.remove(key)
+        self._look_at(self.processes, now)
 
     def drop(self, peer: bytes) -> None:
         """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
@@ -799,9 +832,6 @@ class Listener:
     def _drop(self, fd: int) -> None:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
-        if fd in self._processes:
-            self._ended.unregister(self._processes[fd])
-            os.close(self._processes.pop(fd))
         self.channels.pop(peer).close()  # from now on its `receive` raises OSError
 
     def _accept(self) -> None:
@@ -824,15 +854,24 @@ class Listener:
             self._ready.register(end, select.EPOLLIN)
 
     def _attach(self, stranger: int) -> None:
-        """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not."""
+        """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not.
+
+        One that wants none is told that its process is watched, and the connection has served its purpose.
+        """
         fds: list[int] = []
         end = self._strangers.pop(stranger)
         try:
             data = end.recv(_HEAD.size + 256)
             kind, _, _, token = _HEAD.unpack_from(data)
             peer = data[_HEAD.size :]
-            if kind != _ATTACH or not self._admits(peer, token):
+            if kind not in (_ATTACH, _WATCH) or not self._admits(peer, token):
                 raise ConnectionRefusedError("no session of ours")
+            self.processes.add((peer, token), process_at(end))
+            if kind == _WATCH:
+                end.send(_HEAD.pack(_WATCH, 0, 0, 0))
+                self._ready.unregister(end)
+                end.close()
+                return
             fds.append(make_memory(LEAST_MEMORY))
             fds.append(make_memory(LEAST_MEMORY))
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
@@ -852,9 +891,6 @@ class Listener:
             self.drop(peer)
         self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
         self._peers[end.fileno()] = peer, token
-        with suppress(OSError, AttributeError):  # an older system, or a process that cannot be seen from here
-            self._processes[end.fileno()] = os.pidfd_open(process_at(end))
-            self._ended.register(self._processes[end.fileno()], select.POLLIN)
 
     def _make(self, nbytes: int) -> int | None:
         """Make memory, if there is twice as much as will be written: the first half. Whoever writes takes its pages."""

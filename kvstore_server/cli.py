@@ -13,7 +13,6 @@ import importlib
 import logging
 import os
 import re
-import resource
 import secrets
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from kvstore_server import __version__, check
+from kvstore_server.descriptors import allow_descriptors
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
 from kvstore_server.memory import keep_free_memory, memory_limit
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         stream=sys.stderr,
     )
     torch.set_num_threads(flags.threads)
-    _allow_descriptors()
+    allow_descriptors()  # each worker takes five
     keep_free_memory()
     with limited_log():
         try:
@@ -190,13 +190,6 @@ def _page_of(server: Server, flags: argparse.Namespace) -> Iterator[None]:
     finally:
         page.terminate()
         page.wait()
-
-
-def _allow_descriptors() -> None:
-    """Have as many files open as this process may: each worker takes five, and by default 1024 are allowed."""
-    with suppress(ValueError, OSError):  # a system that says "any number" and has a limit all the same
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

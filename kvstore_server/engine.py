@@ -38,6 +38,7 @@ from kvstore_server.namespace import EngineConfig, Namespace, Together
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
+from kvstore_server.processes import LAST_WORDS, Processes, State
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Book, Given, Ints, Mode, Verdict, Wait, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
@@ -222,7 +223,7 @@ class Engine:
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
-            silence = now - space.membership.last_heard(now)
+            silence = now - space.membership.last_sign(now)
             if silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         return out
@@ -231,7 +232,7 @@ class Engine:
         """Fail what waits for lost ranks, or has waited too long. Answer what need not wait any more."""
         members, shared = space.membership, space.rounds.shared
         late = shared.late(now)  # as a rule nobody is lost
-        if members.departed or members.silent(now, self.config.dead_after):
+        if members.departed or members.lost(now, self.config.dead_after):
             late = np.flatnonzero(shared.num_committed).tolist()
         out: list[m.Outgoing] = []
         for pending in [self._open_round(space, number) for number in late]:
@@ -259,6 +260,33 @@ class Engine:
                 who,
             )
         return out
+
+    def look_at(self, processes: Processes, now: float) -> None:
+        """Take note of what workers' processes do, where they are of this host.
+
+        One that has ended is dead soon, whatever it has left undone; one that runs is alive, whatever keeps it from
+        saying so, and is waited for as long as for one that is slow.
+        """
+        for (peer, token), how in processes.ended().items():
+            if self.is_session(peer, token):
+                session = self._sessions.find(peer, token)
+                session.how_ended = session.how_ended or how
+                if session.state is not State.ENDED:
+                    session.state, session.seen_at = State.ENDED, now
+                    # A large namespace is looked at rarely.
+                    self.namespaces[session.hello.namespace].next_look = now + LAST_WORDS
+                    _log.warning("namespace %r: the process of rank %d (%s) %s", session.hello.namespace,
+                                 session.hello.rank, session.hello.address, how or "has ended")  # fmt: skip
+        patience = self.config.dead_after / 2
+        for session in self._sessions:
+            if session.state is State.ENDED:
+                continue
+            if now - session.last_heard <= patience:
+                session.state = State.UNKNOWN  # nobody needs to look
+            elif now - session.last_sign > patience:
+                session.state = processes.state((session.peer, session.token))
+                if session.state is State.RUNS:
+                    session.seen_at = now
 
     def excuse_silence(self, now: float) -> None:
         """Count every worker as just heard: it was the server that did not listen."""
@@ -847,7 +875,7 @@ class Engine:
         """
         empty = [space for space in self.namespaces.values() if not space.has_values]
         heard, space = min(
-            [(one.membership.last_heard(now), one) for one in empty], key=itemgetter(0), default=(now, None)
+            [(one.membership.last_sign(now), one) for one in empty], key=itemgetter(0), default=(now, None)
         )
         if space is None or now - heard <= self.config.dead_after * _IDLE:
             return False

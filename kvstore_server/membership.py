@@ -32,6 +32,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     from_wire,
 )
+from kvstore_server.processes import LAST_WORDS, State
 from kvstore_server.protocol.frames import unpack_control
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
@@ -54,11 +55,30 @@ class Session:
     last_heard: float
     report: Mapping[str, float] = field(default_factory=dict)
     """What the process has told about itself last; see `facts`."""
+    state: State = State.UNKNOWN
+    """What the process does, where it is of the server's host and is looked at, because it is silent."""
+    seen_at: float = -math.inf
+    """When it was last seen to run, or was found to have ended."""
+    how_ended: str = ""
+    """What is known about that."""
+
+    @property
+    def last_sign(self) -> float:
+        """When the process was heard last, or seen although it said nothing."""
+        return max(self.last_heard, self.seen_at)
+
+    def is_dead(self, now: float) -> bool:
+        """Tell whether the process has ended without a word, and nothing that it said can be on its way any more."""
+        return self.state is State.ENDED and now - self.last_sign >= LAST_WORDS
 
     @property
     def process(self) -> Hashable:
         """Who said hello; equal when that is repeated."""
         return _process_of(self.hello)
+
+
+_SEEN = {State.RUNS: ", but its process runs", State.STOPPED: ", and its process is stopped"}
+"""What a message adds about a rank of whose process more is known than that it is silent."""
 
 
 def _process_of(hello: Hello) -> Hashable:
@@ -143,11 +163,17 @@ class BarrierWait:
 
 
 class Membership:
-    """The members of one namespace. Membership is static: ranks 0 … num_workers − 1."""
+    """The members of one namespace. Membership is static: ranks 0 … num_workers − 1.
 
-    def __init__(self, namespace: str, num_workers: int) -> None:
+    Args:
+        awaits_successors: A rank whose process is dead may be taken over by another one that goes on with its weights,
+            so the others wait for it as long as for one that is silent.
+    """
+
+    def __init__(self, namespace: str, num_workers: int, awaits_successors: bool = False) -> None:
         self.namespace = namespace
         self.num_workers = num_workers
+        self._awaits_successors = awaits_successors
         self.members: dict[int, Session] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
@@ -198,17 +224,22 @@ class Membership:
         """Tell whether every rank that ever came has left."""
         return not self.members
 
-    def last_heard(self, now: float) -> float:
-        """Say when a member was heard last; now if there is none."""
-        return max([member.last_heard for member in self.members.values()], default=now)
+    def last_sign(self, now: float) -> float:
+        """Say when a member gave its last sign; now if there is none."""
+        return max([member.last_sign for member in self.members.values()], default=now)
 
-    def silent(self, now: float, dead_after: float) -> list[int]:
-        """Members that were not heard from for longer than `dead_after` seconds."""
-        return [rank for rank, m in sorted(self.members.items()) if now - m.last_heard > dead_after]
+    def lost(self, now: float, dead_after: float) -> list[int]:
+        """Members that are not waited for any more: they are dead, or gave no sign for `dead_after` seconds."""
+        return [
+            rank
+            for rank, m in sorted(self.members.items())
+            if now - m.last_sign > dead_after or (m.is_dead(now) and not self._awaits_successors)
+        ]
 
     def num_dead(self, now: float, dead_after: float) -> int:
-        """Say how many ranks came and then failed or fell silent."""
-        return len(self.failed) + len(self.silent(now, dead_after))
+        """Say how many ranks came and then failed, died or fell silent."""
+        dead = [rank for rank, member in self.members.items() if member.is_dead(now)]
+        return len(self.failed) + len({*self.lost(now, dead_after), *dead})
 
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
@@ -233,15 +264,25 @@ class Membership:
                     f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "
                     f"{uneven if rank in self.finished else ''}restart the job from its last saved states"
                 )
-        silent = set(self.silent(now, dead_after))
+        lost = set(self.lost(now, dead_after))
         for rank in waiting_for:
-            if rank in silent:
-                return WorkerLostError(
-                    f"{what} cannot complete: {self.describe(rank, now)}; "
-                    f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last "
-                    "words, and restart the job from its last saved states"
-                )
+            if rank in lost:
+                return self._lost_error(rank, what, now, dead_after)
         return None
+
+    def _lost_error(self, rank: int, what: str, now: float, dead_after: float) -> WorkerLostError:
+        """Return the error of a wait for a member that is dead, or gave no sign for too long."""
+        state = self.members[rank].state
+        silence = f"; a worker counts as lost after {dead_after:g} s of silence (--dead-after)"
+        may_be = (
+            ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise "
+            "KVSTORE_DEAD_AFTER for workers and servers"
+        )
+        return WorkerLostError(
+            f"{what} cannot complete: {self.describe(rank, now)}{'' if state is State.ENDED else silence}. Look for "
+            "its own last words, and restart the job from its last saved states"
+            f"{may_be if state is State.UNKNOWN else ''}"
+        )
 
     def enter_barrier(
         self, rank: int, gather: Gather, waiter: Waiter, now: float
@@ -289,8 +330,12 @@ class Membership:
     def describe(self, rank: int, now: float) -> str:
         """Name a rank for an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
+        if member is not None and member.state is State.ENDED:
+            how = member.how_ended or "has ended without a word"
+            return f"the process of rank {rank} ({member.hello.address}) {how}"
         if member is not None:
-            return f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"
+            heard = f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"
+            return heard + _SEEN.get(member.state, "")
         if rank in self.departed:
             return f"rank {rank} has left ({self.departed[rank]})"
         return f"rank {rank} never connected"
@@ -345,13 +390,16 @@ def workers_of(
     for rank in range(min(members.num_workers, MOST_WORKERS)):
         member: Session | None = members.members.get(rank)
         state = "here" if member is not None else "absent"
+        why = members.departed.get(rank, "")
         if rank in members.departed:
             state = "failed" if rank in members.failed else "left"
+        elif member is not None and member.is_dead(now):
+            state, why = "failed", members.describe(rank, now)
         told.append(
             {
                 "rank": rank,
                 "state": state,
-                "why": members.departed.get(rank, "")[:ERROR_LENGTH],
+                "why": why[:ERROR_LENGTH],
                 "address": "" if member is None else member.hello.address,
                 "silence": -1.0 if member is None else now - member.last_heard,
                 "late": late.get(rank, 0.0),

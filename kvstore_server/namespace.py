@@ -150,7 +150,7 @@ class Namespace:
         self.created_at = now
         self.mode = mode
         self.config = config
-        self.membership = Membership(name, num_workers)
+        self.membership = Membership(name, num_workers, awaits_successors=not mode.is_sync)
         self.rounds = Rounds(num_workers, mode)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)

@@ -110,7 +110,7 @@ def make_server(
     engine = Engine(config, leases, clock)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run, engine.is_session, available_memory, leases)
+        listener = Listener(config.run, engine.is_session, available_memory, leases, engine.look_at)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
@@ -220,10 +220,10 @@ class Server:
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
             looked = now
             if now >= next_tick:
+                if self._listener is not None:
+                    self._listener.look_after(now)
                 self._send_all(self.service.tick(now))
                 next_tick = now + TICK
-                if self._listener is not None:
-                    self._listener.look_after()
                 if self.service.num_ended > num_ended or self._refused >= _MUCH:
                     num_ended, self._refused = self.service.num_ended, 0
                     return_free_memory()

@@ -249,7 +249,7 @@ class _Workers:
         """Say whether every worker has left, or was not heard from for too long."""
         self._engine.handle(self._socket, self._alive, now)
         members = self._engine.namespaces[_GROUP].membership
-        gone = {*members.departed, *members.silent(now, self._dead_after)}
+        gone = {*members.departed, *members.lost(now, self._dead_after)}
         if now - self._began > self._dead_after:
             gone |= set(range(self._num_workers)) - members.members.keys()
         return gone >= set(range(self._num_workers))

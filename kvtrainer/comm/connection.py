@@ -23,10 +23,12 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.channel import Channel, connect
+from kvstore_server.channel import Channel, connect, watch
 from kvstore_server.check import is_loopback
-from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_open
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
 from kvstore_server.memory import keep_free_memory
+from kvstore_server.processes import Process, State
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
@@ -52,6 +54,9 @@ _MORE = _NOW | int(zmq.SNDMORE)
 _COPIED = 512 << 10
 """Bytes of a frame from which on the network reads it from where it is."""
 _SOCKETS_HERE = Path("/proc/net/unix")
+_FILES, _FILES_PER_SERVER = 8, 12
+"""Files that a connection opens at most, and those for each server: sockets and what wakes them, and on one host a
+channel with its memory and the server's process."""
 _ELSEWHERE = (errno.ECONNREFUSED, errno.ENOSYS)
 """Of errors that say that no such server is on this host, or nothing about that."""
 
@@ -66,19 +71,33 @@ class Connection(Transport):
         water_mark: How many messages for a server may be on their way; the others queue here, where one of higher
             priority overtakes those of lower ones. 0: all are handed to the network at once, in order.
         transport: One of `env.TRANSPORTS`.
+
+    Raises:
+        ConfigurationError: this process has too many files open.
     """
 
     def __init__(self, addresses: Sequence[str], water_mark: int = 0, transport: str = "auto") -> None:
         self.num_servers = len(addresses)
         self._addresses = list(addresses)
         self._pid = os.getpid()
+        allow_descriptors()
+        check_descriptors(
+            _FILES + _FILES_PER_SERVER * len(addresses), f"a store over {len(addresses)} servers"
+        )
         self._context = zmq.Context()
         self._ids = [(routing_id(), routing_id()) for _ in addresses]
         """Of the socket for requests and of that for heartbeats, of each server."""
-        self._sockets = [
-            _dealer(self._context, address, own, sent=water_mark)
-            for address, (own, _) in zip(addresses, self._ids, strict=True)
-        ]
+        self._sockets: list[Any] = []
+        self._heartbeat_sockets: list[Any] = []
+        try:
+            for address, (own, other) in zip(addresses, self._ids, strict=True):
+                self._sockets.append(_dealer(self._context, address, own, sent=water_mark))
+                self._heartbeat_sockets.append(_dealer(self._context, address, other, sent=2, received=2))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise too_many_open(f"no socket to a server can be made: {error}") from None
         self._transport = transport
         self._channels: dict[int, Channel] = {}
         """Of the servers on this host."""
@@ -100,6 +119,11 @@ class Connection(Transport):
         self._answered: set[int] = set()
         self._leaving: set[int] = set()
         """Servers that have said something which nobody had asked: they end."""
+        self._processes: dict[int, Process] = {}
+        """Of the servers on this host, where they can be seen."""
+        self._ends: dict[int, int] = {}
+        """Descriptor of a process that runs → its server."""
+        self.ended: set[int] = set()
         self._heartbeats: _Heartbeats | None = None
         self._is_closed = False
 
@@ -158,9 +182,18 @@ class Connection(Transport):
         return True
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
-        """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out."""
+        """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out.
+
+        Raises:
+            KVStoreError: servers hear no signs of life of this process any more.
+        """
         if self._is_closed or os.getpid() != self._pid:
             return None
+        if self._heartbeats is not None and self._heartbeats.error is not None:
+            raise KVStoreError(
+                "this worker cannot tell servers any more that it is alive, and would be lost to the others: "
+                f"{describe(self._heartbeats.error)}"
+            )
         if self._is_left != (timeout <= 0):
             self._leave(timeout <= 0)
         deadline = time.monotonic() + timeout
@@ -172,11 +205,16 @@ class Connection(Transport):
                 reply = None if server is None else self._reply_of(server, ready)
                 if server is not None and reply is not None:
                     return server, reply
-            now, stall = time.monotonic(), math.inf
+            now, stall, has_ended = time.monotonic(), math.inf, False
             if self._is_watching or any(self._queues):
                 self._watch_queues()
                 stall = min([one.until for one in self._windows if one.until is not None], default=math.inf)
             for ready, event in self._poller.poll(max(0, int(1000 * (min(deadline, stall) - now)))):
+                if ready in self._ends:
+                    self._poller.unregister(ready)
+                    self.ended.add(self._ends.pop(ready))
+                    has_ended = True
+                    continue
                 if event & _OUT and ready in self._index:
                     self._flush(self._index[ready])
                 if event & ~_OUT:
@@ -185,7 +223,7 @@ class Connection(Transport):
                 for server, window in enumerate(self._windows):
                     if window.has_stalled(time.monotonic()):
                         self._flush(server)
-            if not self._ready and now >= deadline:
+            if not self._ready and (has_ended or now >= deadline):
                 for channel in self._channels.values():
                     channel.tell()
                 return None
@@ -252,6 +290,14 @@ class Connection(Transport):
     def last_sign(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
 
+    def process(self, server: int) -> State:
+        process = self._processes.get(server)
+        return State.UNKNOWN if process is None else process.state()
+
+    def how_ended(self, server: int) -> str:
+        process = self._processes.get(server)
+        return "" if process is None else process.how_ended()
+
     def is_far(self, server: int) -> bool:
         return server not in self._channels and self._transport != "ipc" and not self._is_loopback(server)
 
@@ -265,27 +311,40 @@ class Connection(Transport):
         return self._ids[server]
 
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
-        """Share memory with servers of this host, and begin to send signs of life to all.
+        """Share memory with servers of this host and watch them; begin to send signs of life to all.
 
         Raises:
             ConfigurationError: the transport is "shm" or "ipc", and some server is not on this host.
         """
-        for server, (run, session) in enumerate(sessions if self._transport != "tcp" else ()):
+        for server, (run, session) in enumerate(sessions):
             if self._transport == "ipc":
                 self._change_address(server, ipc_address(run))
-                continue
-            try:
-                channel = connect(run, session, self._ids[server][0])
-            except OSError as error:
-                self._go_without_memory(server, error)
-            else:
-                self._channels[server] = channel
-                self._index[channel.fileno()] = server
-                self._poller.register(channel.fileno(), _IN)
+            elif self._transport != "tcp":
+                self._share_memory(server, run, session)
+            self._watch(server, run, session)
         if len(self._channels) < self.num_servers:
             keep_free_memory()
-        places = [(address, own) for address, (_, own) in zip(self._addresses, self._ids, strict=True)]
-        self._heartbeats = _Heartbeats(self._context, places, sessions, report)
+        self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
+
+    def _share_memory(self, server: int, run: int, session: int) -> None:
+        """Open a channel to a server, if it is of this host. Raises as `_go_without_memory`."""
+        try:
+            channel = connect(run, session, self._ids[server][0])
+        except OSError as error:
+            self._go_without_memory(server, error)
+        else:
+            self._channels[server] = channel
+            self._index[channel.fileno()] = server
+            self._poller.register(channel.fileno(), _IN)
+
+    def _watch(self, server: int, run: int, session: int) -> None:
+        """Notice the end of a server's process, and have it notice ours, if both are of one host and see each other."""
+        channel = self._channels.get(server)
+        with suppress(OSError):
+            process = watch(run, session, self._ids[server][0]) if channel is None else channel.process()
+            self._processes[server] = process
+            self._ends[process.fileno()] = server
+            self._poller.register(process.fileno(), _IN)
 
     def _change_address(self, server: int, address: str) -> None:
         """Reach a server of this host by another address. Raises ConfigurationError if it is not there."""
@@ -313,7 +372,7 @@ class Connection(Transport):
     def _lose_channel(self, server: int, error: Exception) -> None:
         """Go on over TCP with a server; what was lost with the channel will be asked for again."""
         channel = self._channels.pop(server)
-        is_over = self._is_closed or server in self._leaving
+        is_over = self._is_closed or self._is_going(server)
         level = logging.DEBUG if is_over else logging.WARNING
         _log.log(level, "messages to %s go over tcp from now on: %s", self.describe(server), error)
         del self._index[channel.fileno()]
@@ -332,19 +391,31 @@ class Connection(Transport):
         self._is_closed = True
         if self._heartbeats is not None:
             self._heartbeats.stop()
+        else:
+            for socket in self._heartbeat_sockets:
+                socket.close(linger=0)
+        for fd in self._ends:
+            self._poller.unregister(fd)
         for server, socket in enumerate(self._sockets):
             if server in self._answered:
                 self._drain(server)
             # What was meant for a server that never answered, or ends, is not worth waiting for.
-            socket.close(linger=_LINGER_MS if server in self._answered - self._leaving else 0)
+            is_there = server in self._answered and not self._is_going(server)
+            socket.close(linger=_LINGER_MS if is_there else 0)
         for channel in self._channels.values():
             channel.close()
+        for process in self._processes.values():
+            process.close()
         self._context.term()
+
+    def _is_going(self, server: int) -> bool:
+        """Tell whether a server ends, or has ended, so that it takes nothing any more."""
+        return server in self._leaving or server in self.ended
 
     def _drain(self, server: int) -> None:
         """Give what still queues for a server a moment to leave."""
         deadline = time.monotonic() + _LINGER_MS / 1000
-        while self._queues[server] and server not in self._leaving and time.monotonic() < deadline:
+        while self._queues[server] and not self._is_going(server) and time.monotonic() < deadline:
             self._watch_queues()
             for ready, event in self._poller.poll(50):
                 if event & ~_OUT and ready in self._index:
@@ -360,21 +431,22 @@ def _room_for(request: m.Request) -> int:
 
 
 class _Heartbeats:
-    """A thread with sockets of its own, because ZeroMQ sockets belong to one thread."""
+    """A thread with sockets of its own, because a ZeroMQ socket belongs to one thread at a time.
+
+    Args:
+        sockets: Of all servers; the thread closes them.
+    """
 
     def __init__(
-        self,
-        context: Any,
-        places: Sequence[tuple[str, bytes]],
-        sessions: Sequence[tuple[int, int]],
-        report: Callable[[], bytes],
+        self, sockets: Sequence[Any], sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]
     ) -> None:
-        self._context = context
-        self._places = list(places)
+        self._sockets = list(sockets)
         self._sessions = list(sessions)
         self._report = report
-        self.heard = [0.0] * len(self._places)
+        self.heard = [0.0] * len(self._sockets)
         """When each server last answered, on the monotonic clock."""
+        self.error: Exception | None = None
+        """Why the thread has ended, if nobody had stopped it."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -387,23 +459,25 @@ class _Heartbeats:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        sockets = [_dealer(self._context, *place, sent=2, received=2) for place in self._places]
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
-                sign = m.Heartbeat(self._report())
-                for server, socket in enumerate(sockets):
-                    while socket.poll(
-                        0
-                    ):  # whatever it says: that it lost our session, the main thread will find out
-                        socket.recv_multipart()
-                        self.heard[server] = time.monotonic()
-                    with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
-                        socket.send_multipart(
-                            encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK
-                        )
+                self._beat()
+        except Exception as error:
+            self.error = error
+            _log.exception("this worker cannot tell servers any more that it is alive")
         finally:
-            for socket in sockets:
+            for socket in self._sockets:
                 socket.close(linger=0)
+
+    def _beat(self) -> None:
+        sign = m.Heartbeat(self._report())
+        for server, socket in enumerate(self._sockets):
+            # Whatever it says: that it lost our session, the main thread will find out.
+            while socket.poll(0):
+                socket.recv_multipart()
+                self.heard[server] = time.monotonic()
+            with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
+                socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:

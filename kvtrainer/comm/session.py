@@ -30,6 +30,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
+from kvstore_server.processes import LAST_WORDS, State
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
@@ -95,6 +96,17 @@ class Transport(ABC):
     def is_far(self, server: int) -> bool:
         """Tell whether a network lies between this process and a server."""
         return False
+
+    ended: Collection[int] = ()
+    """Servers of this host whose processes have ended, as far as `receive` has noticed; it returns when it does."""
+
+    def process(self, server: int) -> State:
+        """Look what the process of a server does, where it is of this host."""
+        return State.UNKNOWN
+
+    def how_ended(self, server: int) -> str:
+        """Say how the process of a server has ended, in the words of `Process.how_ended`."""
+        return ""
 
     def channel(self, server: int) -> Channel | None:
         """Get the channel to a server that shares memory; None where there is none, or it has broken."""
@@ -228,6 +240,8 @@ class Session:
         self._gone: set[int] = set()
         self._stopped: set[int] = set()
         """Servers that said farewell."""
+        self._ended: dict[int, float] = {}
+        """Servers whose processes have ended, and when that was noticed."""
         self._lost: KVStoreError | None = None
         """What a server has said that no longer holds this job."""
         self._handlers: dict[int, Handler] = {}
@@ -319,7 +333,8 @@ class Session:
         """Send control requests, (server, body) each, and block for all answers.
 
         Args:
-            timeout: Seconds to wait; `dead_after` by default.
+            timeout: Seconds to wait; by default `dead_after`, and as long as in a round for servers of this host that
+                are seen to work.
 
         Raises:
             KVStoreError: what a server answered to the first request that failed.
@@ -343,8 +358,16 @@ class Session:
     def finish(self, calls: Calls, timeout: float | None = None) -> list[m.ReplyBody]:
         """Block for all answers to requests that were begun. Times, from now on, and errors as of `call_all`."""
         limit = self.options.dead_after if timeout is None else timeout
+        started, waiting = self.clock(), calls.waiting
         try:
-            self.wait(calls.waiting.values(), self._send_call, self.clock(), limit)
+            is_over = self.wait(waiting.values(), self._send_call, started, limit)
+            if (
+                not is_over
+                and timeout is None
+                and all(map(self._runs, {one.server for one in waiting.values()}))
+            ):
+                limit = max(limit, self.options.timeout)
+                self.wait(waiting.values(), self._send_call, started, limit)
         finally:
             self.drop(calls)
         found: list[m.ReplyBody] = []
@@ -413,7 +436,7 @@ class Session:
         Raises:
             ServerStoppingError: one of the servers that are waited for was stopped. What others still have to say
                 about a round is waited for: it may have ended everywhere.
-            ServerUnreachableError: as of `is_silent`.
+            ServerUnreachableError: as of `is_silent`, or the process of one of them has ended.
         """
         if timeout is None:
             timeout = self.options.timeout + self.options.dead_after
@@ -432,6 +455,8 @@ class Session:
             if now >= deadline:
                 return False
             looked, pause = now, min(self._repeat_after, deadline - now)
+            if self.transport.ended:
+                pause = min(pause, LAST_WORDS)
             got = self.transport.receive(pause)
             now = self.clock()
             if now - looked > pause + STANDSTILL:
@@ -443,7 +468,11 @@ class Session:
             else:
                 self._has_repeated = True
                 for one in list(waiting):
-                    if not is_needed or self.is_silent(one.server, started, now):
+                    if self._is_dead(one.server, now):
+                        self._gone.add(one.server)
+                        if is_needed:
+                            raise self._dead(one.server)
+                    elif not is_needed or self.is_silent(one.server, started, now):
                         ask(one)
             if now - began >= self.options.slow_after:
                 self._report_slow(now - began, now)
@@ -480,18 +509,40 @@ class Session:
         that never answered may still have to start.
 
         Raises:
-            ServerUnreachableError: it has said nothing for too long.
+            ServerUnreachableError: it has said nothing for too long, and is not seen to work.
         """
         unanswered = now - max(self._heard[server], since)
         # It may have nothing to answer for long, while a large push is still on its way to it.
         silence = min(unanswered, now - self.transport.last_sign(server))
-        if silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION:
+        is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
+        if is_lost and not self._runs(server):
             self._gone.add(server)
+            is_stopped = self.transport.process(server) is State.STOPPED
+            may_be = (
+                "its process is stopped" if is_stopped else "is it still running, and not in one long call?"
+            )
             raise ServerUnreachableError(
-                f"{self.describe(server)} has not answered for {silence:.1f} s; is it still running? "
-                "Restart the job from its last saved states"
+                f"{self.describe(server)} has not answered for {silence:.1f} s; {may_be} (KVSTORE_DEAD_AFTER raises "
+                "the limit.) Restart the job from its last saved states"
             )
         return unanswered >= self._repeat_after
+
+    def _runs(self, server: int) -> bool:
+        """Tell whether a server is seen to work, whatever it says; or it has just ended, which is noticed at once."""
+        return self.transport.process(server) in (State.RUNS, State.ENDED)
+
+    def _is_dead(self, server: int, now: float) -> bool:
+        """Tell whether a server's process has ended, and nothing that it said can be on its way any more."""
+        if server not in self.transport.ended:
+            return False
+        noticed = self._ended.setdefault(server, now)
+        return now - max(noticed, self._heard[server]) >= LAST_WORDS
+
+    def _dead(self, server: int) -> ServerUnreachableError:
+        how = self.transport.how_ended(server) or "has ended without a word"
+        return ServerUnreachableError(
+            f"the process of {self.describe(server)} {how}. Restart the job from its last saved states"
+        )
 
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and give the transport back. Idempotent.

@@ -57,6 +57,12 @@ def members() -> Iterator[Members]:
 
 
 @pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers of this process and servers not see each other's processes, as where a network lies between them."""
+    monkeypatch.setattr(Connection, "_watch", lambda *_: None)
+
+
+@pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network lies between workers and servers, as far as they know."""
     monkeypatch.setenv(TRANSPORT, "tcp")

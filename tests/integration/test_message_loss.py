@@ -26,7 +26,9 @@ SHAPE = (256, 64)
 
 
 @pytest.fixture
-def network(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], list[LossyProxy]]]:
+def network(
+    jobs: Servers, unseen: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float], list[LossyProxy]]]:
     """Puts a proxy in front of each of two servers; workers notice soon that something got lost."""
     monkeypatch.setattr(session, "REPEAT_AFTER", 0.1)
     monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")

@@ -298,7 +298,7 @@ class Job:
             self.server._retry_backlog()
 
     def tick(self) -> None:
-        self.server._listener.look_after()  # type: ignore[union-attr]
+        self.server._listener.look_after(0.0)  # type: ignore[union-attr]
 
     def spoil(self) -> None:
         """Overwrite what either side may use again."""

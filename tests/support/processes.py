@@ -157,10 +157,11 @@ class Processes:
 
     def worker(
         self, script: str, servers: Sequence[Process], rank: int, num_workers: int, namespace: str,
-        dead_after: float = LIMIT,
+        dead_after: float = LIMIT, env: dict[str, str] | None = None,
     ) -> Process:  # fmt: skip
         """Start a worker that runs WORKER and then `script`."""
         env = {
+            **(env or {}),
             "KVSTORE_RANK": str(rank),
             "KVSTORE_NUM_WORKERS": str(num_workers),
             "KVSTORE_SERVERS": ",".join(server.address for server in servers),

@@ -169,7 +169,7 @@ FIND_SERVER = """
 import os
 def is_server(pid):
     try:
-        return (b"kvstore_server" in open(f"/proc/{pid}/cmdline", "rb").read()
+        return (b"kvstore_server\\0" in open(f"/proc/{pid}/cmdline", "rb").read()
                 and os.environ["KVLAUNCH_MARK"].encode() in open(f"/proc/{pid}/environ", "rb").read())
     except OSError:
         return False

@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from kvstore_server.channel import Listener
-from kvstore_server.errors import ServerStoppingError, to_wire
+from kvstore_server.errors import KVStoreError, ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.storage import Leases
@@ -153,6 +153,23 @@ def collected(listener: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     begin = connection.begin
     monkeypatch.setattr(connection, "begin", lambda: begin([(RUN, TOKEN)], collect))
     yield connection, outcomes
+    connection.close()
+
+
+def test_the_end_of_the_thread_of_heartbeats_is_said_and_raised_where_the_worker_waits(
+    listener: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(connections, "HEARTBEAT_INTERVAL", 0.01)
+    connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)], transport="tcp")
+    assert connection.receive(0.0) is None
+    connection.begin([(RUN, TOKEN)], fail)
+    assert eventually(lambda: connection._heartbeats is not None and connection._heartbeats.error is not None)
+    with pytest.raises(KVStoreError, match=r"that it is alive.*Too many open files"):
+        connection.receive(0.0)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
     connection.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
+from kvstore_server.processes import LAST_WORDS, State
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
 from kvtrainer.comm.client import Client, Loopback
@@ -239,6 +240,56 @@ def test_a_server_known_to_be_gone_is_told_but_not_waited_for() -> None:
     assert session.ask_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
     assert servers.now == before
     assert servers.bodies(m.Abort, server=1) == [abort]
+
+
+def test_a_server_whose_process_has_ended_is_named_without_waiting_for_its_silence() -> None:
+    servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.ended.add(1)
+    with pytest.raises(ServerUnreachableError, match=r"server 1 \(here\) was killed by signal 9"):
+        session.call(1, m.Stats())
+    assert servers.now <= 100.0 + 3 * LAST_WORDS
+    assert session.ask_all([(1, m.Stats())], timeout=5.0) == [None]
+    assert servers.now <= 100.0 + 3 * LAST_WORDS
+
+
+def test_the_end_of_a_server_that_nobody_waits_for_is_no_error() -> None:
+    servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.ended.add(1)
+    servers.reply(0, session._last_number + 1, m.Info(), after=30.0)
+    assert session.call(0, m.Stats()) == m.Info()
+
+
+def test_what_a_server_has_said_before_its_process_ended_is_heard_first() -> None:
+    servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.ended.add(0)
+    servers.reply(0, session._last_number + 1, m.Info(), after=0.8 * LAST_WORDS)
+    assert session.call(0, m.Stats()) == m.Info()
+    servers.reply(0, 0, FAREWELL, after=0.8 * LAST_WORDS)
+    with pytest.raises(ServerStoppingError):
+        session.call(0, m.Stats())
+
+
+def test_a_silent_server_that_is_seen_to_work_has_as_long_as_in_a_round() -> None:
+    servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=8.0, timeout=100.0)
+    servers.states[0] = State.RUNS
+    servers.reply(0, session._last_number + 1, m.Info(), after=90.0)
+    assert session.call(0, m.Stats()) == m.Info()
+    with pytest.raises(ServerUnreachableError, match="within 100 s"):
+        session.call(0, m.Stats())
+    assert servers.now == pytest.approx(290.0)
+
+
+def test_a_silent_server_that_is_stopped_counts_as_gone_and_the_error_says_so() -> None:
+    servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Gather) else None)
+    session = servers.session(dead_after=8.0, timeout=100.0)
+    servers.states[0] = State.STOPPED
+    with pytest.raises(ServerUnreachableError, match="its process is stopped"):
+        session.call(0, m.Gather(0, 100.0), timeout=100.0)
+    assert servers.now == pytest.approx(108.0, abs=REPEAT_AFTER)
 
 
 FAREWELL = m.Failed("ServerStoppingError", "server 1 was stopped")

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import secrets
+import select
 import socket
 import struct
 import subprocess
@@ -29,6 +30,7 @@ from kvstore_server.channel import (
     Shelf,
     connect,
     make_memory,
+    watch,
 )
 from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
@@ -289,7 +291,7 @@ def taken(listener: Listener) -> list[tuple[bytes, Any]]:
     return found
 
 
-def answered(listener: Listener, call: Callable[[], Channel]) -> Any:
+def answered(listener: Listener, call: Callable[[], object]) -> Any:
     """What a call returns or raises while the listener looks after its descriptors."""
     running = Call(call)
     while running.is_running:
@@ -426,7 +428,7 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
     listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40, Leases())
     worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
     sessions.clear()
-    listener.look_after()
+    listener.look_after(0.0)
     with pytest.raises(ConnectionError):
         worker.receive()
     assert listener.channels == {}
@@ -439,24 +441,48 @@ def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_ha
 ) -> None:
     worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
     ended = subprocess.Popen(["true"])
-    [process] = listener._processes.values()
+    [process] = listener.processes._found.values()
     other = os.pidfd_open(ended.pid)
-    os.dup2(other, process)
+    os.dup2(other, process.fileno())
     os.close(other)
     ended.wait()
     worker.send([b"farewell"])
-    listener.look_after()
+    listener.look_after(0.0)
     assert taken(listener) == [(OWN, [b"farewell"])]
-    listener.look_after()
-    assert (listener.channels, listener._processes) == ({}, {})
+    listener.look_after(0.0)
+    assert listener.channels == {}
     worker.close()
 
 
 def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
     worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
-    listener.look_after()
-    assert (list(listener.channels), len(listener._processes)) == ([OWN], 1)
+    listener.look_after(0.0)
+    assert (list(listener.channels), list(listener.processes)) == ([OWN], [(OWN, TOKEN)])
     worker.close()
+
+
+def test_a_worker_without_a_channel_is_watched_as_one_with_it_until_its_session_ends() -> None:
+    sessions, seen = {OWN: TOKEN}, []
+    listener = Listener(
+        RUN + 3,
+        lambda peer, token: sessions.get(peer) == token,
+        lambda: 1 << 40,
+        Leases(),
+        lambda processes, now: seen.append((list(processes), now)),
+    )
+    process = answered(listener, lambda: watch(RUN + 3, TOKEN, OWN))
+    listener.look_after(1.0)
+    sessions.clear()
+    listener.look_after(2.0)
+    assert (listener.channels, seen) == ({}, [([(OWN, TOKEN)], 1.0), ([], 2.0)])
+    assert select.select([process], [], [], 0.0)[0] == []  # a descriptor of the server, which is this process
+    process.close()
+    listener.close()
+
+
+def test_nobody_is_watched_who_has_no_session(listener: Listener) -> None:
+    assert isinstance(answered(listener, lambda: watch(RUN, TOKEN + 1, OWN)), ConnectionError)
+    assert list(listener.processes) == []
 
 
 @pytest.fixture

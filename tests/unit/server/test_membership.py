@@ -95,7 +95,8 @@ def test_the_error_of_a_silent_rank_says_where_it_runs_and_when_it_was_heard() -
     assert str(error) == (
         "round 4 of 'w' cannot complete: rank 1 (host1:11) was last heard 31.2 s ago; "
         "a worker counts as lost after 20 s of silence (--dead-after). Look for its own last words, and restart "
-        "the job from its last saved states"
+        "the job from its last saved states. If it was in one long call in C that holds Python's interpreter lock "
+        "(GIL), raise KVSTORE_DEAD_AFTER for workers and servers"
     )
 
 
