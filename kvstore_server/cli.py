@@ -43,7 +43,7 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--bind", "KVSTORE_BIND", "tcp://127.0.0.1:0", str, "address to listen on; port 0 lets the system choose"),
     ("--index", "KVSTORE_SERVER_INDEX", 0, int, "which server of the job this is, from 0"),
     ("--num-servers", "KVSTORE_NUM_SERVERS", 1, int, "how many servers the job has"),
-    ("--dead-after", "KVSTORE_DEAD_AFTER", 20.0, float, "seconds of silence after which a worker counts as lost"),
+    ("--dead-after", "KVSTORE_DEAD_AFTER", 60.0, float, "seconds of silence after which a worker counts as lost"),
     ("--slow-after", "KVSTORE_SLOW_AFTER", SLOW_AFTER, float, "seconds of waiting for a worker until the log names it"),
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),

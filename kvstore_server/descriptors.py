@@ -18,7 +18,7 @@ def allow_descriptors() -> None:
 
 
 def check_descriptors(needed: int, what: str) -> None:
-    """Raise ConfigurationError unless this process may open so many more files for `what`."""
+    """Raise ConfigurationError unless so many more files may be opened for `what`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = len(os.listdir("/proc/self/fd"))

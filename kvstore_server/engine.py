@@ -273,10 +273,19 @@ class Engine:
                 session.how_ended = session.how_ended or how
                 if session.state is not State.ENDED:
                     session.state, session.seen_at = State.ENDED, now
-                    # A large namespace is looked at rarely.
-                    self.namespaces[session.hello.namespace].next_look = now + LAST_WORDS
-                    _log.warning("namespace %r: the process of rank %d (%s) %s", session.hello.namespace,
-                                 session.hello.rank, session.hello.address, how or "has ended")  # fmt: skip
+                    hello = session.hello
+                    space = self.namespaces[hello.namespace]
+                    space.next_look = min(
+                        space.next_look, now + LAST_WORDS
+                    )  # a large one is looked at rarely
+                    what = how or "has ended"
+                    _log.warning(
+                        "namespace %r: the process of rank %d (%s) %s",
+                        space.name,
+                        hello.rank,
+                        hello.address,
+                        what,
+                    )
         patience = self.config.dead_after / 2
         for session in self._sessions:
             if session.state is State.ENDED:

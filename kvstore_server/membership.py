@@ -68,7 +68,7 @@ class Session:
         return max(self.last_heard, self.seen_at)
 
     def is_dead(self, now: float) -> bool:
-        """Tell whether the process has ended without a word, and nothing that it said can be on its way any more."""
+        """Tell whether the process has ended, and all that it said has come."""
         return self.state is State.ENDED and now - self.last_sign >= LAST_WORDS
 
     @property
@@ -271,17 +271,21 @@ class Membership:
         return None
 
     def _lost_error(self, rank: int, what: str, now: float, dead_after: float) -> WorkerLostError:
-        """Return the error of a wait for a member that is dead, or gave no sign for too long."""
+        """Return the error of a wait for a member that is dead, or silent too long."""
         state = self.members[rank].state
-        silence = f"; a worker counts as lost after {dead_after:g} s of silence (--dead-after)"
+        if state is State.ENDED:
+            return WorkerLostError(
+                f"{what} cannot complete: {self.describe(rank, now)}. Look for its own last words, and restart the job "
+                "from its last saved states"
+            )
         may_be = (
-            ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise "
-            "KVSTORE_DEAD_AFTER for workers and servers"
+            ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
+            "for workers and servers"
         )
         return WorkerLostError(
-            f"{what} cannot complete: {self.describe(rank, now)}{'' if state is State.ENDED else silence}. Look for "
-            "its own last words, and restart the job from its last saved states"
-            f"{may_be if state is State.UNKNOWN else ''}"
+            f"{what} cannot complete: {self.describe(rank, now)}; "
+            f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last words, "
+            f"and restart the job from its last saved states{may_be if state is State.UNKNOWN else ''}"
         )
 
     def enter_barrier(

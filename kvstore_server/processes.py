@@ -91,7 +91,7 @@ class Process:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process has ended, by its exit code, or minus the signal that killed it."""
+    """Say how a process has ended, by its exit code, or minus the killing signal."""
     if code >= 0:
         return f"exited with code {code}"
     with suppress(ValueError):  # a signal without a name
@@ -134,7 +134,7 @@ class Processes:
             process.close()
 
     def ended(self) -> dict[Key, str]:
-        """Return the sessions whose processes have ended, and how, where that is known by now."""
+        """Return sessions whose processes have ended, and how, where that is known."""
         keys = [self._by_fd[fd] for fd, _ in self._ends.poll(0)]
         return {key: self._found[key].how_ended() for key in keys}
 

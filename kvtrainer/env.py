@@ -48,7 +48,7 @@ PROGRESS = "KVSTORE_PROGRESS"
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Variables in which launchers say which process of its host this one is."""
 
-DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 20.0, SLOW_AFTER: log_limit.SLOW_AFTER}
+DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 60.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names what the kernel runs since it has begun."""

@@ -51,7 +51,7 @@ environment that a worker finds:
 environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_TIMEOUT          longest wait for a round, a pull or a barrier, in seconds (600)
   KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
-  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (20); servers read it too
+  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (60); servers read it too
   KVSTORE_SLOW_AFTER       a wait for other workers that takes longer is logged, in seconds (10); servers read it too
   KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: do not begin without it; ipc, tcp: never
 

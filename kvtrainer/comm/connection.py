@@ -338,7 +338,10 @@ class Connection(Transport):
             self._poller.register(channel.fileno(), _IN)
 
     def _watch(self, server: int, run: int, session: int) -> None:
-        """Notice the end of a server's process, and have it notice ours, if both are of one host and see each other."""
+        """Notice the end of a server's process from now on, and have it notice ours.
+
+        That takes one host, on which they see each other.
+        """
         channel = self._channels.get(server)
         with suppress(OSError):
             process = watch(run, session, self._ids[server][0]) if channel is None else channel.process()
@@ -431,7 +434,7 @@ def _room_for(request: m.Request) -> int:
 
 
 class _Heartbeats:
-    """A thread with sockets of its own, because a ZeroMQ socket belongs to one thread at a time.
+    """A thread with sockets of its own, because ZeroMQ sockets belong to one thread.
 
     Args:
         sockets: Of all servers; the thread closes them.

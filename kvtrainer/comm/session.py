@@ -139,7 +139,7 @@ class SessionOptions:
     num_workers: int
     timeout: float = 600.0
     connect_timeout: float = 30.0
-    dead_after: float = 20.0
+    dead_after: float = 60.0
     capability: str = ""
     address: str = ""
     mode: Mode = SYNCHRONOUS
@@ -518,12 +518,12 @@ class Session:
         if is_lost and not self._runs(server):
             self._gone.add(server)
             is_stopped = self.transport.process(server) is State.STOPPED
-            may_be = (
-                "its process is stopped" if is_stopped else "is it still running, and not in one long call?"
+            where = (
+                f"{self.describe(server)} (its process is stopped)" if is_stopped else self.describe(server)
             )
             raise ServerUnreachableError(
-                f"{self.describe(server)} has not answered for {silence:.1f} s; {may_be} (KVSTORE_DEAD_AFTER raises "
-                "the limit.) Restart the job from its last saved states"
+                f"{where} has not answered for {silence:.1f} s; is it still running? Restart the job from its last "
+                "saved states (KVSTORE_DEAD_AFTER raises the limit)"
             )
         return unanswered >= self._repeat_after
 
@@ -532,7 +532,7 @@ class Session:
         return self.transport.process(server) in (State.RUNS, State.ENDED)
 
     def _is_dead(self, server: int, now: float) -> bool:
-        """Tell whether a server's process has ended, and nothing that it said can be on its way any more."""
+        """Tell whether a server's process has ended, and all that it said has come."""
         if server not in self.transport.ended:
             return False
         noticed = self._ended.setdefault(server, now)

@@ -53,7 +53,7 @@ class DistKVStore(TableKVStore):
             `kvtrainer.env.find_topology`.
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
-        dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 20).
+        dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 60).
         slow_after: Seconds of waiting for other workers, or a server, after which the log names them; then it does so
             ever more rarely (KVSTORE_SLOW_AFTER, 10).
         staleness: For "dist_ssp": how many pushes of a key a worker that reads it may be ahead of the slowest worker

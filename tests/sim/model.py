@@ -24,6 +24,8 @@ APPLIED, VETOED, FAILED, HELD = "applied", "vetoed", "failed", "held"
 RATES = (1.0, 0.5)
 """The learning rates before and after they change."""
 DEAD_AFTER = 20.0
+LAST_WORDS = 0.25
+"""Seconds in which messages of a process that has ended may still come."""
 
 To = tuple[int, int]
 """(process, request number)."""
@@ -48,6 +50,8 @@ class Weights(NamedTuple):
 class Members:
     """Who stands for the ranks on one server."""
 
+    may_be_replaced: bool
+    """Another process may go on in the place of a rank, so one that is dead is waited for."""
     current: dict[int, int] = field(default_factory=dict)
     """Rank → process."""
     heard: dict[int, float] = field(default_factory=dict)
@@ -55,10 +59,16 @@ class Members:
     """Ranks whose process has left before it was done."""
     done: set[int] = field(default_factory=set)
     """Ranks whose process has left because it was done."""
+    ended: dict[int, float] = field(default_factory=dict)
+    """Process → when the server has seen that it has ended."""
 
     def lost(self, now: float) -> set[int]:
         """The ranks that give nothing any more."""
-        return self.left | {r for r, heard in self.heard.items() if now - heard > DEAD_AFTER}
+        ended = {rank: self.ended[one] for rank, one in self.current.items() if one in self.ended}
+        signs = {rank: max(heard, ended.get(rank, heard)) for rank, heard in self.heard.items()}
+        silent = {rank for rank, sign in signs.items() if now - sign > DEAD_AFTER}
+        dead = {rank for rank in ended if now - signs[rank] >= LAST_WORDS and not self.may_be_replaced}
+        return self.left | silent | dead
 
 
 class Commit(NamedTuple):
@@ -416,6 +426,8 @@ class SyncModel(Model):
         if not self.committed or not (is_lost or now >= self.deadline):
             return []
         self._seen["hopeless"] += 1
+        is_dead = [self._members.current.get(rank) in self._members.ended for rank in missing]
+        self._seen["hopeless, for a process is seen to be dead"] += any(is_dead)
         return self._end(FAILED)
 
     # ---------------------------------------------------------------- how a round ends

@@ -19,8 +19,9 @@ import torch
 from kvstore_server import reduction, slicewise
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
-from kvstore_server.membership import Sessions
+from kvstore_server.membership import Membership, Session, Sessions
 from kvstore_server.norms import Decision
+from kvstore_server.processes import State
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
 from kvstore_server.rounds import _HERE, Book, Given, Rounds, Verdict, Waits
@@ -82,6 +83,40 @@ def _begins_in(error: Exception, file: str) -> bool:
     """Whether an error was raised by code of a file itself, or by a call of it that did not fit."""
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     return last.f_code.co_filename in (file, __file__)
+
+
+# ---------------------------------------------------------------- servers that see processes wrongly
+
+
+@replaces(Session, "is_dead")
+def dead_before_its_last_words(_: Any, self: Any, now: float) -> bool:
+    """A process is given up the moment that it has ended, whatever it has said is on its way."""
+    return self.state is State.ENDED
+
+
+@replaces(Session, "is_dead")
+def dead_by_silence_alone(*_: Any) -> bool:
+    """Nobody minds that a process has ended."""
+    return False
+
+
+@replaces(Engine, "look_at")
+def successor_taken_for_the_dead(real: Any, self: Any, processes: Any, now: float) -> None:
+    """The end of a process is held against the one in its place."""
+    real(self, processes, now)
+    for _, token in processes.ended():
+        if token in self._sessions._ended:
+            rank = self._sessions._ended[token][0].hello.rank
+            for session in self._sessions:
+                if session.hello.rank == rank and session.state is not State.ENDED:
+                    session.state, session.seen_at = State.ENDED, now
+
+
+@replaces(Membership, "lost", ASYNC)
+def no_time_for_a_successor(real: Any, self: Any, now: float, dead_after: float) -> list[int]:
+    """A rank whose process is dead is lost at once, although another process may go on in its place."""
+    dead = [rank for rank, member in self.members.items() if member.is_dead(now)]
+    return sorted({*real(self, now, dead_after), *dead})
 
 
 # ---------------------------------------------------------------- servers that hear something else

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_server.engine import Engine
+from kvstore_server.processes import State
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import PACKED_ROWS
 from tests.sim.model import AsyncModel, Commit, Members, SyncModel, To, Told, Violation, Weights
@@ -27,6 +28,19 @@ class Delivery(NamedTuple):
 
     process: int
     reply: m.Reply
+
+
+class SeenProcesses:
+    """In place of Processes: those of these sessions have ended, and of others nothing is known."""
+
+    def __init__(self, ended: dict[tuple[bytes, int], str]) -> None:
+        self._ended = ended
+
+    def ended(self) -> dict[tuple[bytes, int], str]:
+        return self._ended
+
+    def state(self, _: object) -> State:
+        return State.UNKNOWN
 
 
 class Referee:
@@ -81,6 +95,14 @@ class Referee:
         """From now on the models know all: every process has given or seen the first values."""
         self.is_watching = True
         self._look(sender.process, sender.sessions[self.server], now)
+
+    def look(self, now: float) -> None:
+        """Let the server see which processes have ended."""
+        ended = [number for number in self._tokens if not self._processes[number].is_alive]
+        for number in ended:
+            self._members.ended.setdefault(number, now)
+        processes = SeenProcesses({(b"%d" % number, self._tokens[number]): "" for number in ended})
+        self.engine.look_at(processes, now)  # type: ignore[arg-type]
 
     def tick(self, now: float) -> list[Delivery]:
         """Let time pass; what waits may be answered, or fail."""

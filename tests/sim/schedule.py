@@ -46,6 +46,8 @@ MAX_DRAIN = 100
 """Turns after which a schedule without loss must have come to its end."""
 HYPERS = tuple(pack_hypers([{"lr": rate}], {}, {}, True) for rate in RATES)
 TABLES = range(len(SPECS))
+LOOKS_EVERY = 8
+"""Steps between two looks of a server at the workers' processes."""
 CRASHES_HALFWAY, CHANGES_HALFWAY = 0.05, 0.1
 """How often in a step a process ends, or gives something else, while some slices of a round are applied and others are
 not."""
@@ -148,6 +150,8 @@ class Schedule(ABC):
         """How often in a step a process fails a round."""
         self.loses = self.rng.choice((0.02, 0.05, 0.15))
         """How often a message is lost."""
+        self.sees_processes = seed % 2 == 1
+        """The servers are on the workers' host."""
         self.scales: tuple[float | None, ...] = (None,) * NUM_WORKERS
         self.options = self._options()
         tokens = partial(random.Random(seed).getrandbits, 64)
@@ -247,6 +251,11 @@ class Schedule(ABC):
         for reply in replies:
             self.processes[process].take(server, reply)
 
+    def _look(self) -> None:
+        """Let servers that see processes do so often, as they do."""
+        if self.sees_processes and self.step % LOOKS_EVERY == 0:
+            self._tick(0.2)
+
     def _tick(self, seconds: float) -> None:
         self.now += seconds
         for server, referee in enumerate(self.servers):
@@ -254,6 +263,8 @@ class Schedule(ABC):
                 if server in process.sessions:
                     request = m.Request(*process.sessions[server], 0, m.Heartbeat())
                     referee.handle(process.process, request, self.now)
+            if self.sees_processes:
+                referee.look(self.now)
             self._post(server, referee.tick(self.now))
 
     def _intrude(self) -> None:
@@ -370,7 +381,7 @@ class SyncSchedule(Schedule):
         )
 
     def _referee(self, engine: Engine) -> Referee:
-        server, optimizer, members = engine.config.server, self.optimizer, Members()
+        server, optimizer, members = engine.config.server, self.optimizer, Members(may_be_replaced=False)
         models = [
             SyncModel(
                 table, server, self.options, optimizer.may_raise, members, self.seen, optimizer is Lazy
@@ -385,6 +396,7 @@ class SyncSchedule(Schedule):
         self._drain(self.goal)
         for step in range(1, self.STEPS + 1):
             self.step = step
+            self._look()
             is_halfway = any(model.early for referee in self.servers for model in referee.models)
             dice = self.rng.random() if is_halfway else 1.0
             if dice < CRASHES_HALFWAY:
@@ -454,7 +466,7 @@ class AsyncSchedule(Schedule):
         )
 
     def _referee(self, engine: Engine) -> Referee:
-        server, members = engine.config.server, Members()
+        server, members = engine.config.server, Members(may_be_replaced=True)
         models = [
             AsyncModel(table, server, self.options, self.optimizer.may_raise, members, self.seen)
             for table in TABLES
@@ -471,6 +483,7 @@ class AsyncSchedule(Schedule):
             referee.watch(self.processes[0], self.now)
         for step in range(1, self.STEPS + 1):
             self.step = step
+            self._look()
             dice = self.rng.random()
             if dice < self.pulls:
                 self._pull()

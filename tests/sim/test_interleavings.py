@@ -34,6 +34,7 @@ EVERYTHING = {
     "compressed, failed",
     "failed",
     "hopeless",
+    "hopeless, for a process is seen to be dead",
     "undone",
     "apart",
     "repeated",

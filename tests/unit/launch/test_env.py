@@ -251,7 +251,7 @@ def test_documented_defaults_of_the_time_limits() -> None:
     assert DEFAULT_SECONDS == {
         "KVSTORE_TIMEOUT": 600.0,
         "KVSTORE_CONNECT_TIMEOUT": 30.0,
-        "KVSTORE_DEAD_AFTER": 20.0,
+        "KVSTORE_DEAD_AFTER": 60.0,
         "KVSTORE_SLOW_AFTER": 10.0,
     }
 
