@@ -468,7 +468,7 @@ class Session:
             else:
                 self._has_repeated = True
                 for one in list(waiting):
-                    if self._is_dead(one.server, now):
+                    if self._is_dead(one.server, began, now):
                         self._gone.add(one.server)
                         if is_needed:
                             raise self._dead(one.server)
@@ -531,11 +531,16 @@ class Session:
         """Tell whether a server is seen to work, whatever it says; or it has just ended, which is noticed at once."""
         return self.transport.process(server) in (State.RUNS, State.ENDED)
 
-    def _is_dead(self, server: int, now: float) -> bool:
-        """Tell whether a server's process has ended, and all that it said has come."""
+    def _is_dead(self, server: int, began: float, now: float) -> bool:
+        """Tell whether a server's process has ended, and all that it said has come.
+
+        Once that was said, another server may be in its place, and gets a while to tell a later wait so.
+        """
         if server not in self.transport.ended:
             return False
         noticed = self._ended.setdefault(server, now)
+        if server in self._gone:
+            return now - max(began, self._heard[server]) >= min(REPEAT_AFTER, self.options.dead_after)
         return now - max(noticed, self._heard[server]) >= LAST_WORDS
 
     def _dead(self, server: int) -> ServerUnreachableError:

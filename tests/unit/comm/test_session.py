@@ -253,6 +253,19 @@ def test_a_server_whose_process_has_ended_is_named_without_waiting_for_its_silen
     assert servers.now <= 100.0 + 3 * LAST_WORDS
 
 
+def test_a_server_in_the_place_of_a_dead_one_is_heard_by_later_calls() -> None:
+    servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
+    session = servers.session(dead_after=60.0)
+    servers.ended.add(0)
+    with pytest.raises(ServerUnreachableError):
+        session.call(0, m.Stats())
+    servers.reply(0, session._last_number + 1, m.Failed("ServerLostState", "restarted"), after=1.0)
+    with pytest.raises(ServerLostState):
+        session.call(0, m.Stats())
+    with pytest.raises(ServerUnreachableError):
+        session.call(0, m.Stats())
+
+
 def test_the_end_of_a_server_that_nobody_waits_for_is_no_error() -> None:
     servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
