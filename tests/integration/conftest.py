@@ -59,6 +59,7 @@ def members() -> Iterator[Members]:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers of this process and servers not see each other's processes, as where a network lies between them."""
+    monkeypatch.setenv(TRANSPORT, "tcp")
     monkeypatch.setattr(Connection, "_watch", lambda *_: None)
 
 
