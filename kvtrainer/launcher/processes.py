@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 
+from kvstore_server.processes import describe_exit
 from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
 
 MAX_LINE = 64 * 1024
@@ -130,10 +131,7 @@ class Child:
         self._pipes[fd].close()
 
     def describe_exit(self) -> str:
-        code = self.process.returncode
-        if code >= 0:
-            return f"{self.name} exited with code {code}"
-        return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"{self.name} {describe_exit(self.process.returncode)}"
 
     def shell_code(self) -> int:
         """Return the exit code as a shell reports it: 128 + n for signal n."""

@@ -76,6 +76,16 @@ def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last
     assert LAST_WORDS <= place.now <= LAST_WORDS + 0.21
 
 
+def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> None:
+    place = Place()
+    place.waits()
+    place.engine.namespaces["job"].next_look = DEAD_AFTER
+    place.seen.states[place.keys[1]] = State.ENDED
+    [failed] = place.goes_on(PATIENCE)
+    assert failed.code == "WorkerLostError"
+    assert place.now <= LAST_WORDS + 0.31
+
+
 def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:
     place = Place()
     place.waits()
