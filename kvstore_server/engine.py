@@ -271,21 +271,16 @@ class Engine:
             if self.is_session(peer, token):
                 session = self._sessions.find(peer, token)
                 session.how_ended = session.how_ended or how
+                hello = session.hello
                 if session.state is not State.ENDED:
                     session.state, session.seen_at = State.ENDED, now
-                    hello = session.hello
-                    space = self.namespaces[hello.namespace]
-                    space.next_look = min(
-                        space.next_look, now + LAST_WORDS
-                    )  # a large one is looked at rarely
-                    what = how or "has ended"
-                    _log.warning(
-                        "namespace %r: the process of rank %d (%s) %s",
-                        space.name,
-                        hello.rank,
-                        hello.address,
-                        what,
-                    )
+                    space = self.namespaces[hello.namespace]  # a large one is looked at rarely
+                    space.next_look = min(space.next_look, now + LAST_WORDS)
+                elif session.is_dead(now) and not session.is_logged:
+                    session.is_logged = True
+                    what = session.how_ended or "has ended"
+                    who = hello.namespace, hello.rank, hello.address, what
+                    _log.warning("namespace %r: the process of rank %d (%s) %s", *who)
         patience = self.config.dead_after / 2
         for session in self._sessions:
             if session.state is State.ENDED:

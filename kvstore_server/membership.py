@@ -61,6 +61,8 @@ class Session:
     """When it was last seen to run, or was found to have ended."""
     how_ended: str = ""
     """What is known about that."""
+    is_logged: bool = False
+    """The log says that the process is dead."""
 
     @property
     def last_sign(self) -> float:
