@@ -82,7 +82,7 @@ class EngineConfig:
     server: int = 0
     num_servers: int = 1
     run: int = 1
-    dead_after: float = 60.0
+    dead_after: float = 20.0
     slow_after: float = SLOW_AFTER
     capability: str = ""
     allow_mixed_cpu: bool = False

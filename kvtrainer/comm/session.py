@@ -139,7 +139,7 @@ class SessionOptions:
     num_workers: int
     timeout: float = 600.0
     connect_timeout: float = 30.0
-    dead_after: float = 60.0
+    dead_after: float = 20.0
     capability: str = ""
     address: str = ""
     mode: Mode = SYNCHRONOUS
