@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, as_int, parse_address
+from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, as_int, parse_address
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -93,6 +93,10 @@ class LocalCluster:
         self.servers: tuple[str, ...] = ()
         """Where the servers listen, by their index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take it."""
         self._start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"servers={list(self.servers)}"
+        return f"<LocalCluster workers={self.num_workers} {state}>"
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
         """Run a function on every worker, and return what it returned, by rank. Each worker is a fresh process.
@@ -161,7 +165,7 @@ class LocalCluster:
                 environ[SERVERS] = ",".join(self.servers)
             program = [sys.executable, "-m", "kvtrainer.cluster", str(code.fd)]
             for rank, paper in enumerate(papers):
-                place = {**environ, RANK: str(rank)}
+                place = {**environ, RANK: str(rank), LOCAL_RANK: str(rank)}
                 group.start("worker", [*program, str(paper.fd)], place, self.num_workers, (code.fd, paper.fd))
             failed = self._wait(servers, group, papers)
             group.close()

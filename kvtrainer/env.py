@@ -24,6 +24,10 @@ from kvtrainer.errors import ConfigurationError, file_error
 RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
 SERVERS = "KVSTORE_SERVERS"
+LOCAL_RANK = "KVSTORE_LOCAL_RANK"
+"""Which worker of its host this one is."""
+ATTEMPT = "KVSTORE_ATTEMPT"
+"""How often the job was started again; it may find servers that still wait for the workers of the attempt before."""
 ROLE = "DMLC_ROLE"
 """Set by MXNet's launcher, which gives processes other roles than that of a worker, too."""
 
@@ -45,9 +49,6 @@ TRANSPORTS = ("auto", "shm", "ipc", "tcp")
 PROGRESS = "KVSTORE_PROGRESS"
 """1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
 
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Variables in which launchers say which process of its host this one is."""
-
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 60.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -65,6 +66,10 @@ class Source:
     """Variables with the rank; the first that is set counts."""
     count: str
     """The variable with the number of workers; empty where the launcher does not say it."""
+    local: str = ""
+    """The variable with the place among the processes of the host; empty where the launcher does not say it."""
+    attempt: str = ""
+    """The variable that counts restarts of the job; empty where the launcher does not say it."""
 
     def rank_in(self, environ: Mapping[str, str]) -> tuple[str, str]:
         """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
@@ -78,15 +83,26 @@ class Source:
 
 
 SOURCES = (
-    Source("kvlaunch", (RANK,), NUM_WORKERS),
+    Source("kvlaunch", (RANK,), NUM_WORKERS, LOCAL_RANK, ATTEMPT),
     Source("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
-    Source("torchrun", ("RANK",), "WORLD_SIZE"),
-    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS"),
-    Source("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE"),
-    Source("MPI", ("PMI_RANK",), "PMI_SIZE"),
+    Source("torchrun", ("RANK",), "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"),
+    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
+    Source("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Source("MPI", ("PMI_RANK",), "PMI_SIZE", "MPI_LOCALRANKID"),
     Source("PMIx", ("PMIX_RANK",), ""),
 )
 """In order of precedence. The first one of which anything is set gives both numbers."""
+
+_MORE_PLACES = (
+    SERVERS, ROLE, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NODEID",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", "MPI_LOCALNRANKS",
+)  # fmt: skip
+PLACES = frozenset(_MORE_PLACES).union(
+    *({*source.ranks, source.count, source.local} - {""} for source in SOURCES)
+)
+"""Variables that say which process of which job this is; those that it starts for another job must not inherit them."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +242,32 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
-    """Return which process of its host this one is; where no launcher tells that, which worker, or 0."""
+    """Return which process of its host this one is; else which worker, or 0.
+
+    The launcher that gives the rank is asked first.
+    """
     source = _source(environ)
-    told = [text_of(environ, name) for name in LOCAL_RANKS]
+    told = [text_of(environ, one.local) for one in ((source,) if source else ()) + SOURCES]
     worker = (source.rank_in(environ)[1] if source else "") if rank is None else str(rank)
     return next((int(text) for text in (*told, worker) if text.isdecimal()), 0)
+
+
+def attempt_of_job(environ: Mapping[str, str]) -> int:
+    """Return how often the job was started again; 0 where nothing says it.
+
+    KVSTORE_ATTEMPT says it, or else the launcher that gives the rank. A torchrun of several hosts does not: it counts
+    the restarts of each, and workers with different numbers would not meet.
+
+    Raises:
+        ConfigurationError: it is no number.
+    """
+    source = _source(environ) or SOURCES[0]
+    name = ATTEMPT if text_of(environ, ATTEMPT) else source.attempt
+    if not text_of(environ, name):
+        return 0
+    if name == "TORCHELASTIC_RESTART_COUNT" and text_of(environ, "GROUP_WORLD_SIZE") not in ("", "1"):
+        return 0
+    return as_int(text_of(environ, name), f"the number of the attempt ({name})")
 
 
 def parse_address(text: str) -> str:

@@ -28,7 +28,7 @@ from kvtrainer.launcher.job import (
     place_servers,
     place_workers,
 )
-from kvtrainer.launcher.processes import server_command
+from kvtrainer.launcher.processes import inherited, server_command
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -43,10 +43,13 @@ _EPILOG = """\
 environment that a worker finds:
   KVSTORE_RANK         which worker it is, from 0
   KVSTORE_NUM_WORKERS  how many workers there are
+  KVSTORE_LOCAL_RANK   which worker of its host it is, from 0
   KVSTORE_SERVERS      comma-separated tcp://HOST:PORT of the servers; unset with -s 0
   OMP_NUM_THREADS      cores divided by workers, at least 1, unless you have set it
   PYTHONUNBUFFERED     1, unless you have set it
   MALLOC_…             glibc keeps up to 1 GiB of freed memory for reuse, unless you have set them
+It does not find what another launcher (torchrun, Slurm, MPI) has said of kvlaunch's own place: RANK, LOCAL_RANK,
+SLURM_PROCID, SLURM_LOCALID and so on; --env passes them on all the same.
 
 environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_TIMEOUT          longest wait for a round, a pull or a barrier, in seconds (600)
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         server_command(index, options.servers, options.grace, ["--bind", bind, *flags])
         for index, bind in enumerate(options.binds)
     ]
-    environ = {**os.environ, **options.env}
+    environ = {**inherited(os.environ), **options.env}
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
             f"kvlaunch: {command[0]!r} is {other}, which is not of kvlaunch's environment; for that one say "

@@ -60,7 +60,8 @@ class DistKVStore(TableKVStore):
             (KVSTORE_STALENESS, 1).
         scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
             updates since the weights that it was computed with.
-        namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates.
+        namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates,
+            in the same attempt of the job where its launcher counts restarts (KVSTORE_ATTEMPT, torchrun's, Slurm's).
 
     Raises:
         ConfigurationError: an argument, or the variable in its place, is missing or wrong; nothing has been sent.
@@ -115,7 +116,7 @@ class DistKVStore(TableKVStore):
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
             # The last: a store that is refused does not count.
-            namespace=f"store{next(_created)}" if namespace is None else namespace,
+            namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
         self.servers = topology.servers
         """Where the servers listen, by their index."""
@@ -205,6 +206,13 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
         return 0
     given = environ.get(WATER_MARK, "").strip() or str(DEFAULT_WATER_MARK)
     return check.integer(WATER_MARK, int(given) if given.isdecimal() else given, 1, (1 << 31) - 1)
+
+
+def _next_namespace(environ: Mapping[str, str]) -> str:
+    """Name what the next store of each worker shares. Servers may still wait for the workers of an attempt before."""
+    attempt = env.attempt_of_job(environ)
+    name = f"store{next(_created)}"
+    return f"{name}, attempt {attempt}" if attempt else name
 
 
 def _staleness(given: int | None, environ: Mapping[str, str]) -> int:

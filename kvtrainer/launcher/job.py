@@ -26,9 +26,9 @@ from functools import partial
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, numeric_host, parse_address, tcp_address
+from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, numeric_host, parse_address, tcp_address
 from kvtrainer.launcher.guardian import KILL, KILL_WAIT, TERMINATE, Guardian, end_with_parent, environment
-from kvtrainer.launcher.processes import Child, Events, Put, inherited
+from kvtrainer.launcher.processes import Child, Events, Put
 
 MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
@@ -135,6 +135,11 @@ class Remote:
         """Return the host of a worker or server."""
         return (self.workers if role == "worker" else self.servers)[index]
 
+    def local_rank(self, rank: int) -> int:
+        """Return which worker of its host the one of a rank is."""
+        target = self.workers[rank].target
+        return sum(other.target == target for other in self.workers[:rank])
+
     def command(self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
         """Return the ssh command that runs a worker or server; cores are divided among the workers of a host."""
         host = self.host_of(role, index)
@@ -203,7 +208,7 @@ class Launcher:
         num_workers: At least 1.
         server_commands: What each server runs; when it is ready it must print a line with LISTENS and its address.
             Without any, KVSTORE_SERVERS stays unset.
-        environ: The environment that all processes inherit.
+        environ: The environment of all processes; see `inherited`.
         remote: The hosts on which they run; None means this one.
         viewer: What shows the job, here, given the servers' addresses as further arguments; the job goes on without it.
     """
@@ -226,7 +231,7 @@ class Launcher:
         self._remote = remote
         self._linger = limits.linger
         self._mark = secrets.token_hex(16)
-        self._environ = environment(inherited(environ), self._mark)
+        self._environ = environment(environ, self._mark)
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
@@ -267,16 +272,16 @@ class Launcher:
         environ = {**self._environ, NUM_WORKERS: str(self._num_workers)}
         if self._server_commands:
             environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
-            if sys.stderr.isatty():
-                told = f"servers are ready; to look at them: kvtop {environ[SERVERS].replace(',', ' ')}"
-                self._events.output.put(2, "kvlaunch: ", told.encode())
+            told = f"servers are ready; to look at them: kvtop {environ[SERVERS].replace(',', ' ')}"
+            self._events.output.put(2, "kvlaunch: ", told.encode())
         if self._remote is None:
             environ = environment(environ, "", self._num_workers)
         if self._viewer_command:
             shown = [*self._viewer_command, *environ[SERVERS].split(",")]
             self._spawn(self._viewers, "view", shown, self._environ, self._events.output.put)
         for rank in range(self._num_workers):
-            place = {**environ, RANK: str(rank)}
+            local_rank = rank if self._remote is None else self._remote.local_rank(rank)
+            place = {**environ, RANK: str(rank), LOCAL_RANK: str(local_rank)}
             self._spawn(self._workers, "worker", self._worker_command, place, self._events.output.put)
         self._wait(self._workers_done, None)
 

@@ -21,7 +21,7 @@ from functools import partial
 from types import FrameType
 
 from kvstore_server.processes import describe_exit
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS
+from kvtrainer.env import PLACES
 
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""
@@ -53,8 +53,8 @@ Put = Callable[[int, str, bytes], None]
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job's processes inherit of an environment. It may be that of another job's worker."""
-    kept = {name: value for name, value in environ.items() if name not in (RANK, NUM_WORKERS, SERVERS)}
+    """Return what a job's processes inherit of an environment. It may be that of a process of another job."""
+    kept = {name: value for name, value in environ.items() if name not in PLACES}
     return {**_DEFAULTS, **kept}
 
 

@@ -18,6 +18,12 @@ def place(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     )
 
 
+def place_on_host() -> int:
+    from kvtrainer.env import local_rank
+
+    return local_rank(os.environ)
+
+
 def say(to: str) -> None:
     print(f"it is {os.environ['KVSTORE_RANK']}", file=getattr(sys, to))
 

@@ -20,12 +20,19 @@ ROOT = Path(__file__).parents[2]
 DRIVER = """
 import json, os, sys
 from kvtrainer.launcher.job import Launcher, Limits
+from kvtrainer.launcher.processes import inherited
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = Limits(**job["limits"])
-sys.exit(Launcher(job["worker"], job["workers"], servers, os.environ, limits, None, job["viewer"]).run())
+environ = inherited(os.environ)
+sys.exit(Launcher(job["worker"], job["workers"], servers, environ, limits, None, job["viewer"]).run())
 """
+
+TELLS_WHERE = (
+    "kvlaunch: servers are ready; to look at them: kvtop tcp://127.0.0.1:5000 tcp://127.0.0.1:5001\n"
+)
+"""What a launcher says of two stand-in servers."""
 
 READY = """
 import os, signal, sys, time

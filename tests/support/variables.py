@@ -15,7 +15,9 @@ from kvtrainer.env import DEFAULT_SECONDS
 from kvtrainer.watch import top
 
 ROOT = Path(__file__).parents[2]
-PREFIXES = "KVSTORE|DMLC|MXNET|SLURM|OMPI|PMIX?|OMP|MKL|MALLOC|PYTHON|MASTER|LOCAL|WORLD|CUBLAS|RANK"
+PREFIXES = (
+    "KVSTORE|DMLC|MXNET|SLURM|OMPI|PMIX?|OMP|MKL|MALLOC|PYTHON|MASTER|LOCAL|WORLD|CUBLAS|RANK|TORCHELASTIC"
+)
 _NAMED = re.compile(rf'"((?:{PREFIXES})(?:[A-Z_]*[A-Z_])?)"')
 _TWIN = re.compile(r" ?\[(KVSTORE_[A-Z_]+(?:=1)?)\]")
 
@@ -25,6 +27,8 @@ _MACHINE = {"--max-memory": "four fifths of the memory of the machine or contain
 WORKER = {
     "KVSTORE_RANK": ("", "which worker this is, from 0"),
     "KVSTORE_NUM_WORKERS": ("", "how many workers there are"),
+    "KVSTORE_LOCAL_RANK": ("", "which worker of this host, for the choice of a CUDA device; by default the launcher's"),
+    "KVSTORE_ATTEMPT": ("", "how often the job was started again; an attempt has tables of its own on the servers"),
     "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers with commas between them, or `@FILE` with one per line"),
     "KVSTORE_TIMEOUT": ("", "longest wait for a round, a pull or a barrier, in seconds"),
     "KVSTORE_CONNECT_TIMEOUT": ("", "longest wait for the first answer of a server, in seconds"),
@@ -56,6 +60,11 @@ LAUNCHERS = {
     "LOCAL_RANK": "torchrun: which process of this host, for the choice of a CUDA device; by default the rank",
     "MASTER_ADDR": "torchrun: where rank 0 is (`Strategy` over torch.distributed)",
     "MASTER_PORT": "torchrun: the port there",
+    "TORCHELASTIC_RESTART_COUNT": "torchrun on one host: how often it has started the workers again",
+    "TORCHELASTIC_RUN_ID": "torchrun: not read; `kvlaunch` does not pass it on",
+    "TORCHELASTIC_USE_AGENT_STORE": "torchrun: not read; `kvlaunch` does not pass it on",
+    "SLURM_RESTART_COUNT": "Slurm: how often the job was started again",
+    "SLURM_NODEID": "Slurm: not read; `kvlaunch` does not pass it on",
     "SLURM_PROCID": "Slurm: which worker this is",
     "SLURM_NTASKS": "Slurm: how many there are",
     "SLURM_LOCALID": "Slurm: which process of this host",
@@ -64,6 +73,7 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": "Open MPI: which worker this is",
     "OMPI_COMM_WORLD_SIZE": "Open MPI: how many there are",
     "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: which process of this host",
+    "OMPI_COMM_WORLD_NODE_RANK": "Open MPI: not read; `kvlaunch` does not pass it on",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: how many of this host; all of them need no `MASTER_ADDR`",
     "PMI_RANK": "MPICH, Intel MPI: which worker this is",
     "PMI_SIZE": "MPICH, Intel MPI: how many there are",

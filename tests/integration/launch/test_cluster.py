@@ -24,7 +24,7 @@ from kvtrainer.errors import (
     WorkerLostError,
     WorkerTraceback,
 )
-from tests.support.cluster_work import fail, place, say, sum_and_fail
+from tests.support.cluster_work import fail, place, place_on_host, say, sum_and_fail
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT
 from tests.support.processes import Call, eventually
@@ -46,6 +46,20 @@ def test_each_worker_is_given_the_arguments_and_finds_its_rank_and_what_it_retur
     assert pair.run(place, 1, key="word") == [
         (str(rank), "2", None, (1,), {"key": "word"}) for rank in range(2)
     ]
+
+
+def test_each_worker_has_another_place_on_the_host_whatever_a_launcher_said_of_this_program(
+    pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert pair.run(place_on_host) == [0, 1]
+
+
+def test_a_cluster_shows_its_workers_and_servers_and_that_it_is_closed() -> None:
+    with local_cluster(workers=2, servers=1) as cluster:
+        assert repr(cluster) == f"<LocalCluster workers=2 servers=['{cluster.servers[0]}']>"
+    assert repr(cluster) == "<LocalCluster workers=2 closed>"
 
 
 def test_lines_of_workers_come_out_of_sys_stdout_and_stderr_with_the_rank_before_them(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch_jobs import READY, ROOT, STUBBORN, Jobs, command_line, line_of
+from tests.support.launch_jobs import READY, ROOT, STUBBORN, TELLS_WHERE, Jobs, command_line, line_of
 from tests.support.limits import DEAD_AFTER, FOREVER, LIMIT
 from tests.support.processes import eventually
 
@@ -20,7 +20,7 @@ from tests.support.processes import eventually
 
 def test_servers_are_drained_when_all_workers_are_done(jobs: Jobs) -> None:
     code, out, err = jobs.run("echo done", 2, servers=2)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, TELLS_WHERE)
     assert sorted(out.splitlines()) == ["[s0] drained", "[s1] drained", "[w0] done", "[w1] done"]
     assert jobs.alive() == []
 

@@ -65,12 +65,11 @@ def jobs(tmp_path: Path) -> Iterator[HostJobs]:
 
 def test_workers_find_their_place_their_host_and_what_was_passed_on(jobs: HostJobs) -> None:
     jobs.hosts("127.0.0.1 slots=2", "localhost")
-    script = (
-        'echo "$KVSTORE_RANK/$KVSTORE_NUM_WORKERS $ON $MINE $KVSTORE_X ${NOT_PASSED-unset} $PWD"; echo e >&2'
-    )
+    place = "$KVSTORE_RANK/$KVSTORE_NUM_WORKERS $KVSTORE_LOCAL_RANK"
+    script = f'echo "{place} $ON $MINE $KVSTORE_X ${{NOT_PASSED-unset}} $PWD"; echo e >&2'
     code, out, err = jobs.finish(jobs.launch(script, 3, 0, "--env", "MINE=it's $mine"))
     assert code == 0
-    hosts = ["127.0.0.1", "127.0.0.1", "localhost"]
+    hosts = ["0 127.0.0.1", "1 127.0.0.1", "0 localhost"]
     assert sorted(out.splitlines()) == [
         f"[w{rank}] {rank}/3 {host} it's $mine a b unset {ROOT}" for rank, host in enumerate(hosts)
     ]

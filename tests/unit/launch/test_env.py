@@ -11,6 +11,7 @@ from kvtrainer.env import (
     DEFAULT_SECONDS,
     SOURCES,
     Topology,
+    attempt_of_job,
     local_rank,
     parse_address,
     read_place,
@@ -18,6 +19,7 @@ from kvtrainer.env import (
     read_topology,
     workers_of_job,
 )
+from kvtrainer.launcher.processes import inherited
 
 ENVIRON = {
     "KVSTORE_RANK": "1",
@@ -276,3 +278,56 @@ def test_a_process_has_the_number_on_its_host_that_a_launcher_says_or_else_its_r
     environ: dict[str, str], rank: int | None, expected: int
 ) -> None:
     assert local_rank(environ, rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2", "GROUP_WORLD_SIZE": "1"}, 2),
+        ({"SLURM_PROCID": "1", "SLURM_RESTART_COUNT": "3"}, 3),
+        ({"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2", "KVSTORE_ATTEMPT": "7"}, 7),
+        ({"KVSTORE_RANK": "1", "KVSTORE_ATTEMPT": "1"}, 1),
+    ],
+)
+def test_an_attempt_of_a_job_has_the_number_that_its_launcher_says(
+    environ: dict[str, str], expected: int
+) -> None:
+    assert attempt_of_job(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_RESTART_COUNT": "3"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_RESTART_COUNT": "3"},
+        {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2", "GROUP_WORLD_SIZE": "2"},
+    ],
+)
+def test_a_number_that_not_all_processes_of_the_job_are_told_alike_is_not_that_of_its_attempt(
+    environ: dict[str, str],
+) -> None:
+    assert attempt_of_job(environ) == 0
+
+
+def test_an_attempt_that_is_no_number_is_refused_with_its_variable() -> None:
+    with pytest.raises(ConfigurationError, match=r"KVSTORE_ATTEMPT.*'second'"):
+        attempt_of_job({"KVSTORE_ATTEMPT": "second"})
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_of_a_job_inherit_nothing_of_the_place_that_another_launcher_gave_its_starter(
+    launcher: str,
+) -> None:
+    kept = inherited({**LAUNCHERS[launcher], "HOME": "/home/me", "SLURM_JOB_ID": "9"})
+    assert not kept.keys() & LAUNCHERS[launcher].keys()
+    assert (kept["HOME"], kept["SLURM_JOB_ID"]) == ("/home/me", "9")
+
+
+def test_the_place_on_a_host_is_that_of_the_launcher_that_gives_the_rank() -> None:
+    mpirun_in_a_batch_script = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "SLURM_LOCALID": "0",
+    }
+    assert local_rank({**mpirun_in_a_batch_script, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == 1
