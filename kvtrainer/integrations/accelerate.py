@@ -24,7 +24,7 @@ from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer import Trainer
 
-with needing("accelerate", (1, 15), (1, 16)):
+with needing("accelerate"):
     from accelerate import Accelerator, PartialState
     from accelerate.optimizer import AcceleratedOptimizer
 
@@ -106,6 +106,10 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model as accelerate does, with rank 0's weights instead of a wrapper."""
+        tensors = (*model.parameters(), *model.buffers())
+        if device_placement is None and {self.device.type, *(one.device.type for one in tensors)} == {"cpu"}:
+            # To accelerate the CPU is cpu:0, so its .to() copies what is there, and a Trainer may hold it already.
+            device_placement = False
         # A model that is only evaluated gets no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode:

@@ -19,7 +19,7 @@ from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer import Trainer
 
-with needing("lightning", (2, 5), (2, 7)):
+with needing("lightning"):
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy

@@ -15,12 +15,12 @@ Within `train` all of `ray.train` works as with Ray's own trainers: `report`, `g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtrainer.cluster import Group, start_servers
-from kvtrainer.env import NUM_WORKERS, RANK, SERVERS, tcp_address
+from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
 from kvtrainer.launcher.job import Limits
@@ -28,9 +28,6 @@ from kvtrainer.launcher.processes import server_command
 
 with needing("ray"):
     import ray
-
-    if tuple(map(int, ray.__version__.split(".")[:2])) < (2, 60):
-        raise ImportError(f"of Ray Train 2.60 or newer, this is Ray {ray.__version__}")
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -153,7 +150,8 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
 
     def _tell_workers(self, worker_group: Any, config: KVStoreConfig) -> None:
         """Let the servers listen, where all workers reach them, and say where."""
-        hosts = {*worker_group.execute(_host), *ray.get([server.host.remote() for server in self._servers])}
+        of_workers = worker_group.execute(_host)
+        hosts = {*of_workers, *ray.get([server.host.remote() for server in self._servers])}
         if len(hosts) > 1 and not config.allow_public_bind:
             raise ConfigurationError(
                 f"the job is on the hosts {', '.join(sorted(hosts))}, and servers listen on loopback alone, as traffic "
@@ -161,8 +159,10 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
                 "KVStoreConfig(allow_public_bind=True)"
             )
         servers = ",".join(ray.get([one.listen.remote(config, len(hosts) > 1) for one in self._servers]))
-        count = len(worker_group)
-        told = [worker_group.execute_single_async(rank, _tell, rank, count, servers) for rank in range(count)]
+        told = []
+        for rank, host in enumerate(of_workers):
+            place = {RANK: rank, NUM_WORKERS: len(of_workers), LOCAL_RANK: of_workers[:rank].count(host)}
+            told.append(worker_group.execute_single_async(rank, _tell, place, servers))
         ray.get(told)
 
 
@@ -190,5 +190,5 @@ def _host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _tell(rank: int, num_workers: int, servers: str) -> None:
-    os.environ.update({RANK: str(rank), NUM_WORKERS: str(num_workers), SERVERS: servers})
+def _tell(place: Mapping[str, int], servers: str) -> None:
+    os.environ.update({**{name: str(number) for name, number in place.items()}, SERVERS: servers})

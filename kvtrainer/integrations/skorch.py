@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtrainer.integrations import needing
 
-with needing("skorch", (1, 4), (1, 5)):
+with needing("skorch"):
     from skorch.hf import AccelerateMixin
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator

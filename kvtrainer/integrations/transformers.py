@@ -16,7 +16,7 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers
 
-with needing("transformers", (5, 23), (5, 24)):
+with needing("transformers"):
     from transformers import Trainer
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator, join

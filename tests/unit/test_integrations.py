@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import configparser
 import importlib
 import sys
@@ -23,8 +22,6 @@ from tests.extra_uses import USES
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ("lightning", "accelerate", "transformers", "skorch")
-OLD_RAY = ModuleType("ray")
-OLD_RAY.__version__ = "2.9.3"  # type: ignore[attr-defined]
 
 
 def extras() -> configparser.SectionProxy:
@@ -40,10 +37,8 @@ def test_each_extra_has_a_use_that_is_tested_with_it_alone() -> None:
 @pytest.mark.parametrize(
     ("library", "found", "told"),
     [
-        *((name, None, rf"pip install 'kvtrainer\[{name}\]'") for name in ("mmengine", *FRAMEWORKS)),
+        *((name, None, rf"pip install 'kvtrainer\[{name}\]'") for name in ("mmengine", "ray", *FRAMEWORKS)),
         ("mmcv.runner", None, "'mmcv<2'"),
-        ("ray", None, r"needs ray .*None in sys.modules.* pip install 'kvtrainer\[ray\]'"),
-        ("ray", OLD_RAY, r"Ray Train 2\.60 .*this is Ray 2\.9\.3.* pip install 'kvtrainer\[ray\]'"),
     ],
 )
 def test_without_a_library_its_integration_says_what_to_install(
@@ -81,36 +76,52 @@ def test_hooks_are_such_as_mmcvs_runner_registers(monkeypatch: pytest.MonkeyPatc
     assert hook.priority == 40
 
 
-@pytest.mark.parametrize("found", ["2.4.9", "1.9", "2.7.0", "3.0.0rc1"])
-def test_a_framework_of_another_version_is_named_with_the_versions_that_work(
+@pytest.mark.parametrize("found", ["2.4.9", "1.9"])
+def test_a_framework_that_is_older_than_the_tests_lowest_is_refused_with_the_command_for_another(
     found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
-    with (
-        pytest.raises(ConfigurationError) as caught,
-        integrations.needing("lightning", (2, 5), (2, 7)),
-    ):
+    with pytest.raises(ConfigurationError) as caught, integrations.needing("lightning"):
         raise AssertionError("it must not be imported")
-    for told in (found, "2.5", "2.7", "kvtrainer[lightning]"):
+    for told in (found, "2.5 or newer", "--upgrade 'kvtrainer[lightning]'"):
         assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("found", ["2.5.0", "2.6.6", "2.6.0.post1"])
-def test_a_framework_of_a_version_within_the_range_is_taken(
+def test_a_framework_of_a_version_within_the_tests_range_is_taken(
     found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
-    with integrations.needing("lightning", (2, 5), (2, 7)):
+    with integrations.needing("lightning"):
         pass
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_extra_of_a_framework_installs_the_versions_that_its_integration_takes(framework: str) -> None:
-    source = (Path(integrations.__file__).parent / f"{framework}.py").read_text()
-    line = next(one for one in source.splitlines() if one.startswith("with needing("))
-    _, low, high = ast.literal_eval(line.removeprefix("with needing").removesuffix(":"))
-    wanted = f"{framework}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-    assert wanted in extras()[framework].split()
+@pytest.mark.parametrize("found", ["2.7.0", "3.0.0rc1"])
+def test_a_framework_that_is_newer_than_the_tests_newest_is_taken_with_a_warning(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrations, "version", lambda package: found)
+    with (
+        pytest.warns(UserWarning, match=rf"2\.5 to 2\.6, and found {found}.*'lightning==2\.6\.\*'"),
+        integrations.needing("lightning"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "ray"])
+def test_the_extra_of_a_framework_takes_every_version_from_the_tests_lowest_on(framework: str) -> None:
+    lowest = ".".join(map(str, integrations.TESTED[framework].lowest))
+    wanted = extras()[framework].replace("[train]", "").split()
+    assert f"{framework}>={lowest}" in wanted
+    assert not [line for line in wanted if "<" in line]
+
+
+def test_the_environment_of_the_lowest_versions_has_the_lowest_of_each_framework() -> None:
+    listed = (Path(__file__).parents[1] / "frameworks" / "lowest.txt").read_text()
+    pinned = dict(line.split("==") for line in listed.splitlines() if line and not line.startswith("#"))
+    assert pinned.keys() == set(FRAMEWORKS)
+    for framework, version in pinned.items():
+        assert tuple(map(int, version.split(".")[:2])) == integrations.TESTED[framework].lowest
 
 
 def test_a_store_that_keeps_to_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
