@@ -29,12 +29,14 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGra
 from kvtrainer.scaling import LossScaler, refuse_second_scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
 from kvtrainer.types import StepResult
+from kvtrainer.uncompiled import uncompiled
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
 
 _Loss = TypeVar("_Loss", bound=Tensor | Sequence[Tensor])
 
 
+@uncompiled
 def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
     """Give a Trainer a loss scaler; call it on every worker, with equal scalers.
 
@@ -52,6 +54,7 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
         trainer.loss_scaler = LossScaler() if scaler is None else scaler
 
 
+@uncompiled
 @contextmanager
 def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
     """Yield the loss times the Trainer's loss scale, to call `backward` on. Of several losses it yields a list.
@@ -71,6 +74,7 @@ def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
         yield [one * scaler.loss_scale for one in loss]
 
 
+@uncompiled
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, for a Trainer: a gradient that overflows on any worker skips the step of all.
 

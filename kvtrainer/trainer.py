@@ -41,11 +41,13 @@ from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.overlap import wait_before
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
+from kvtrainer.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 _SAVED = "they are saved as they are"
 
 
+@uncompiled
 class Trainer(torch.optim.Optimizer):
     """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
 
@@ -178,7 +180,10 @@ class Trainer(torch.optim.Optimizer):
         groups = [spread(group) for group in groups]
         if not are_named:  # as in torch: its checkpoints of named and of unnamed groups have other keys
             groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
+        is_wrapped = hasattr(type(self).step, "hooked")
         super().__init__(groups, self._groups.defaults)
+        if not is_wrapped:
+            uncompiled(type(self).step)  # torch has put its wrapper around it, once for the class
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups

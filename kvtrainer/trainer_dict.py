@@ -15,8 +15,10 @@ from kvtrainer.errors import (
 )
 from kvtrainer.trainer import Trainer
 from kvtrainer.types import Group
+from kvtrainer.uncompiled import uncompiled
 
 
+@uncompiled
 class TrainerDict(Mapping[str, Trainer]):
     """Trainers by name, which step one by one; a checkpoint holds the state of all of them.
 

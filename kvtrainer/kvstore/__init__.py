@@ -20,6 +20,7 @@ from kvtrainer.kvstore.base import register as register
 from kvtrainer.kvstore.device import DeviceKVStore as DeviceKVStore
 from kvtrainer.kvstore.device import LocalKVStore as LocalKVStore
 from kvtrainer.kvstore.dist import DistKVStore as DistKVStore
+from kvtrainer.uncompiled import uncompiled
 
 LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
 DeviceName = Literal["device", "local_allreduce_device", "nccl"]
@@ -38,6 +39,7 @@ def create(type: DeviceName, **options: Any) -> DeviceKVStore: ...
 def create(type: DistName, **options: Any) -> DistKVStore: ...
 @overload
 def create(type: str, **options: Any) -> KVStoreBase: ...
+@uncompiled
 def create(type: str = "local", **options: Any) -> KVStoreBase:
     """Create a store.
 

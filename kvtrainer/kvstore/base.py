@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
+from kvtrainer.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ BUILT_IN: Mapping[str, Collection[str]] = {
 """The name of a built-in store → its capabilities. The registry has those of all others."""
 
 
+@uncompiled
 class KVStoreBase(ABC):
     """The least that a store must offer to serve a Trainer; third-party stores derive from this.
 

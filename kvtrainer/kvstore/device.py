@@ -18,9 +18,11 @@ from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NA
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.replicas import check_reducer, is_left_fold
+from kvtrainer.uncompiled import uncompiled
 
 
 @register(*LOCAL_NAMES)
+@uncompiled
 class LocalKVStore(TableKVStore):
     """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
 
@@ -44,6 +46,7 @@ class LocalKVStore(TableKVStore):
 
 
 @register(*DEVICE_NAMES)
+@uncompiled
 class DeviceKVStore(TableKVStore):
     """As LocalKVStore; in a torch.distributed group of several ranks it sums over those, too.
 

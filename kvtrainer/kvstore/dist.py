@@ -23,6 +23,7 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
 from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.uncompiled import uncompiled
 
 STALENESS = "KVSTORE_STALENESS"
 """The environment variable with the default of `staleness`."""
@@ -36,6 +37,7 @@ _created = itertools.count()
 
 
 @register(*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
+@uncompiled
 class DistKVStore(TableKVStore):
     """Keys on servers, and this process one of the workers that push to them.
 

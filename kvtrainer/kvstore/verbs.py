@@ -73,6 +73,7 @@ from kvtrainer.states import (
     saved_problems,
     write_state_file,
 )
+from kvtrainer.uncompiled import uncompiled
 
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""
@@ -84,6 +85,7 @@ Found = tuple[list[Entry], Values]
 _Store = TypeVar("_Store", bound="TableKVStore")
 
 
+@uncompiled
 class TableKVStore(KVStoreBase):
     """init, push, pull, pushpull and broadcast as in MXNet. Errors are raised at once.
 

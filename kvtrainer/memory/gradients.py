@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.uncompiled import uncompiled
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
@@ -330,6 +331,7 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
     return [node for node, _ in result.grad_fn.next_functions if node is not None]
 
 
+@uncompiled
 class _BeforeAccumulation:
     """Runs in a backward pass just before the gradient of parameter `i` is added to.
 
@@ -370,6 +372,7 @@ class _BeforeAccumulation:
         return None if born is None else (born,)
 
 
+@uncompiled
 def _after_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
 ) -> None:
@@ -379,6 +382,7 @@ def _after_accumulation(
         tracker._listener(i)
 
 
+@uncompiled
 def _after_forward(
     tracker_ref: weakref.ref[GradientTracker], module: Module, args: object, output: object
 ) -> None:

@@ -22,6 +22,7 @@ from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.kvstore.values import flat_ids, read_ids
 from kvtrainer.parallel.replicas import COPIES
 from kvtrainer.types import Group
+from kvtrainer.uncompiled import uncompiled
 
 Source: TypeAlias = Callable[[int, int], Tensor]
 """(first element, number of elements) → these of some values, flat, on the CPU."""
@@ -34,6 +35,8 @@ _READABLE = frozenset({
     "storage_offset", "stride", "untyped_storage", "view_as",
 })  # fmt: skip
 """Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph."""
+_ASKED_BY_TRACERS = frozenset({"is_conj", "is_neg"})
+"""What torch's compiler, and torch.export, ask first when they make an imitation of a tensor."""
 _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _filling = threading.RLock()
@@ -53,6 +56,7 @@ class Owner(Protocol):
         """Keep values, which the store shall have when they are published."""
 
 
+@uncompiled
 class RowSparseParameter(Parameter):
     """A table of rows that lives in the store of its Trainer: here it has a shape, a gradient, and no memory.
 
@@ -120,10 +124,12 @@ class RowSparseParameter(Parameter):
             row_ids: Whole numbers in any shape, on any device; none are possible.
 
         Raises:
-            RowSparseError: there is no Trainer yet.
+            RowSparseError: there is no Trainer yet; or torch.jit.trace runs this.
             RowIdError: the table has no such rows.
             KVStoreError: the store did not answer, or the Trainer is closed.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            self._refuse_to_be_traced()
         owner = self._owner() if self._owner is not None else None
         if owner is None:
             raise RowSparseError(
@@ -225,6 +231,13 @@ class RowSparseParameter(Parameter):
             "that row_sparse_data(row_ids) returns"
         )
 
+    def _refuse_to_be_traced(self) -> NoReturn:
+        raise RowSparseError(
+            f"a model with {self._name()} cannot be exported or traced, because its values live in the store of its "
+            "Trainer; put torch.nn.Embedding.from_pretrained(parameter.detach()) in its place first, which takes the "
+            "memory of the whole table"
+        )
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -235,6 +248,12 @@ class RowSparseParameter(Parameter):
             mine = next((one for one in args if isinstance(one, cls)), None)
             if mine is not None and name in _MOVES:
                 return mine._moved(name, args[1:], kwargs or {})
+            if mine is not None and name in _ASKED_BY_TRACERS:
+                # The compiler goes on to a call of row_sparse_data, where it breaks its graph.
+                is_exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.6 has none
+                if torch.compiler.is_compiling() and not is_exporting():
+                    return func(*args, **(kwargs or {}))
+                mine._refuse_to_be_traced()
             is_readable = name in ("__get__", "__set__", "__delete__") or name in _READABLE
             if mine is not None and (not is_readable or attribute in _VIEWS):
                 mine._refuse(attribute or name)
@@ -392,6 +411,7 @@ def _of_each(rows: Tensor, ids: Ordered | Tensor) -> Tensor:
     return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
 
 
+@uncompiled
 class _Gather(torch.autograd.Function):
     """Gives rows to all places of their ids; backwards, adds up what comes from those of each."""
 

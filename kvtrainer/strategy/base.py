@@ -28,6 +28,7 @@ from kvtrainer.strategy.checkpoint import find_last, pair_schedules
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, LoadReport, ReviseKeys
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
+from kvtrainer.uncompiled import uncompiled
 
 Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]
@@ -37,6 +38,7 @@ _LINE = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 _RUN = ("epoch_length", "max_epochs", "max_iters")
 
 
+@uncompiled
 class BaseStrategy(ABC):
     """A strategy that sets up a process, and prepares, saves and resumes a model. Trainers and schedules go with it.
 

@@ -22,12 +22,14 @@ from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer_dict import check_names
+from kvtrainer.uncompiled import uncompiled
 
 Steps = list[Callable[[], None]]
 """Calls that take a part of a checkpoint over, once all of it is known to fit."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
 
+@uncompiled
 class Strategy(BaseStrategy):
     """Trains with any kvstore: which one is the only difference between one device and a job of many workers.
 

@@ -30,6 +30,7 @@ from kvtrainer.comm.round import Round
 from kvtrainer.errors import KVStoreError
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.sync.exchange import StoreExchange
+from kvtrainer.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 
@@ -148,11 +149,10 @@ class Awaited:
         self._is_over = False
         # First: whoever interrupts the rest has it ended.
         self._leaving = weakref.finalize(self, _leave, weakref.ref(self))
-        kind = _coming_class(_COMPILER in sys.modules)
         for parameter in parameters:
             if type(parameter) is Parameter:
                 vars(parameter)[_AWAITED] = self
-                parameter.__class__ = kind
+                parameter.__class__ = Coming
 
     @torch.inference_mode(False)
     def wait(self) -> None:
@@ -210,6 +210,7 @@ class Awaited:
             )
 
 
+@uncompiled
 class Coming(Parameter):
     """A parameter whose new values are on their way: what reads or writes it waits for them."""
 
@@ -243,26 +244,6 @@ class Coming(Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait_for_all(self)
         return Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
-
-
-@cache
-def _coming_class(beside_compiler: bool) -> type[Coming]:
-    """Get the class of parameters that are to come; beside torch's compiler one that it does not look into."""
-    if not beside_compiler:
-        return Coming
-
-    class ComingUncompiled(Coming):
-        """The same, for torch's compiler to leave alone."""
-
-        __torch_function__: Any = classmethod(_uncompiled(vars(Coming)["__torch_function__"].__func__))
-
-    return ComingUncompiled
-
-
-def _uncompiled(function: Any) -> Any:
-    """Keep a function from being compiled."""
-    disable: Any = torch.compiler.disable
-    return disable(function)
 
 
 @cache
@@ -324,6 +305,7 @@ def wait_before(module: object, settle: Callable[[], None]) -> None:
         module.register_forward_pre_hook(partial(_before_call, weakref.WeakMethod(settle)))
 
 
+@uncompiled
 def _before_call(settle: weakref.WeakMethod[Callable[[], None]], module: Module, args: object) -> None:
     wait = settle()
     if wait is not None:

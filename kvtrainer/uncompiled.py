@@ -1,0 +1,46 @@
+"""What torch.compile leaves alone: our calls and hooks work with sockets, threads and memory, which no graph holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+_T = TypeVar("_T", bound=Any)
+
+
+def uncompiled(target: _T) -> _T:
+    """Have torch.compile break its graph at a function, and run it as it is.
+
+    What the function calls is not compiled either. `torch.compiler.disable` does the same by a wrapper, which costs
+    eager calls time, and imports the compiler; this marks the code, at which only the compiler looks. A torch that
+    does not have such marks still breaks the graph here.
+
+    Args:
+        target: A function, or a class, all of whose own methods and properties are meant.
+    """
+    for function in _functions_of(target):
+        function._torchdynamo_disable = True
+        # Wrappers of one kind share their code, as those of contextlib do: a mark is for code of one function alone.
+        function.__code__ = function.__code__.replace()
+        if hasattr(eval_frame, "set_code_exec_strategy"):
+            skip = eval_frame._FrameAction.SKIP
+            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return target
+
+
+def _functions_of(target: Any) -> Iterator[Any]:
+    if isinstance(target, FunctionType):
+        yield target
+        yield from _functions_of(getattr(target, "__wrapped__", None))
+    elif isinstance(target, staticmethod | classmethod):
+        yield from _functions_of(target.__func__)
+    elif isinstance(target, property):
+        for accessor in (target.fget, target.fset, target.fdel):
+            yield from _functions_of(accessor)
+    elif isinstance(target, type):
+        for name, member in vars(target).items():
+            if not isinstance(member, type) and name != "__annotate__":
+                yield from _functions_of(member)
