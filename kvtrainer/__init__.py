@@ -80,6 +80,10 @@ _CLASSES = {
 """Class or function → its module."""
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # On first use: importing torch takes longer than all that kvlaunch does, and kvlaunch has no use for it.
     if name in _CLASSES:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -143,7 +144,7 @@ class StepPipeline:
 
     def step(
         self,
-        batch_size: float | None,
+        batch_size: float | SupportsIndex | None,
         ignore_stale_grad: bool,
         closure: Callable[[], Any] | None,
         loops_scaling: Callable[[int], PlainScaling] | None,
@@ -226,7 +227,7 @@ class StepPipeline:
             self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
         self.link.is_torn = False
 
-    def update(self, batch_size: float | None, ignore_stale_grad: bool) -> StepResult:
+    def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
         """Update the weights from the present gradients; see `Trainer.update`."""
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
@@ -410,7 +411,7 @@ class StepPipeline:
     # Which gradients there are, and what they are multiplied by.
 
     def new_gradients(
-        self, batch_size: float | None, ignores_stale: bool, summed: list[bool] | None = None
+        self, batch_size: float | SupportsIndex | None, ignores_stale: bool, summed: list[bool] | None = None
     ) -> list[bool]:
         """Find the parameters that have a new gradient; those that were `summed` are known, see `Memory.fresh`.
 
@@ -458,15 +459,16 @@ class StepPipeline:
             stacklevel=level_of_user(),
         )
 
-    def _scale_of(self, batch_size: float | None) -> float:
+    def _scale_of(self, batch_size: float | SupportsIndex | None) -> float:
         """Return the factor of gradients, without mean over workers and loss scale."""
         rescale = self.groups.optimizer.rescale_grad
         if batch_size is None:
             return rescale
         is_known = type(batch_size) in (int, float) or is_number(batch_size)  # numpy has numbers, too
-        if not is_known or not 0 < batch_size < math.inf:
+        number: Any = batch_size if is_known else _integer_in(batch_size)
+        if number is None or not 0 < number < math.inf:
             raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}")
-        return rescale / float(batch_size)
+        return rescale / float(number)
 
     def kept_scale(self, undone: float) -> float:
         """Part of the loss scale to leave in the sums, so that float16 does not underflow.
@@ -867,3 +869,13 @@ def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: Outcome) -> Non
         pipeline.conclude(updated)
     finally:
         pipeline.voting = None
+
+
+def _integer_in(value: Any) -> int | None:
+    """Return the one whole number that a tensor or an array holds; None where it holds something else."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # several numbers, or a fraction; or a tensor without values
+        return None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.optim
@@ -271,7 +271,7 @@ class Trainer(torch.optim.Optimizer):
     @by_one_thread
     def step(  # type: ignore[override]
         self,
-        batch_size: float | Callable[[], Any] | None = None,
+        batch_size: float | SupportsIndex | Callable[[], Any] | None = None,
         ignore_stale_grad: bool = False,
         *,
         closure: Callable[[], Any] | None = None,
@@ -289,7 +289,8 @@ class Trainer(torch.optim.Optimizer):
         Returns the closure's result if there is a closure, and otherwise the StepResult, which is also `last`.
 
         Args:
-            batch_size: A positive number; or the closure, as torch's optimizers take it.
+            batch_size: A positive number, or a tensor of one whole number, which is read on the host; or the closure,
+                as torch's optimizers take it.
             ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
                 size they are always left out, save those that were written in place since the last step, as zeros
                 by `zero_grad(set_to_none=False)`; see "What counts as a new gradient" in the documentation.
@@ -423,7 +424,9 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline.allreduce_grads()
 
     @by_one_thread
-    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> StepResult:
+    def update(
+        self, batch_size: float | SupportsIndex | None = None, ignore_stale_grad: bool = False
+    ) -> StepResult:
         """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
 
         Of replicas the gradients on the first device count. Returns how the step ended, which is also `last`.
@@ -499,7 +502,7 @@ class Trainer(torch.optim.Optimizer):
         """
         self._pipeline.backward(loss)
 
-    def update_params(self, loss: Any, batch_size: float | None = None) -> StepResult:
+    def update_params(self, loss: Any, batch_size: float | SupportsIndex | None = None) -> StepResult:
         """`backward(loss)`, then `step(batch_size)`. The step does nothing until a window of accumulation is full.
 
         Without a batch size gradients are averaged over workers; `ignore_stale_grad` holds then. Raises as both do.
@@ -991,11 +994,12 @@ class Trainer(torch.optim.Optimizer):
         each parameter, until the next step; ids that were not named are fetched when they are needed.
 
         Args:
-            row_ids: A dict of RowSparseParameters of this Trainer and the ids, as of `row_sparse_data`; or the ids, if
-                there is one such parameter alone. They replace those of an earlier call.
+            row_ids: A dict of RowSparseParameters of this Trainer, or their names, and the ids, as of
+                `row_sparse_data`; or the ids, if there is one such parameter alone. They replace those of an earlier
+                call.
 
         Raises:
-            ConfigurationError: this is no such parameter, or no whole numbers.
+            ConfigurationError: this is no such parameter, or one is there twice, or these are no whole numbers.
             RowIdError: a table has no such rows.
 
         Errors of the store are raised by `row_sparse_data`.

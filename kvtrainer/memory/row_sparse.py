@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from kvstore_server import check
+from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer.gathering import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
@@ -341,15 +342,18 @@ class RowTables:
                     "and the ids that are wanted of each"
                 )
             rows = {parameters[0]: rows for parameters in self._parameters.values()}
-        for parameter in rows:
-            if id(parameter) not in self._keys:
+        names = {parameters[0]._label: key for key, parameters in self._parameters.items()}
+        wanted: dict[int, Tensor] = {}
+        for given, ids in rows.items():
+            key = names.get(given) if isinstance(given, str) else self._keys.get(id(given))
+            if key is None or key in wanted:
                 raise ConfigurationError(
-                    f"prefetch() takes RowSparseParameters of this Trainer, got {parameter!r:.80}"
+                    f"prefetch() takes each RowSparseParameter of this Trainer, or its name, once; got {given!r:.80}"
+                    + (did_you_mean(given, names) if isinstance(given, str) else "")
                 )
-        self.wanted = {
-            self.key_of(parameter): read_ids(parameter._name(), ids, parameter.shape[0])
-            for parameter, ids in rows.items()
-        }
+            parameter = self._parameters[key][0]
+            wanted[key] = read_ids(parameter._name(), ids, parameter.shape[0])
+        self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:
         """Return the rows to be fetched, which are from now on no longer wanted."""

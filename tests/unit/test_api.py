@@ -38,6 +38,12 @@ def test_public_names_and_signatures_are_those_of_the_list() -> None:
     assert (gone, new) == ([], []), "if it is wanted: python -m tests.support.api > tests/data/api.txt"
 
 
+def test_dir_of_the_package_lists_what_is_loaded_on_first_use() -> None:
+    script = "import kvtrainer; print(*dir(kvtrainer))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert set(kvtrainer.__all__) | {"__name__"} <= set(run.stdout.split())
+
+
 def test_the_package_is_imported_without_torch_and_numpy() -> None:
     script = (
         "import json, sys, kvtrainer; print(json.dumps([name.partition('.')[0] for name in sys.modules]))"

@@ -157,13 +157,29 @@ def test_several_tables_are_named_with_their_ids() -> None:
     assert tables[0].row_sparse_data([1, 0]).flatten().tolist() == [1, 0]
 
 
+def test_several_tables_may_be_named_as_the_trainer_names_them() -> None:
+    users, items = (RowSparseParameter((4, 1), value) for value in (1.0, 2.0))
+    trainer = Trainer({"users": users, "items": items}, "sgd", SGD, kvstore="local")
+    for table in (users, items):
+        table.row_sparse_data([0]).sum().backward()
+    trainer.prefetch({"items": [0, 3], users: [1]})
+    wanted = trainer._pipeline.memory.tables.wanted
+    assert {key: ids.tolist() for key, ids in wanted.items()} == {0: [0, 3], 1: [1]}  # by name
+    trainer.step(1)
+    assert items.row_sparse_data([0, 3]).flatten().tolist() == [1, 2]
+    assert users.row_sparse_data([1, 0]).flatten().tolist() == [1, 0]
+
+
 def test_wrong_rows_are_refused_at_once() -> None:
     table, trainer = alone()
     with pytest.raises(RowIdError, match="4"):
         trainer.prefetch([4])
     with pytest.raises(ConfigurationError, match="whole"):
         trainer.prefetch({table: [0.5]})
-    with pytest.raises(ConfigurationError, match="RowSparseParameters of this Trainer"):
-        trainer.prefetch({RowSparseParameter((4, 1)): [0]})
+    for wrong in ({RowSparseParameter((4, 1)): [0]}, {"tabel": [0]}, {"table": [0], table: [1]}):
+        with pytest.raises(
+            ConfigurationError, match="each RowSparseParameter of this Trainer, or its name, once"
+        ):
+            trainer.prefetch(wrong)
     with pytest.raises(ConfigurationError, match="0 row-sparse parameters"):
         Trainer(nn.Linear(1, 1), "sgd", SGD).prefetch([0])

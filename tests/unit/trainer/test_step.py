@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,7 +46,18 @@ def test_closure_runs_with_gradients_enabled_and_its_result_comes_back(
     assert p.tolist() == ([-1, -1] if by_keyword else [-2, -2])
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, True, "8", float("nan"), float("inf"), [4]])
+NO_BATCH_SIZES = [
+    *(0, -1, True, "8", float("nan"), float("inf"), [4], np.array([4]), torch.tensor(0), torch.tensor(4.0)),
+    *(
+        torch.tensor(True),
+        torch.tensor([4, 4]),
+        torch.tensor([]),
+        torch.empty((), dtype=torch.int64, device="meta"),
+    ),
+]
+
+
+@pytest.mark.parametrize("batch_size", NO_BATCH_SIZES, ids=repr)
 def test_impossible_batch_size_is_refused_before_anything_happens(batch_size: Any) -> None:
     p = zeros()
     trainer = trainer_of([p])
@@ -57,11 +69,16 @@ def test_impossible_batch_size_is_refused_before_anything_happens(batch_size: An
     assert p.tolist() == [-1, -1]
 
 
-def test_batch_size_may_be_a_numpy_integer() -> None:
+@pytest.mark.parametrize(
+    "batch_size",
+    [np.int64(4), np.array(4), torch.tensor(4), torch.tensor([4]), torch.tensor(4, dtype=torch.uint8)],
+    ids=repr,
+)
+def test_batch_size_may_be_whatever_holds_one_integer(batch_size: Any) -> None:
     p = zeros()
     trainer = trainer_of([p])
     backward(p)
-    trainer.step(torch.tensor([4]).numpy()[0])
+    trainer.step(batch_size)
     assert p.tolist() == [-0.25, -0.25]
 
 
