@@ -188,6 +188,10 @@ class SharedWeightsWarning(UserWarning):
     """
 
 
+class SparseGradientWarning(UserWarning):
+    """Sparse gradients count as dense ones, where torch's optimizer refuses them. Warned once per Trainer."""
+
+
 class TorchNameWarning(UserWarning):
     """An optimizer was named as torch spells it, and is Gluon's, with other numbers. Warned, not raised."""
 

@@ -32,6 +32,7 @@ from kvtrainer.errors import (
     GradientWriteWarning,
     NoGradientWarning,
     NonFiniteGradientError,
+    SparseGradientWarning,
     level_of_user,
 )
 from kvtrainer.group_edits import read_edited
@@ -89,8 +90,7 @@ class StepPipeline:
         """Between `allreduce_grads` and `update`: whether a gradient overflowed on any worker."""
         self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
         """The options of the last update in this process, and what they mean for each key."""
-        self._has_warned = False
-        self._has_warned_of_writes = False
+        self._has_warned = self._has_warned_of_writes = self._has_warned_of_rows = False
 
     def take_options(
         self, stages: StageOptions, changed: Sequence[str], added: Sequence[BoundSchedule]
@@ -550,6 +550,8 @@ class StepPipeline:
             lends, born = link.exchange.lendable, link.exchange.born
             targets = NOWHERE if born is None else born.targets()
         memory.gather(fresh, lends, targets)
+        if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
+            self._warn_of_rows()
         if factor != 1.0 and link.is_lossy(memory.arena.grads):
             memory.scale(factor)
         else:
@@ -562,6 +564,24 @@ class StepPipeline:
                 compressor = None  # what overflows; its sum overflows as well, which is a veto
             memory.sum_replicas(compressor, link.selection.reducer)
         return factor
+
+    def _warn_of_rows(self) -> None:
+        """Say once that sparse gradients count as dense ones, if torch refuses them."""
+        optimizer, options, specs = self.groups.optimizer, self.groups.live, self.memory.plan.specs
+        keys = {key for device in self.memory.devices for key in device.rows}
+        dense = [
+            self.memory.names[i] for i in sorted(keys) if optimizer.refuses_sparse(options[specs[i].group])
+        ]
+        if dense:
+            self._has_warned_of_rows = True
+            warnings.warn(
+                f"the gradients of {', '.join(dense)} are sparse, which {optimizer.registered_name} does not support "
+                "in torch; here they count as dense ones with zeros in all other rows, so rows that had no gradient "
+                "move with their momentum and weight decay, and a step looks at all rows. 'torch:SparseAdam', and "
+                "'torch:SGD' and 'torch:Adagrad' without weight_decay, update by rows. This is said once",
+                SparseGradientWarning,
+                stacklevel=level_of_user(),
+            )
 
     def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:
         """Make one round of the gradients in the arena. Returns which keys any worker gave, and the verdict.

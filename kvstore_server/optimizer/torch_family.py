@@ -191,6 +191,13 @@ class TorchOptimizer(Optimizer):
         """Tell whether torch's class takes sparse gradients. SGD and Adagrad do without weight decay."""
         return self.cls in _SPARSE_CAPABLE and not hyper.get("weight_decay")
 
+    def refuses_sparse(self, hyper: Hyper) -> bool:
+        """Tell whether torch's class raises for a sparse gradient.
+
+        Of a foreign class that is not known.
+        """
+        return not self.is_foreign and not self.takes_sparse(hyper)
+
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
         """Raise ConfigurationError if the class refuses that shape. Muon takes matrices alone."""
         if self.elementwise or tuple(shape) in self._fitting:

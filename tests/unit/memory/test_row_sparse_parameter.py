@@ -72,6 +72,7 @@ def test_the_table_follows_mxnets_trajectory(case: str) -> None:
     assert found == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore::kvtrainer.errors.SparseGradientWarning")
 @pytest.mark.parametrize("name", ["lamb", "lars", "adamw", "nadam", "torch:AdamW"])
 def test_an_optimizer_that_knows_no_rows_sees_zeros_elsewhere(name: str) -> None:
     start = torch.rand(5, 3)

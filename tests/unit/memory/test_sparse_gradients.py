@@ -11,7 +11,7 @@ from torch.nn import Embedding, Parameter
 
 import kvtrainer
 from kvtrainer import Trainer, kvstore
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, SparseGradientWarning
 from tests.support.pairwise import pairwise
 
 STORES: list[dict[str, Any]] = [
@@ -151,3 +151,65 @@ def test_single_row_of_one_element_with_an_expanded_gradient_is_updated(name: st
     trainer.step(1)
     assert layer.weight[4].item() == pytest.approx(-1.0)
     assert layer.weight.count_nonzero() == 1
+
+
+REFUSING: list[tuple[str, dict[str, Any]]] = [
+    *[
+        (name, {})
+        for name in ("Adam", "AdamW", "Adamax", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+    ],
+    ("Adafactor", {}),
+    ("Muon", {}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("Adagrad", {"weight_decay": 0.1}),
+]
+"""Optimizers of torch that raise for a sparse gradient."""
+TAKING: list[tuple[str, dict[str, Any]]] = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("SparseAdam", {})]
+
+
+def backward_of_a_row(table: Embedding, row: int) -> None:
+    table(torch.tensor([row])).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(("name", "options"), REFUSING, ids=str)
+@pytest.mark.parametrize("store", STORES, ids=str)
+def test_sparse_gradients_that_torch_refuses_are_warned_of_once(
+    name: str, options: dict[str, Any], store: dict[str, Any]
+) -> None:
+    theirs, ours = Embedding(4, 3, sparse=True), Embedding(4, 3, sparse=True)
+    plain = getattr(torch.optim, name)(theirs.parameters(), lr=0.1, **options)
+    trainer = Trainer(ours, f"torch:{name}", {"lr": 0.1, **options}, **store)
+    backward_of_a_row(theirs, 1)
+    with pytest.raises(RuntimeError):
+        plain.step()
+    backward_of_a_row(ours, 1)
+    with pytest.warns(SparseGradientWarning, match="weight") as caught:
+        trainer.step()
+    assert caught[0].filename == __file__
+    backward_of_a_row(ours, 2)
+    trainer.step()
+
+
+@pytest.mark.parametrize(("name", "options"), TAKING, ids=str)
+def test_sparse_gradients_that_torch_takes_are_not_warned_of(name: str, options: dict[str, Any]) -> None:
+    table = Embedding(4, 3, sparse=True)
+    trainer = Trainer(table, f"torch:{name}", {"lr": 0.1, **options})
+    backward_of_a_row(table, 1)
+    assert trainer.step().updated
+
+
+@pytest.mark.filterwarnings("ignore::kvtrainer.errors.SparseGradientWarning")
+def test_rows_without_a_gradient_move_with_their_momentum_as_with_a_dense_gradient() -> None:
+    sparse, dense = Embedding(4, 3, sparse=True), Embedding(4, 3)
+    dense.load_state_dict(sparse.state_dict())
+    plain, trainer = torch.optim.Adam(dense.parameters(), lr=0.1), Trainer(sparse, "torch:Adam", {"lr": 0.1})
+    for row in (1, 2):
+        plain.zero_grad()
+        backward_of_a_row(dense, row)
+        plain.step()
+        before = sparse.weight[1].tolist()
+        backward_of_a_row(sparse, row)
+        trainer.step()
+    assert sparse.weight[1].tolist() != before
+    assert torch.allclose(sparse.weight, dense.weight, atol=1e-6)
