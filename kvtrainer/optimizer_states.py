@@ -464,16 +464,40 @@ class JointUpdate:
         Raises:
             OptimizerError: the optimizer raised.
         """
+        with (
+            self._undone("the step was not applied"),
+            self._lent(scale, present, decision),
+            self._grouped(hypers),
+        ):
+            if again is None:
+                self.instance.step()
+            else:
+                self.instance.step(again)
+        for key, was_in in enumerate(present):
+            self._counts[key] += was_in
+
+    def set_mode(self, mode: str) -> None:
+        """Call the optimizer's own `train` or `eval`. What raises leaves all as it was.
+
+        Raises:
+            OptimizerError: the optimizer raised.
+        """
+        nothing, live = [False] * len(self._parameters), self._groups()
+        with self._undone(f"{mode}() has changed nothing"), self._lent(1.0, nothing, Decision()):
+            for key, parameter in enumerate(self._parameters):
+                self._stand_in(key, parameter.data)
+            with self._grouped([live[spec.group] for spec in self._device.plan.specs]):
+                getattr(self.instance, mode)()
+
+    @contextmanager
+    def _undone(self, consequence: str) -> Iterator[None]:
+        """Take back what was done while it was open, if that raises; the error of the optimizer says so."""
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
         taken, masters = _Snapshot(self.instance), cloned(self._masters)
         self.was_undone = False
         try:
-            with self._lent(scale, present, decision), self._grouped(hypers):
-                if again is None:
-                    self.instance.step()
-                else:
-                    self.instance.step(again)
+            yield
         except (
             BaseException
         ) as error:  # an interrupt, too: the next step would apply the same gradients again
@@ -485,11 +509,8 @@ class JointUpdate:
             if isinstance(error, KVStoreError) or not isinstance(error, Exception):
                 raise
             raise OptimizerError(
-                f"optimizer {type(self.instance).__name__} raised {type(error).__name__}: {error}; the step was not "
-                "applied"
+                f"optimizer {type(self.instance).__name__} raised {type(error).__name__}: {error}; {consequence}"
             ) from error
-        for key, was_in in enumerate(present):
-            self._counts[key] += was_in
 
     def state_dict(self) -> dict[str, Any]:
         """Copy what the optimizer itself says, with the options that count."""

@@ -207,6 +207,10 @@ def _constructors() -> dict[str, Any]:
     return {default.__name__: default}
 
 
+_MMENGINES: dict[str, Any] = {"TorchAdafactor": torch.optim.Adafactor}
+"""mmengine's names of torch's classes, where they differ: there "Adafactor" is that of transformers."""
+
+
 def _other_optimizers() -> dict[str, Any]:
     """Collect torch's optimizers by class name, and those that stores know by theirs. Gluon's are "gluon:NAME", too."""
     kinds = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
@@ -215,6 +219,7 @@ def _other_optimizers() -> dict[str, Any]:
     of_torch = {name.casefold() for name in found}
     others = {name: cls for name, cls in known().items() if name.removeprefix("torch:") not in of_torch}
     found |= {cls.__name__ if name.startswith("torch:") else name: cls for name, cls in others.items()}
+    found |= {name: cls for name, cls in _MMENGINES.items() if name not in found}
     found |= {f"gluon:{name}": cls for name, cls in known().items() if ":" not in name}
     return found | {name: cls for name, cls in known().items() if name.startswith("torch:")}
 

@@ -25,6 +25,7 @@ from kvstore_server.check import is_number
 from kvstore_server.hyper import effective_hypers, unpack_hypers
 from kvstore_server.norms import Decision, measure
 from kvstore_server.optimizer.gathering import bound_of
+from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import (
     REPLACED,
@@ -568,6 +569,8 @@ class StepPipeline:
     def _warn_of_rows(self) -> None:
         """Say once that sparse gradients count as dense ones, if torch refuses them."""
         optimizer, options, specs = self.groups.optimizer, self.groups.live, self.memory.plan.specs
+        if not isinstance(optimizer, TorchOptimizer):
+            return
         keys = {key for device in self.memory.devices for key in device.rows}
         dense = [
             self.memory.names[i] for i in sorted(keys) if optimizer.refuses_sparse(options[specs[i].group])
@@ -672,6 +675,27 @@ class StepPipeline:
             if isinstance(one, JointUpdate) and one.was_undone:
                 self.link.is_torn = was_torn
             raise
+
+    def set_mode(self, mode: str) -> None:
+        """Call the optimizer's `train` or `eval`, if it has modes; see `Trainer.train`."""
+        optimizer = self.groups.optimizer
+        if not isinstance(optimizer, TorchOptimizer) or not callable(getattr(optimizer.cls, mode, None)):
+            return
+        self.refuse_in_join(f"{mode}()")
+        self.link.check_whole()
+        self.ready()
+        joint = self.states.joint
+        if joint is None:
+            raise ConfigurationError(
+                f"{optimizer.registered_name} has modes, which change weights and state of all parameters together; "
+                f"{mode}() cannot here: the optimizer updates key by key. Build the Trainer without "
+                "update_on_kvstore=True, an asynchronous store, replicas without a store, and register(..., "
+                "elementwise=True)"
+            )
+        joint.set_mode(mode)
+        if self.link.is_started and self.memory.has_replicas:
+            self.memory.share_weights()
+        self.memory.accept_writes(self.link.has_weights)
 
     def _update_here(
         self,

@@ -412,6 +412,25 @@ class Trainer(torch.optim.Optimizer):
         ]
 
     @by_one_thread
+    def train(self) -> None:
+        """Put the optimizer into the mode of training, if it has modes.
+
+        Those of the package schedulefree train some weights and evaluate, or save, others: `eval()` puts these into the
+        parameters, and `train()` the former. Call them on every worker, between steps. Other optimizers stay as they
+        are.
+
+        Raises:
+            ConfigurationError: the optimizer has modes and runs in a store, or key by key; nothing has changed then.
+            OptimizerError: the optimizer raised; nothing has changed then.
+        """
+        self._pipeline.set_mode("train")
+
+    @by_one_thread
+    def eval(self) -> None:
+        """Put the optimizer into the mode of evaluation, if it has modes; see `train`."""
+        self._pipeline.set_mode("eval")
+
+    @by_one_thread
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum over workers and replicas. Change it before `update`. Blocks.
 

@@ -283,13 +283,6 @@ class Optimizer:
         """Tell whether `update` wants row-sparse gradients of keys as sparse tensors."""
         return False
 
-    def refuses_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether the original raises for a sparse gradient.
-
-        Here it counts as a dense one that is zero elsewhere.
-        """
-        return False
-
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
         """Add what `update` must know of the whole key when it is given some rows; see `updates_rows`."""
         return hyper

@@ -178,6 +178,19 @@ def test_what_cannot_be_registered_or_built_is_refused(
     assert isinstance(caught.value, ConfigurationError)
 
 
+MMENGINES = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD", "SparseAdam", "TorchAdafactor",
+)  # fmt: skip
+"""What mmengine 0.10.7 registers of torch 2.13's optimizers where transformers is not installed."""
+
+
+@pytest.mark.parametrize("name", MMENGINES)
+def test_a_name_that_mmengine_gives_to_an_optimizer_of_torch_means_that_one(name: str) -> None:
+    if hasattr(torch.optim, own := name.removeprefix("Torch")):
+        assert OPTIMIZERS.get(name) is getattr(torch.optim, own)
+
+
 def test_every_torch_optimizer_is_built_by_its_name() -> None:
     kinds = [one for one in vars(torch.optim).values() if isinstance(one, type)]
     assert len(kinds) > 13

@@ -595,3 +595,112 @@ def test_what_a_class_takes_out_of_its_groups_stays_out() -> None:
         found.append("c" in trainer.param_groups[0])
         trainer.zero_grad()
     assert found == [False, False]
+
+
+class Averaged(torch.optim.Optimizer):
+    """Trains some weights and evaluates their mean, as the optimizers of schedulefree do."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "is_training": False, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["is_training"]
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p, 1 / group["count"])
+
+    @torch.no_grad()
+    def _swap(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["is_training"] != is_training else ():
+                if "mean" in self.state[p]:
+                    kept = p.clone()
+                    p.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"] = kept
+            group["is_training"] = is_training
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+
+MODES: list[dict[str, Any]] = [
+    {"kvstore": None},
+    {"kvstore": "local"},
+    {"kvstore": "device"},
+    {"optimizer_params": {"multi_precision": True}},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
+def test_modes_of_an_optimizer_are_those_of_the_trainer(
+    options: dict[str, Any], dtype: torch.dtype, is_class: bool
+) -> None:
+    w = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    if not is_class:  # it brings its own options
+        options = {name: value for name, value in options.items() if name != "optimizer_params"}
+    trainer = Trainer([w], Averaged if is_class else Averaged([w]), **options)
+    seen = []
+    for step in range(4):
+        trainer.train()
+        w.grad = torch.ones_like(w)
+        trainer.step(1)
+        trainer.eval()
+        trainer.eval()
+        seen.append(w[0].item())
+        if step == 2:
+            trainer.train()
+            seen.append(w[0].item())
+    # The weights are -1, -2 and so on; evaluated is their mean.
+    assert seen == [-1.0, -1.5, -2.0, -3.0, -2.5]
+
+
+def test_modes_of_replicas_are_those_of_one() -> None:
+    replicas = [[torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]]
+    trainer = Trainer(replicas, Averaged, kvstore="device")
+    for _ in range(3):
+        trainer.train()
+        for w in replicas[0]:
+            w.grad = torch.ones_like(w)
+        trainer.step(2)
+        trainer.eval()
+    assert [w[0].item() for w in replicas[0]] == [-2.0, -2.0]
+
+
+def test_what_a_mode_raises_leaves_all_as_it_was_and_other_optimizers_have_none() -> None:
+    class Failing(Averaged):
+        def _swap(self, is_training: bool) -> None:
+            super()._swap(is_training)
+            if not is_training:
+                raise ValueError("no")
+
+    w = torch.nn.Parameter(torch.zeros(3))
+    trainer = Trainer([w], Failing)
+    trainer.train()
+    for _ in range(2):
+        w.grad = torch.ones_like(w)
+        trainer.step(1)
+    with pytest.raises(OptimizerError):
+        trainer.eval()
+    assert w[0].item() == -2.0
+    assert trainer.param_groups[0]["is_training"]
+    plain = Trainer([torch.nn.Parameter(torch.zeros(3))], "torch:SGD", {"lr": 1.0})
+    plain.train()
+    plain.eval()
+
+
+def test_modes_in_a_store_are_refused() -> None:
+    OPTIMIZERS.register_module(force=True)(Averaged)
+    w = torch.nn.Parameter(torch.zeros(3))
+    trainer = Trainer([w], Averaged, kvstore="local", update_on_kvstore=True)
+    with trainer, pytest.raises(ConfigurationError):
+        trainer.train()
