@@ -80,6 +80,13 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == "kvtrainer" or module == "torch.optim.optimizer"
 
 
+ROW_MAJOR = (
+    "a Trainer keeps weights row-major, in the order in which workers exchange them. Convolutions compute in "
+    "channels_last all the same where their input has it: give the model x.to(memory_format=torch.channels_last)"
+)
+"""What to do about a memory format."""
+
+
 class ParameterMovedError(KVStoreError):
     """A parameter's data were replaced after the trainer took it over: updates would not reach the model."""
 
@@ -190,6 +197,10 @@ class SharedWeightsWarning(UserWarning):
 
 class SparseGradientWarning(UserWarning):
     """Sparse gradients count as dense ones, where torch's optimizer refuses them. Warned once per Trainer."""
+
+
+class MemoryFormatWarning(UserWarning):
+    """Parameters lose their memory format, such as channels_last. Warned once per Trainer."""
 
 
 class TorchNameWarning(UserWarning):

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE, PAGE, SIZES, Plan
 from kvtrainer.comm.mapped import put_pages
-from kvtrainer.errors import ConfigurationError, ParameterMovedError
+from kvtrainer.errors import ROW_MAJOR, ConfigurationError, ParameterMovedError
 from kvtrainer.memory.row_sparse import is_row_sparse
 from kvtrainer.memory.views import FormerMemory, is_shared
 from kvtrainer.types import NOWHERE
@@ -253,10 +253,18 @@ class Arena:
                 "they were: build a new one now, and give other processes the copies of trainer.snapshot()"
             )
         if lost:
+            are_alike = all([self._has_form(keys[at]) for at in moved])
+            is_format = are_alike and not any([self._here[at].is_contiguous() for at in moved])
             raise ParameterMovedError(
                 f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
-                f"was built, so updates would not reach the model: {', '.join(lost)}. Call model.to(...), "
-                "model.half() and the like before building the Trainer, or build a new Trainer now"
+                f"was built, so updates would not reach the model: {', '.join(lost)}. "
+                + (
+                    f"They have another memory format now; {ROW_MAJOR}. Leave out model.to(memory_format=...), and "
+                    "build a new Trainer now"
+                    if is_format
+                    else "Call model.to(...), model.half() and the like before building the Trainer, or build a new "
+                    "Trainer now"
+                )
             )
         pieces = list(compress(self._pieces(self.weights), self._resident))
         for at in moved:
@@ -267,11 +275,16 @@ class Arena:
 
     def _is_in_another(self, key: int) -> bool:
         """Tell whether a parameter's data lie in an arena, in their form here."""
-        parameter, spec = self._parameters[key], self._plan.specs[key]
-        form = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        parameter = self._parameters[key]
         there = _placed.get(parameter.data_ptr())
         is_placed = there is not None and there() is parameter and parameter.is_contiguous()
-        return is_placed and form == (spec.shape, getattr(torch, spec.dtype), self.device)
+        return is_placed and self._has_form(key)
+
+    def _has_form(self, key: int) -> bool:
+        """Tell whether a parameter has its shape, dtype and device of the arena."""
+        parameter, spec = self._parameters[key], self._plan.specs[key]
+        form = (tuple(parameter.shape), parameter.dtype, parameter.device)
+        return form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:

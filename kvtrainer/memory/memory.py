@@ -7,6 +7,7 @@ their own until `sum_replicas`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -21,7 +22,14 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.rows import RowSet
-from kvtrainer.errors import ConfigurationError, NotInitializedError, StaleGradientError
+from kvtrainer.errors import (
+    ROW_MAJOR,
+    ConfigurationError,
+    MemoryFormatWarning,
+    NotInitializedError,
+    StaleGradientError,
+    level_of_user,
+)
 from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
@@ -590,10 +598,23 @@ class Memory:
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
         # There may be thousands: a call of TensorSpec takes twice as long.
         self.plan = make_plan([tuple.__new__(TensorSpec, row) for row in rows], 1)
+        named = zip(self.names, placed, in_store, strict=True)
+        others = [
+            name
+            for name, p, is_table in named
+            if not is_table and p.layout is torch.strided and not p.is_contiguous()
+        ]
         for at, device in enumerate(self.devices):
             parameters = self._with_places_held(at, out) if at else placed
             device.arena, device.plan = Arena(parameters, device.names, self.plan), self.plan
         self.arena, self.is_settled = self.devices[0].arena, True
+        if others:
+            warnings.warn(
+                f"{len(others)} of {len(self.names)} parameters lose their memory format: {', '.join(others)}; "
+                f"{ROW_MAJOR}",
+                MemoryFormatWarning,
+                stacklevel=level_of_user(),
+            )
 
     def _with_places_held(self, at: int, out: Collection[int]) -> Sequence[Parameter]:
         """Return a device's parameters, with an empty one for each that is left `out`."""

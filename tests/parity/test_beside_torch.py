@@ -67,6 +67,7 @@ def test_a_transposed_gradient_reaches_the_elements_that_it_is_of_with_fused(nam
     torch_gives(torch.allclose(theirs, as_it_lies), True)
 
 
+@pytest.mark.filterwarnings("ignore::kvtrainer.errors.MemoryFormatWarning")
 def test_a_contiguous_checkpoint_goes_on_in_a_channels_last_model() -> None:
     """One step by a gradient of 0, 1, 2 …, and after resuming one by zeros: half of the first, from the momentum."""
     grad, found = torch.arange(4.0 * 3 * 3 * 3).view(4, 3, 3, 3), {}

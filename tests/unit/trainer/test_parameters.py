@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
-from kvtrainer.errors import ConfigurationError
+from kvtrainer.errors import ConfigurationError, MemoryFormatWarning, ParameterMovedError
 from kvtrainer.groups import collect
 
 A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
@@ -139,3 +139,38 @@ def test_one_call_does_what_backward_and_step_do() -> None:
         torchs.step()
     assert torch.equal(p, q)
     torch.testing.assert_close(p, plain)
+
+
+def convolution() -> torch.nn.Conv2d:
+    return torch.nn.Conv2d(3, 4, 3)
+
+
+def test_a_memory_format_that_is_lost_is_warned_of_once_and_inputs_decide() -> None:
+    net = torch.nn.Sequential(convolution(), torch.nn.Flatten()).to(memory_format=torch.channels_last)
+    x = torch.rand(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    before = net[0](x).detach()
+    with pytest.warns(MemoryFormatWarning, match=r"1 of 2 parameters .*: 0\.weight;") as caught:
+        trainer = Trainer(net, "torch:SGD", {"lr": 0.0})
+    assert caught[0].filename == __file__
+    assert torch.allclose(net[0](x), before, atol=1e-6)
+    assert net[0](x).is_contiguous(memory_format=torch.channels_last)
+    net(x).sum().backward()
+    assert trainer.step().updated
+
+
+def test_a_memory_format_after_construction_is_refused_with_advice_that_holds() -> None:
+    net = convolution()
+    x = torch.rand(2, 3, 5, 5)
+    trainer = Trainer(net, "torch:SGD", {"lr": 0.0})
+    net(x).sum().backward()
+    net.to(memory_format=torch.channels_last)
+    with pytest.raises(ParameterMovedError, match=r"x\.to\(memory_format=torch\.channels_last\)"):
+        trainer.step()
+    net.to(torch.float64)
+    with pytest.raises(ParameterMovedError, match="before building the Trainer"):
+        trainer.step()
+
+
+def test_parameters_without_a_memory_format_of_their_own_are_not_warned_of() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Linear(3, 1))
+    Trainer(net.to(memory_format=torch.channels_last), "sgd")
