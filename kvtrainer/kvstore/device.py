@@ -5,16 +5,15 @@ Their keys are in the servers' engine, called in place of a server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.comm.client import LocalEngine
 from kvtrainer.comm.rank_group import Buckets, current_group
-from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, Key, register
+from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, register
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.one_thread import by_one_thread
 from kvtrainer.parallel.replicas import check_reducer, is_left_fold
@@ -35,14 +34,6 @@ class LocalKVStore(TableKVStore):
     def __init__(self, type: str = "local") -> None:
         engine = LocalEngine()
         super().__init__(type, engine.client, engine)
-
-    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
-        """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
-
-        An error that it raises is raised by the push (as OptimizerError) and leaves the values as they were. It must
-        not call this store, which is busy with the push.
-        """
-        self._set_updater(updater)
 
 
 @register(*DEVICE_NAMES)
@@ -142,11 +133,6 @@ class DeviceKVStore(TableKVStore):
                 "left to right; leave the reducer or the compression out"
             )
         super().set_gradient_compression(compression_params)
-
-    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
-        self._set_updater(updater)
-
-    set_updater.__doc__ = LocalKVStore.set_updater.__doc__
 
     def _set_buckets(self, buckets: Buckets) -> None:
         if self.group is not None:

@@ -288,6 +288,39 @@ class TableKVStore(KVStoreBase):
         if self._engine is not None:
             self._engine.set_updater(None)
 
+    def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
+        """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
+
+        For keys of this process: code does not travel to servers. An error that the function raises is raised by the
+        push (as OptimizerError) and leaves the values as they were. It must not call this store, which is busy with
+        the push.
+
+        Raises:
+            ConfigurationError: `updater` is no function, or the keys are on servers.
+        """
+        if not callable(updater):
+            raise ConfigurationError(
+                f"an updater is a function of (key, merged, stored), got {updater!r:.80}"
+            )
+        if self._engine is None:
+            raise ConfigurationError(
+                f"kvstore {self.type!r} keeps its values on servers, and a function does not travel there. Write a "
+                "subclass of kvtrainer.optimizer.Optimizer in a module, register it, start the servers with --import "
+                "MODULE, and give set_optimizer its name; or set none, use pushpull for the sum over workers, and "
+                "update with that in the workers"
+            )
+        keys: dict[str, Key] = {}
+
+        def call(name: str, merged: Tensor, stored: Tensor) -> None:
+            if name not in keys:
+                keys.update({str(key): key for key in self._entries})
+            updater(keys[name], merged, stored)
+
+        self._engine.set_updater(call)
+
+    _set_updater = set_updater
+    """MXNet's name."""
+
     @by_one_thread
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Save the optimizer's state of every key, wherever it is; blocks.
@@ -776,22 +809,6 @@ class TableKVStore(KVStoreBase):
         table = self._entries[key].table
         self._client.rounds.settle(table)
         return table
-
-    def _set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
-        """Do as LocalKVStore.set_updater."""
-        if not callable(updater):
-            raise ConfigurationError(
-                f"an updater is a function of (key, merged, stored), got {updater!r:.80}"
-            )
-        assert self._engine is not None
-        keys: dict[str, Key] = {}
-
-        def call(name: str, merged: Tensor, stored: Tensor) -> None:
-            if name not in keys:
-                keys.update({str(key): key for key in self._entries})
-            updater(keys[name], merged, stored)
-
-        self._engine.set_updater(call)
 
     def _known_optimizer(self) -> Optimizer:
         if self._optimizer is None:
