@@ -194,7 +194,8 @@ def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]
     shared: dict[tuple[int, float, float], Hyper] = {}
     rows = []
     for key, spec in enumerate(plan.specs):
-        factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), wd_mult.get(key, 1.0))
+        decay = wd_mult.get(key, 1.0) * optimizer.decay_factor(spec.key)
+        factors = (spec.group if len(groups) > 1 else 0, lr_mult.get(key, 1.0), decay)
         if factors not in shared:
             row = {**optimizer.hyper, **groups[factors[0]]}
             for name, factor in zip(("lr", "weight_decay"), factors[1:], strict=True):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         strategy,
         utils,
     )
+    from kvtrainer import kvstore as kv
     from kvtrainer.cluster import local_cluster
     from kvtrainer.memory.row_sparse import RowSparseParameter
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
@@ -52,6 +53,7 @@ __all__ = [
     "detectron",
     "errors",
     "hooks",
+    "kv",
     "kvstore",
     "local_cluster",
     "log_buffer",
@@ -78,6 +80,8 @@ _CLASSES = {
     "local_cluster": "cluster",
 }
 """Class or function → its module."""
+_MODULES = {"kv": "kvstore"}
+"""Another name of a module → its own: MXNet calls it so, too."""
 
 
 def __dir__() -> list[str]:
@@ -89,5 +93,5 @@ def __getattr__(name: str) -> Any:
     if name in _CLASSES:
         return getattr(importlib.import_module(f"kvtrainer.{_CLASSES[name]}"), name)
     if name in __all__:
-        return importlib.import_module(f"kvtrainer.{name}")
+        return importlib.import_module(f"kvtrainer.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'kvtrainer' has no attribute {name!r}")

@@ -18,6 +18,8 @@ for by name. It sees flat, arbitrary pieces of the model; with `elementwise = Fa
     trainer = kvtrainer.Trainer(model.parameters(), "averagedsign", {"learning_rate": 0.02})
 
 On parameter servers the module that defines it is loaded with `kvstore-server --import MODULE`.
+
+Gluon's own are here under MXNet's names of their classes: `SGD(momentum=0.9)` is `create("sgd", momentum=0.9)`.
 """
 
 from __future__ import annotations
@@ -32,9 +34,52 @@ import torch.optim
 from kvstore_server.optimizer import Optimizer, register
 from kvstore_server.optimizer import create as _create
 from kvstore_server.optimizer.base import ALIASES
+from kvstore_server.optimizer.gluon import (
+    DCASGD,
+    FTML,
+    NAG,
+    SGD,
+    SGLD,
+    AdaBelief,
+    AdaDelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    Nadam,
+    RMSProp,
+    Signum,
+    Test,
+)
+from kvstore_server.optimizer.layerwise import LAMB, LANS, LARS, GroupAdaGrad
 from kvtrainer.errors import TorchNameWarning, level_of_user
 
-__all__ = ["Optimizer", "create", "register"]
+__all__ = [
+    "DCASGD",
+    "FTML",
+    "LAMB",
+    "LANS",
+    "LARS",
+    "NAG",
+    "SGD",
+    "SGLD",
+    "AdaBelief",
+    "AdaDelta",
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "GroupAdaGrad",
+    "Nadam",
+    "Optimizer",
+    "RMSProp",
+    "Signum",
+    "Test",
+    "create",
+    "register",
+]
 
 _TORCHS_WORDS = {"rho": "alpha"}
 """Gluon's word for an option -> torch's, in the classes that have it and not Gluon's."""
@@ -47,12 +92,15 @@ def create(optimizer: Any, /, **options: Any) -> Optimizer:
     own options. A plain name that is spelled as a class of torch.optim is warned of, by TorchNameWarning, where
     numbers that were not given differ from torch's.
 
+    Gluon's have the numbers of MXNet 2.x, with `compat="mxnet1"` those of MXNet 1.9.1. The argument comes before the
+    environment variable KVSTORE_COMPAT; `compat="mxnet2"` asks for 2.x's where that is set.
+
     Raises:
         UnknownNameError: no optimizer of that name; lists the valid ones.
         ConfigurationError: a bad option, options beside an instance, or a class that no store can run.
     """
     built = _create(optimizer, **options)
-    if isinstance(optimizer, str):
+    if isinstance(optimizer, str) and options.get("compat") is None and not built.is_mxnet1:
         _compare_with_torchs(optimizer, type(built), options)
     return built
 

@@ -60,7 +60,8 @@ class Trainer(torch.optim.Optimizer):
         optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
             what `kvtrainer.optimizer.create` returns. A torch instance shares its groups, so schedulers bound to it
             reach the Trainer, and hands its state over at the first use.
-        optimizer_params: Options of the optimizer, under Gluon's or torch's names; None beside an instance. With a
+        optimizer_params: Options of the optimizer, under Gluon's or torch's names; None beside an instance. Among
+            Gluon's is `compat`: "mxnet1" for the numbers of MXNet 1.9.1 in place of 2.x's. With a
             `lr_scheduler` that alone decides the learning rate of all groups.
         kvstore: A name for `kvtrainer.kvstore.create`, a store object, or None. The store is made at the first
             step. For one device of a single process a name without "dist" makes none: the update runs in place.
@@ -150,6 +151,11 @@ class Trainer(torch.optim.Optimizer):
                 f"optimizer_params must be a dict of options by name, got {optimizer_params!r:.80}"
             )
         built = create_optimizer(optimizer, **options)
+        if built.param_idx2name:
+            raise ConfigurationError(
+                "param_idx2name is for a store, whose keys it names; in a Trainer, as in MXNet's, a parameter's own "
+                "wd_mult decides. Leave it out, and set wd_mult = 0 on the parameters that shall not decay"
+            )
         self._param_report: ParamReport | None = None
         module = params
         if paramwise is not None:

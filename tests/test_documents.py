@@ -210,8 +210,9 @@ def test_every_metric_is_explained() -> None:
 
 
 def test_every_public_name_has_its_place_in_the_api_reference() -> None:
-    """Modules too, or what is in them; members stand where their class does."""
+    """Modules too, or what is in them; members stand where their class does, and another name where the first does."""
     listed = (ROOT / "tests" / "data" / "api.txt").read_text()
+    listed = re.sub(r"^[\w.]+ = .*\n", "", listed, flags=re.MULTILINE)
     classes = set(re.findall(r"^([\w.]+) class\(", listed, re.MULTILINE))
     names = set(re.findall(r"^(?:\w+\.)+[a-zA-Z]\w*", listed, re.MULTILINE))
     pages = "\n".join(one.read_text() for one in (DOCS / "api").glob("*.md"))

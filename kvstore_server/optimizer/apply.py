@@ -20,6 +20,7 @@ from kvstore_server.optimizer.gathering import (
     Gradient,
     Pieces,
     bound_of,
+    joined,
     lengthened,
     put,
     taken,
@@ -92,6 +93,14 @@ def apply_update(
         if bound is not None:
             bound = numbers["clip_gradient"] = bound_of(bound, target)
         bound = bound if optimizer.clips else None
+        if (
+            bound is not None
+            and optimizer.mxnet1_clips_decay
+            and optimizer.is_mxnet1
+            and hyper["weight_decay"]
+        ):
+            grad, scale = joined(grad, scale).add_(target, alpha=hyper["weight_decay"]), 1.0
+            numbers["weight_decay"] = 0.0
         is_plain = scale == 1.0 and bound is None
         is_here = is_flat and weight.device.type == "cpu"
         given: Any = grad

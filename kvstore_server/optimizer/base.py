@@ -13,6 +13,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, did_you_mean
 from kvstore_server.lr_scheduler import LRScheduler, as_scheduler
+from kvstore_server.optimizer.compat import MXNET1, PREFIX, parameter_names, release_of_process
 
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """Gluon's spelling of an option -> the name of the group key, which is torch's."""
@@ -92,7 +94,7 @@ _TRIED_KEPT = 64
 _LINE = 16
 """Elements of float32 in a line, for which kernels have vectors."""
 _OURS = f"{__package__}."
-_OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num")
+_OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num", "compat")
 """The options that are no group keys."""
 
 
@@ -110,6 +112,11 @@ class Optimizer:
             then comes; see `learning_rate`.
         begin_num_update: how many updates every key counts as having had before its first one here.
         aggregate_num: MXNet's number of tensors per kernel call, an integer or math.inf; only remembered.
+        compat: of Gluon's optimizers, whose numbers and defaults count: "mxnet1" is MXNet 1.9.1, "mxnet2" is 2.x.
+            By default what the environment variable KVSTORE_COMPAT says, or else "mxnet2".
+        param_idx2name: with "mxnet1", in a store: the parameter's name of each key. As in MXNet 1.9.1 keys whose names
+            end in neither _weight nor _gamma (with `lars` all but _weight) get no weight decay, and `lars` knows by it
+            whose rate it must not scale.
         options: `wd` (0.0), `rescale_grad` (1.0: every gradient is multiplied by it), `clip_gradient` (None,
             or the bound on each element of the rescaled gradient), `multi_precision` (False; True keeps a
             float32 copy of half-precision weights) and the class's own options.
@@ -143,6 +150,14 @@ class Optimizer:
     """Tests show that zero padding stays zero and that bits do not depend on where a vector is cut."""
     one_pass: bool = False
     """Whether `update` goes over its tensors once, so that it need not be given them in parts that fit the cache."""
+    mxnet1: ClassVar[Mapping[str, Any] | None] = None
+    """The options that MXNet 1.9.1 has another default for, or alone; None: it has no such optimizer."""
+    mxnet1_aliases: ClassVar[Mapping[str, str]] = {}
+    """MXNet 1.9.1's word for an option -> the one of 2.x."""
+    mxnet1_clips_decay: ClassVar[bool] = False
+    """Whether MXNet 1.9.1 adds weight decay to the gradient before it clips, and not after."""
+    mxnet1_decayed: ClassVar[tuple[str, ...]] = ("_weight", "_gamma")
+    """How names of parameters end that MXNet 1.9.1 decays; see `param_idx2name`."""
     takes_pieces: ClassVar[bool] = False
     """Whether `update` never writes to the gradient, and takes it as `Pieces`, too. A subclass that does not say so
     itself counts as one that does not."""
@@ -154,6 +169,10 @@ class Optimizer:
     lr_scheduler: LRScheduler | None = None
     begin_num_update: int = 0
     aggregate_num: float = 1
+    is_mxnet1: bool = False
+    """Whether the numbers are those of MXNet 1.9.1."""
+    param_idx2name: Mapping[str, str] = MappingProxyType({})
+    """MXNet 1.9.1's name of each key; empty where it was not given."""
     num_update: int = 0
     """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
     _said_low_precision: bool = False
@@ -174,10 +193,12 @@ class Optimizer:
         lr_scheduler: LRScheduler | Callable[[int], float] | None = None,
         begin_num_update: int = 0,
         aggregate_num: float = 1,
+        compat: str | None = None,
         **options: Any,
     ) -> None:
         if learning_rate is not None:
             options["learning_rate"] = learning_rate
+        self._take_compat(compat, options)
         self._take_common(options)
         who, valid = self.registered_name, self._valid_options()
         given = canonical_options(options, valid, who, _OTHERS)
@@ -196,9 +217,12 @@ class Optimizer:
 
     @property
     def registered_name(self) -> str:
-        """The name under which this optimizer travels to a server."""
+        """The name under which this optimizer travels to a server.
+
+        With MXNet 1.9.1's numbers "mxnet1:" stands before it.
+        """
         name: str = getattr(type(self), "name", "optimizer")
-        return name
+        return PREFIX + name if self.is_mxnet1 else name
 
     @property
     def learning_rate(self) -> float:
@@ -258,6 +282,8 @@ class Optimizer:
             described["begin_num_update"] = self.begin_num_update
         if self.aggregate_num != 1:
             described["aggregate_num"] = self.aggregate_num
+        if self.param_idx2name:
+            described["param_idx2name"] = dict(self.param_idx2name)
         if self.lr_scheduler is not None:
             described["lr_scheduler"] = self.lr_scheduler.spec()
         return described
@@ -282,6 +308,11 @@ class Optimizer:
     def takes_sparse(self, hyper: Hyper) -> bool:
         """Tell whether `update` wants row-sparse gradients of keys as sparse tensors."""
         return False
+
+    def decay_factor(self, key: str) -> float:
+        """Return what a key's weight decay is multiplied by; see `param_idx2name`."""
+        name = self.param_idx2name.get(key)
+        return 1.0 if name is None or name.endswith(self.mxnet1_decayed) else 0.0
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
         """Add what `update` must know of the whole key when it is given some rows; see `updates_rows`."""
@@ -371,8 +402,31 @@ class Optimizer:
         """Return the options that end up in `hyper`, by group key, with their defaults."""
         valid = dict(_COMMON)
         for cls in reversed(type(self).__mro__):
-            valid.update({ALIASES.get(key, key): v for key, v in vars(cls).get("defaults", {}).items()})
+            own = vars(cls)
+            found = {**own.get("defaults", {}), **((self.is_mxnet1 and own.get("mxnet1")) or {})}
+            valid.update({ALIASES.get(key, key): v for key, v in found.items()})
         return valid
+
+    def _take_compat(self, compat: str | None, options: dict[str, Any]) -> None:
+        """Decide whose numbers count; move what MXNet 1.9.1 alone has, or calls otherwise, in `options`."""
+        # The environment is no word about an optimizer that has one set of numbers.
+        has_say = compat is not None or self.mxnet1 is not None
+        is_mxnet1 = has_say and release_of_process(compat) == MXNET1
+        if is_mxnet1 and self.mxnet1 is None:
+            raise ConfigurationError(
+                f"MXNet 1.9.1 has no optimizer {self.registered_name!r}, so compat='mxnet1' means nothing; leave it "
+                "out, which gives the only numbers that there are"
+            )
+        self.is_mxnet1 = is_mxnet1
+        if not is_mxnet1:
+            return
+        who = self.registered_name
+        self.param_idx2name = parameter_names(options.pop("param_idx2name", {}), who)
+        for theirs, ours in self.mxnet1_aliases.items():
+            if theirs in options:
+                if ours in options:
+                    raise ConfigurationError(f"{who} was given {ours!r} under two spellings; give it once")
+                options[ours] = options.pop(theirs)
 
     def _take_common(self, options: dict[str, Any]) -> None:
         """Move the two options that are no group keys from `options` to attributes."""

@@ -102,6 +102,12 @@ def beside(
         yield [made], [[part] for part in own]
 
 
+def joined(grad: Gradient, factor: float) -> Tensor:
+    """Return a flat gradient times a factor, in memory of its own."""
+    tensors = grad.tensors if isinstance(grad, Pieces) else [grad]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(factor)
+
+
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Put together, or cut, what stays in the cache."""
     block, size = list[Tensor](), 0

@@ -5,6 +5,9 @@ key's update, and Adam and its relatives have the averages `m = beta1 * m + (1 -
 `v = beta2 * v + (1 - beta2) * g**2`. MXNet adds epsilon outside the bias correction, torch inside; torch's kernels get
 an epsilon that makes up for it.
 
+Where MXNet 1.9.1 differs (`is_mxnet1`), a class says how: `mxnet1` has the defaults, `mxnet1_clips_decay` the order of
+clipping and decay, and `update` the formula.
+
 Momentum with the learning rate inside, `m = momentum * m - lr * g`, weighs former gradients with the rates they came
 with. Multiplying m by new / old when the rate changes gives them the new one, which is what torch's form has always;
 Detectron does it at jumps of the rate, and so does `momentum_correction`.
@@ -208,7 +211,7 @@ class _Momentum(_Elementwise):
             # Were it turned on again, a rate that m has left behind would be corrected for.
             state.pop("last_lr", None)
         else:
-            _correct_momentum(buffer, state, lr, read_correction(given) or Correction())
+            correct_momentum(buffer, state, lr, read_correction(given) or Correction())
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
     def updates_rows(self, hyper: Hyper) -> bool:
@@ -216,7 +219,7 @@ class _Momentum(_Elementwise):
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
 
-def _correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
+def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
     """Multiply the momentum by new / old rate where these differ enough. Note the new one."""
     former = float(state.get("last_lr", lr))
     state["last_lr"] = lr
@@ -245,6 +248,7 @@ class SGD(_Momentum):
         "lazy_update": False,
         "momentum_correction": None,
     }
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01, "lazy_update": True}
 
     def __init__(self, learning_rate: float | None = None, **options: Any) -> None:
         super().__init__(learning_rate, **options)
@@ -265,12 +269,24 @@ class SGD(_Momentum):
 class NAG(_Momentum):
     """Nesterov's: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
 
+    MXNet 1.9.1 keeps m with the decay of the weight that it has just updated, `g = grad + wd * w'`.
+
     Options: learning_rate 0.1, momentum 0.9.
     """
 
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.9}
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01, "momentum": 0.0}
     nesterov = True
+
+    def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
+        """Apply one update; the class has the formula."""
+        wd = hyper["weight_decay"]
+        before = weight.clone() if self.is_mxnet1 and wd and hyper["momentum"] else None
+        super().update(weight, grad, state, hyper)
+        if before is not None:
+            moved = torch.sub(weight, before, out=before)
+            state_tensor(state, "momentum_buffer", weight).add_(moved, alpha=hyper["lr"] * wd)
 
 
 class SGLD(_Elementwise):
@@ -283,6 +299,7 @@ class SGLD(_Elementwise):
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.1, "seed": 0}
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01}
     never_negative = frozenset({"lr"})
     positioned = True
     verified = False
@@ -310,6 +327,7 @@ class Signum(_Elementwise):
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.01, "momentum": 0.9, "wd_lh": 0.0}
+    mxnet1: ClassVar[Hyper | None] = {}
     never_negative = frozenset({"wd_lh"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -327,13 +345,15 @@ class DCASGD(_Elementwise):
     """Delay-compensated: `d = g + lamda * g**2 * (w - w'); m = momentum * m - lr * d; w' = w; w += m`.
 
     w' is the weight before the last update, so the term is about what other workers changed since. On a server that
-    applies contributions one by one it is the weight that the contributing worker was sent last.
+    applies contributions one by one it is the weight that the contributing worker was sent last. MXNet 1.9.1 squares
+    the gradient alone: `d = g + lamda * grad**2 * (w - w')`.
 
     Options: learning_rate 0.1, momentum 0.0, lamda 0.04. State: 'previous_weight' w', 'momentum_buffer' -m.
     """
 
     delay_state = "previous_weight"
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "lamda": 0.04}
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01}
 
     def create_state(self, weight: Tensor) -> Values:
         """Return the weight itself as the previous one."""
@@ -342,8 +362,12 @@ class DCASGD(_Elementwise):
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         previous = state["previous_weight"]
         assert isinstance(previous, Tensor)
-        grad.add_(weight, alpha=hyper["weight_decay"])
-        drift = (weight - previous).mul_(grad).mul_(grad)
+        drift, wd = weight - previous, hyper["weight_decay"]
+        if not self.is_mxnet1:
+            grad.add_(weight, alpha=wd)
+        drift.mul_(grad).mul_(grad)
+        if self.is_mxnet1:
+            grad.add_(weight, alpha=wd)
         grad.add_(drift, alpha=hyper["lamda"])
         previous.copy_(weight)
         momentum = hyper["momentum"]
@@ -354,15 +378,19 @@ class DCASGD(_Elementwise):
 class Test(_Elementwise):
     """`w -= lr * (grad + wd * w)`: MXNet's optimizer for tests, which ignores clip_gradient.
 
+    That of MXNet 1.9.1 is `w += grad`.
+
     Options: learning_rate 0.01. No state.
     """
 
     __test__ = False  # keeps pytest from collecting a class of this name
     clips = False
     takes_pieces = True
+    mxnet1: ClassVar[Hyper | None] = {}
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
-        fused_sgd(weight, grad, lr=hyper["lr"], wd=hyper["weight_decay"])
+        lr, wd = (-1.0, 0.0) if self.is_mxnet1 else (hyper["lr"], hyper["weight_decay"])
+        fused_sgd(weight, grad, lr=lr, wd=wd)
 
 
 class Adam(_Elementwise):
@@ -374,6 +402,8 @@ class Adam(_Elementwise):
 
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "lazy_update": False}
+    mxnet1: ClassVar[Hyper | None] = {"lazy_update": True}
+    mxnet1_clips_decay = True
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
@@ -435,10 +465,14 @@ class AdaBelief(_Elementwise):
 class Adamax(_Elementwise):
     """`u = max(beta2 * u, |g|); w -= lr / (1 - beta1**t) * m / (u + epsilon)`.
 
+    MXNet 1.9.1 has no epsilon, and so no numbers where all gradients were 0; here nothing changes there.
+
     Options: learning_rate 0.002, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_inf' u.
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8}
+    mxnet1: ClassVar[Hyper | None] = {"eps": 0.0}
+    mxnet1_clips_decay = True
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         mean, largest = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_inf", weight)
@@ -447,7 +481,10 @@ class Adamax(_Elementwise):
         mean.lerp_(grad, 1.0 - beta1)
         torch.maximum(largest.mul_(beta2), grad.abs_(), out=largest)
         correction, _ = bias_corrections(hyper["betas"], hyper["step"])
-        weight.addcdiv_(mean, largest + hyper["eps"], value=-hyper["lr"] / correction)
+        scale = largest + hyper["eps"]
+        if hyper["eps"] == 0.0:
+            scale.masked_fill_(largest == 0.0, math.inf)
+        weight.addcdiv_(mean, scale, value=-hyper["lr"] / correction)
 
 
 class Nadam(_Elementwise):
@@ -462,6 +499,8 @@ class Nadam(_Elementwise):
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "schedule_decay": 0.004}
+    mxnet1: ClassVar[Hyper | None] = {}
+    mxnet1_clips_decay = True
     never_negative = frozenset({"schedule_decay"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -494,6 +533,8 @@ class FTML(_Elementwise):
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.0025, "betas": (0.6, 0.999), "eps": 1e-8}
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01}
+    mxnet1_clips_decay = True
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         beta1, beta2 = hyper["betas"]
@@ -507,33 +548,46 @@ class AdaDelta(_Elementwise):
     """`a = rho * a + (1 - rho) * g**2; d = g * sqrt(b + epsilon) / sqrt(a + epsilon);
     b = rho * b + (1 - rho) * d**2; w -= lr * d`.
 
+    MXNet 1.9.1 decays the weight alone, and has no use for a learning rate: with grad for g, `w -= d + wd * w`.
+
     Options: learning_rate 1.0, rho 0.9, epsilon 1e-6. State: 'square_avg' a, 'acc_delta' b.
     """
 
     defaults: ClassVar[Hyper] = {"lr": 1.0, "rho": 0.9, "eps": 1e-6}
+    mxnet1: ClassVar[Hyper | None] = {"lr": 0.01, "eps": 1e-5}
     fractions = frozenset({"rho"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         square, moved = state_tensor(state, "square_avg", weight), state_tensor(state, "acc_delta", weight)
-        rho, eps = hyper["rho"], hyper["eps"]
-        grad.add_(weight, alpha=hyper["weight_decay"])
+        rho, eps, wd, lr = hyper["rho"], hyper["eps"], hyper["weight_decay"], hyper["lr"]
+        if not self.is_mxnet1:
+            grad.add_(weight, alpha=wd)
         square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
         delta = (moved + eps).sqrt_().div_((square + eps).sqrt_()).mul_(grad)
         moved.mul_(rho).addcmul_(delta, delta, value=1.0 - rho)
-        weight.sub_(delta, alpha=hyper["lr"])
+        if self.is_mxnet1:
+            lr = 1.0
+            delta.add_(weight, alpha=wd)
+        weight.sub_(delta, alpha=lr)
 
 
 class AdaGrad(_Elementwise):
     """`h += g**2; w -= lr * g / (sqrt(h) + epsilon)`. A row-sparse gradient updates only its rows while wd is 0.
+
+    MXNet 1.9.1 decays the weight alone: `h += grad**2; w -= lr * (grad / sqrt(h + epsilon) + wd * w)`.
 
     Options: learning_rate 0.01, epsilon 1e-6. State: 'sum' h.
     """
 
     takes_pieces = True
     defaults: ClassVar[Hyper] = {"lr": 0.01, "eps": 1e-6}
+    mxnet1: ClassVar[Hyper | None] = {"eps": 1e-7}
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         """Apply one update; the class has the formula."""
+        if self.is_mxnet1:
+            self._update_as_mxnet1(weight, grad, state_tensor(state, "sum", weight), hyper)
+            return
         count = torch.scalar_tensor(1.0, device=weight.device)
         for grads, (weights, sums) in beside(grad, weight, state_tensor(state, "sum", weight)):
             torch._fused_adagrad_(
@@ -548,6 +602,13 @@ class AdaGrad(_Elementwise):
                 maximize=False,
             )
 
+    def _update_as_mxnet1(self, weight: Tensor, grad: Gradient, total: Tensor, hyper: Hyper) -> None:
+        lr, wd = hyper["lr"], hyper["weight_decay"]
+        for grads, (weights, sums) in beside(grad, weight, total):
+            for part, its, squares in zip(weights, grads, sums, strict=True):
+                squares.addcmul_(its, its)
+                part.mul_(1.0 - lr * wd).addcdiv_(its, (squares + hyper["eps"]).sqrt_(), value=-lr)
+
     def updates_rows(self, hyper: Hyper) -> bool:
         """Tell whether there is no weight decay; see `Optimizer.updates_rows`."""
         return bool(hyper["weight_decay"] == 0.0)
@@ -558,6 +619,7 @@ class RMSProp(_Elementwise):
 
     Centered: besides `n = rho * n + (1 - rho) * g; d = momentum * d - lr * g / sqrt(v - n**2 + epsilon); w += d`,
     where v - n**2, which only rounding makes negative, counts as 0 then. Last, `clip_weights` bounds the weights.
+    MXNet 1.9.1 has epsilon in the root, not centered, too, and calls rho gamma1 and momentum gamma2.
 
     Options: learning_rate 0.001, rho 0.9, momentum 0.9 (if centered), epsilon 1e-8, centered False, clip_weights
     None. State: 'square_avg' v, 'grad_avg' n, 'momentum_buffer' -d.
@@ -571,6 +633,9 @@ class RMSProp(_Elementwise):
         "centered": False,
         "clip_weights": None,
     }
+    mxnet1: ClassVar[Hyper | None] = {}
+    mxnet1_aliases: ClassVar[Mapping[str, str]] = {"gamma1": "rho", "gamma2": "momentum"}
+    mxnet1_clips_decay = True
     fractions = frozenset({"rho"})
     never_negative = frozenset({"clip_weights"})
 
@@ -585,6 +650,10 @@ class RMSProp(_Elementwise):
             square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
             spread = square.addcmul(mean, mean, value=-1.0).clamp_min_(0.0).add_(eps).sqrt_()
             weight.sub_(buffer.mul_(hyper["momentum"]).addcdiv_(grad, spread, value=lr))
+        elif self.is_mxnet1:
+            grad.add_(weight, alpha=wd)
+            square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
+            weight.addcdiv_(grad, (square + eps).sqrt_(), value=-lr)
         else:
             fused_scaled(weight, grad, square, lr=lr, beta=rho, eps=eps, wd=wd, step=math.inf)
         if bound is not None:
@@ -603,6 +672,7 @@ class Ftrl(_Elementwise):
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.1, "lamda1": 0.01, "beta": 1.0}
+    mxnet1: ClassVar[Hyper | None] = {}
     never_negative = frozenset({"lr", "lamda1", "beta"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import Hyper, Optimizer, Values
-from kvstore_server.optimizer.gluon import state_tensor
+from kvstore_server.optimizer.gluon import Correction, correct_momentum, state_tensor
 
 _BLOCK = 16384
 """Elements summed at a time; torch does not share a sum of so few among threads."""
 _NOT_SCALED = ("gamma", "beta", "bias")
 """Keys whose names end so keep the plain learning rate in LARS."""
+_ANY_CHANGE = Correction(threshold=1.0, min_lr=0.0)
+"""When MXNet 1.9.1 corrects the momentum of LARS: whenever the rate has changed from one that is not 0."""
 
 
 class _TrustRatio(Optimizer):
@@ -71,6 +73,7 @@ class LAMB(_TrustRatio):
     """
 
     defaults: ClassVar[Hyper] = {"bias_correction": True}
+    mxnet1: ClassVar[Hyper | None] = {}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         mean, square = self._averages(grad, state, hyper)
@@ -112,10 +115,19 @@ class LARS(Optimizer):
     |g| is taken before clipping; the factor is 1 where a norm is 0, and for keys whose names end in gamma, beta
     or bias. Options: learning_rate 0.1, momentum 0.0, eta 0.001, epsilon 1e-8, lazy_update False (True: a
     row-sparse gradient updates only its rows). State: 'momentum_buffer', the negative of MXNet's m.
+    In MXNet 1.9.1 only names in param_idx2name keep a key's factor at 1, and momentum_correction True multiplies m by
+    new / old when the learning rate of a key changes; the state then has 'last_lr', the rate of the last update, too.
     Source: You et al., Large Batch Training of Convolutional Networks (arXiv:1708.03888), as MXNet 2.x has it.
     """
 
     defaults: ClassVar[Hyper] = {"lr": 0.1, "momentum": 0.0, "eta": 0.001, "eps": 1e-8, "lazy_update": False}
+    mxnet1: ClassVar[Hyper | None] = {
+        "lr": 0.01,
+        "eps": 0.0,
+        "lazy_update": True,
+        "momentum_correction": True,
+    }
+    mxnet1_decayed = ("_weight",)
     elementwise = False
     clips = False
     may_raise = False
@@ -136,11 +148,15 @@ class LARS(Optimizer):
         step = grad.add_(weight * hyper["weight_decay"]).mul_(lr)
         if hyper["momentum"]:
             buffer = state_tensor(state, "momentum_buffer", weight)
+            if hyper.get("momentum_correction"):
+                correct_momentum(buffer, state, hyper["lr"], _ANY_CHANGE)
             step = buffer.mul_(hyper["momentum"]).add_(step)
         weight.sub_(step)
 
     def _factor(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> float:
-        if str(hyper.get("key", "")).endswith(_NOT_SCALED):
+        key = str(hyper.get("key", ""))
+        name = self.param_idx2name.get(key, "") if self.is_mxnet1 else key
+        if name.endswith(_NOT_SCALED):
             return 1.0
         size, change = l2_norm(weight), l2_norm(grad)
         if not (0 < size < math.inf and 0 < change < math.inf):
@@ -152,11 +168,13 @@ class LARS(Optimizer):
 class GroupAdaGrad(Optimizer):
     """AdaGrad with one history per row of a matrix: `h += mean(g * g); w -= lr * g / (sqrt(h) + epsilon)`.
 
-    For keys of two dimensions, without weight decay. A row-sparse gradient updates only its rows, which is the
-    same as updating all. Options: learning_rate 0.01, epsilon 1e-6. State: 'history', of shape (rows, 1).
+    MXNet 1.9.1 has epsilon in the root. For keys of two dimensions, without weight decay. A row-sparse gradient
+    updates only its rows, which is the same as updating all. Options: learning_rate 0.01, epsilon 1e-6. State:
+    'history', of shape (rows, 1).
     """
 
     defaults: ClassVar[Hyper] = {"eps": 1e-6}
+    mxnet1: ClassVar[Hyper | None] = {"eps": 1e-5}
     elementwise = False
     may_raise = False
 
@@ -188,7 +206,9 @@ class GroupAdaGrad(Optimizer):
         history = state["history"]
         assert isinstance(history, Tensor)
         history.add_(torch.mean(grad * grad, dim=1, keepdim=True, dtype=torch.float64))
-        weight.sub_(grad.mul_(hyper["lr"]).div_(history.sqrt().add_(hyper["eps"])))
+        eps = hyper["eps"]
+        root = (history + eps).sqrt_() if self.is_mxnet1 else history.sqrt().add_(eps)
+        weight.sub_(grad.mul_(hyper["lr"]).div_(root))
 
 
 def l2_norm(tensor: Tensor) -> float:

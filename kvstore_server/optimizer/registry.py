@@ -18,6 +18,7 @@ from kvstore_server import lr_scheduler
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
 from kvstore_server.optimizer import gluon, layerwise, torch_family
 from kvstore_server.optimizer.base import Optimizer
+from kvstore_server.optimizer.compat import MXNET2, split_name
 from kvstore_server.optimizer.torch_family import TorchClass, TorchOptimizer
 
 _log = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ def known() -> Mapping[str, AnyClass]:
 def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **options: Any) -> Optimizer:
     """Return the optimizer that a name (in any case), a class or an instance means.
 
-    A plain name is Gluon's; 'torch:SGD', a torch.optim class or an instance of one is torch's. An instance
-    brings its own options.
+    A plain name is Gluon's, 'mxnet1:sgd' is sgd with compat='mxnet1'; 'torch:SGD', a torch.optim class or an instance
+    of one is torch's. An instance brings its own options.
 
     Raises:
         UnknownNameError: no optimizer of that name; lists the valid ones.
@@ -91,7 +92,14 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
             return optimizer
         return TorchOptimizer.from_instance(optimizer, type(optimizer) in _declared)
     if isinstance(optimizer, str):
-        optimizer = _lookup(optimizer)
+        name, release = split_name(optimizer)
+        if release is not None:
+            if options.get("compat") not in (None, release):
+                raise ConfigurationError(
+                    f"{optimizer!r} contradicts compat={options['compat']!r}; give one of the two"
+                )
+            options["compat"] = release
+        optimizer = _lookup(name)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
         made = _from_class(optimizer, options)
         made.try_out(made.hyper)
@@ -115,10 +123,15 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
             f"an optimizer's description needs a name and its numbers, got {dict(spec)!r}"
         )
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in hyper.items()}
-    for key in ("rescale_grad", "multi_precision", "begin_num_update", "aggregate_num"):
+    for key in ("rescale_grad", "multi_precision", "begin_num_update", "aggregate_num", "param_idx2name"):
         if key in spec:
             options[key] = spec[key]
-    optimizer = _from_class(_lookup(name), options)
+    plain, release = split_name(name)
+    cls = _lookup(plain)
+    if release is not None or (issubclass(cls, Optimizer) and cls.mxnet1 is not None):
+        # Said in any case: this process may have another environment than the one that described it.
+        options["compat"] = release or MXNET2
+    optimizer = _from_class(cls, options)
     if spec.get("lr_scheduler") is not None:
         # Not as an option, beside which 'lr' would become the scheduler's base_lr.
         optimizer.lr_scheduler = lr_scheduler.create_from_spec(spec["lr_scheduler"])
@@ -135,7 +148,7 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     """
     cls = optimizer.cls if isinstance(optimizer, TorchOptimizer) else type(optimizer)
     name = optimizer.registered_name
-    known = _registry.get(name.lower(), cls)
+    known = _registry.get(split_name(name)[0].lower(), cls)
     if known is not cls:
         raise ConfigurationError(
             f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give the class a name of its "
@@ -169,6 +182,13 @@ def prepare_to_serve() -> None:
 def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
     if issubclass(cls, Optimizer):
         return cls(**options)
+    if options.get("compat", ...) is None:
+        del options["compat"]
+    if "compat" in options and torch_family.is_torchs_own(cls):
+        raise ConfigurationError(
+            f"compat={options['compat']!r} says which MXNet's numbers count, and {torch_family.torch_name(cls)} has "
+            "torch's; leave it out, or name one of Gluon's optimizers, such as 'sgd'"
+        )
     return TorchOptimizer(cls, cls in _declared, **options)
 
 

@@ -29,7 +29,7 @@ def lines() -> list[str]:
     found = []
     for full, value in names.items():
         if inspect.ismodule(value):
-            found.append(f"{full} module")
+            found.append(f"{full} module" if value.__name__ == full else f"{full} = {value.__name__}")
         elif not inspect.isclass(value):
             found.append(
                 f"{full}{_signature(value)}" if callable(value) else f"{full}: {type(value).__name__}"
@@ -45,7 +45,7 @@ def _names(path: str, module: ModuleType) -> Iterator[tuple[str, Any]]:
     for name in getattr(module, "__all__", None) or [name for name in vars(module) if _is_own(module, name)]:
         value, full = getattr(module, name), f"{path}.{name}"
         yield full, value
-        if inspect.ismodule(value):
+        if inspect.ismodule(value) and value.__name__ == full:
             yield from _names(full, value)
 
 

@@ -48,5 +48,29 @@ WHOLE: dict[str, Case] = {
     "groupadagrad": Case("groupadagrad", {"epsilon": 0.1}),
 }
 
-CASES: dict[str, Case] = {**ELEMENTWISE, **WHOLE}
+_CENTERED: dict[str, Any] = {**_RMSPROP, "epsilon": 1e-2, "centered": True}
+MXNET1: dict[str, Case] = {
+    "mxnet1:nag": Case("mxnet1:nag", {"momentum": 0.7}),
+    "mxnet1:dcasgd": Case("mxnet1:dcasgd", {"momentum": 0.7, "lamda": 0.5}),
+    "mxnet1:ftml": Case("mxnet1:ftml", _BETAS),
+    "mxnet1:adam": Case("mxnet1:adam", _BETAS),
+    "mxnet1:adamax": Case("mxnet1:adamax", {"beta1": 0.8, "beta2": 0.95}),
+    "mxnet1:nadam": Case("mxnet1:nadam", {**_BETAS, "schedule_decay": 0.3}),
+    "mxnet1:adadelta": Case("mxnet1:adadelta", {"rho": 0.8, "epsilon": 1e-3}),
+    "mxnet1:adagrad": Case("mxnet1:adagrad", {"epsilon": 1e-2}),
+    "mxnet1:rmsprop": Case(
+        "mxnet1:rmsprop", {**_RMSPROP, "epsilon": 1e-2, "centered": False, "clip_weights": 1.1}
+    ),
+    "mxnet1:rmsprop centered": Case("mxnet1:rmsprop", _CENTERED),
+    "mxnet1:lars": Case(
+        "mxnet1:lars", {"eta": 0.1, "momentum": 0.7, "epsilon": 0.1, "momentum_correction": True}
+    ),
+    "mxnet1:groupadagrad": Case("mxnet1:groupadagrad", {"epsilon": 0.1}),
+    "mxnet1:test": Case("mxnet1:test", {}),
+}
+"""Those of which MXNet 1.9.1 has a formula of its own."""
+SAME_IN_MXNET1 = ("sgd", "signum", "ftrl", "lamb")
+"""Those of which it has other defaults at most; SGLD is one, too."""
+
+CASES: dict[str, Case] = {**ELEMENTWISE, **WHOLE, **MXNET1}
 """Every optimizer of Gluon except SGLD, which draws noise."""

@@ -47,7 +47,7 @@ class Reference:
         t = self._steps[key] = self._steps.get(key, 0) + 1
         state = self._states.setdefault(key, Zeros())
         result = self.stored(FORMULAS[self.name](w, g, state, t, lr, wd, {**self.options, "key": key}))
-        if self.name == "ftml":
+        if self.name.endswith("ftml"):
             # MXNet remembers the weights in z; what was stored is what counts here.
             state["z"] = -state["d"] * result
         return result
@@ -223,6 +223,72 @@ def groupadagrad(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o
     return w - lr * g / (np.sqrt(s["h"]) + o["epsilon"])
 
 
+def clipping_last(formula: Step) -> Step:
+    """MXNet 1.9.1's order: what is clipped has the decay in it already."""
+
+    def step(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+        return formula(w, clipped(g + wd * w, o), s, t, lr, 0.0, {**o, "clip_gradient": None})
+
+    return step
+
+
+def nag_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    g, mu = clipped(g, o), o["momentum"]
+    faded = mu * s["m"]
+    new = w - faded + (mu + 1) * (faded - lr * (g + wd * w))
+    s["m"] = faded - lr * (g + wd * new)
+    return new
+
+
+def dcasgd_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    g = clipped(g, o)
+    before = s["before"] if t > 1 else w
+    s["m"] = o["momentum"] * s["m"] - lr * (g + wd * w + o["lamda"] * g**2 * (w - before))
+    s["before"] = w
+    return w + s["m"]
+
+
+def adamax_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    g = clipped(g + wd * w, o)
+    m = average(s, "m", o["beta1"], g)
+    s["u"] = np.maximum(o["beta2"] * s["u"], np.abs(g))
+    return w - lr / (1 - o["beta1"] ** t) * m / s["u"]
+
+
+def adadelta_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    return adadelta(w, clipped(g, o), s, t, 1.0, 0.0, {**o, "clip_gradient": None}) - wd * w
+
+
+def adagrad_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    g = clipped(g, o)
+    s["h"] = s["h"] + g**2
+    return w - lr * (g / np.sqrt(s["h"] + o["epsilon"]) + wd * w)
+
+
+def rmsprop_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    if o["centered"]:
+        return clipping_last(rmsprop)(w, g, s, t, lr, wd, o)
+    g = clipped(g + wd * w, o)
+    v = average(s, "v", o["rho"], g**2)
+    return clip(w - lr * g / np.sqrt(v + o["epsilon"]), o["clip_weights"])
+
+
+def lars_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    changed = lr / s["lr"] if s["lr"] and o["momentum_correction"] else 1.0
+    s["m"], s["lr"] = s["m"] * changed, lr
+    return lars(w, g, s, t, lr, wd, {**o, "key": "of no name"})
+
+
+def groupadagrad_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    g = clipped(g, o)
+    s["h"] = s["h"] + np.mean(g**2, axis=1, keepdims=True)
+    return w - lr * g / np.sqrt(s["h"] + o["epsilon"])
+
+
+def plain_of_1(w: Numbers, g: Numbers, s: Any, t: int, lr: float, wd: float, o: Any) -> Numbers:
+    return w + g
+
+
 FORMULAS: dict[str, Step] = {
     "sgd": sgd,
     "nag": nag,
@@ -243,5 +309,17 @@ FORMULAS: dict[str, Step] = {
     "lans": lans,
     "lars": lars,
     "groupadagrad": groupadagrad,
+    "mxnet1:nag": nag_of_1,
+    "mxnet1:dcasgd": dcasgd_of_1,
+    "mxnet1:ftml": clipping_last(ftml),
+    "mxnet1:adam": clipping_last(adam),
+    "mxnet1:adamax": adamax_of_1,
+    "mxnet1:nadam": clipping_last(nadam),
+    "mxnet1:adadelta": adadelta_of_1,
+    "mxnet1:adagrad": adagrad_of_1,
+    "mxnet1:rmsprop": rmsprop_of_1,
+    "mxnet1:lars": lars_of_1,
+    "mxnet1:groupadagrad": groupadagrad_of_1,
+    "mxnet1:test": plain_of_1,
 }
 """Every optimizer of Gluon except SGLD, which draws noise."""

@@ -36,6 +36,10 @@ WORKER = {
     "KVSTORE_SLOW_AFTER": ("", "a wait for other workers that takes longer is logged, in seconds"),
     "KVSTORE_TRANSPORT": ("auto", "`shm`, `ipc` or `tcp` force a way to servers of the same host"),
     "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
+    "KVSTORE_COMPAT": (
+        "mxnet2",
+        "mxnet1: Gluon's optimizers have the numbers of MXNet 1.9.1; an argument `compat` comes first",
+    ),
     "KVSTORE_ALLOW_PUBLIC_BIND": ("", "1: servers of an MXNet job may listen where others reach them"),
     "KVSTORE_PROGRESS": ("", "1: long work is shown although standard error is no terminal; `kvlaunch` may set it"),
     "MXNET_UPDATE_ON_KVSTORE": ("1", "0: a Trainer that is not told otherwise runs the optimizer on the workers"),

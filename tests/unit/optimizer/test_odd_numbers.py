@@ -22,7 +22,8 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-NAMES = [cls.name for cls in (*gluon.FAMILY, *layerwise.FAMILY)]
+GLUONS = (*gluon.FAMILY, *layerwise.FAMILY)
+NAMES = [cls.name for cls in GLUONS] + [f"mxnet1:{cls.name}" for cls in GLUONS if cls.mxnet1 is not None]
 NAMES += [torch_family.torch_name(cls) for cls in (*torch_family.ELEMENTWISE, *torch_family.WHOLE)]
 NAMES.remove("torch:SparseAdam")  # it may raise in any case, so servers take its updates back
 

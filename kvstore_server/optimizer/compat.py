@@ -1,0 +1,63 @@
+"""Which release of MXNet a Gluon optimizer takes its numbers from.
+
+MXNet 2.x is the default. 1.9.1, the last stable release, has other defaults and, in some optimizers, another formula.
+An optimizer with 1.9.1's numbers travels and is saved under its name with a prefix, "mxnet1:sgd", so two workers, or
+a file and a Trainer, that disagree find out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore_server import check
+from kvstore_server.errors import ConfigurationError
+
+MXNET1 = "mxnet1"
+MXNET2 = "mxnet2"
+RELEASES = (MXNET1, MXNET2)
+PREFIX = f"{MXNET1}:"
+VARIABLE = "KVSTORE_COMPAT"
+
+
+def release(given: Any, environ: Mapping[str, str]) -> str:
+    """Return the release whose numbers count.
+
+    That is `given`, or else the variable's, or else MXNet 2.x.
+
+    Raises:
+        ConfigurationError: there is no such release.
+    """
+    if given is not None:
+        return check.one_of("compat", given, RELEASES)
+    text = environ.get(VARIABLE, "").strip().lower()
+    return check.one_of(VARIABLE, text, RELEASES) if text else MXNET2
+
+
+def release_of_process(given: Any) -> str:
+    """`release` with the environment of this process."""
+    return release(given, os.environ)
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """Return an optimizer's name without its prefix, and the release that it means."""
+    is_prefixed = name.lower().startswith(PREFIX)
+    return (name[len(PREFIX) :], MXNET1) if is_prefixed else (name, None)
+
+
+def parameter_names(given: Any, who: str) -> dict[str, str]:
+    """Check MXNet's `param_idx2name`; return the name of each key, whose index may be an integer.
+
+    Raises:
+        ConfigurationError: it is no dict of keys and names.
+    """
+    is_fit = isinstance(given, Mapping) and all(
+        (check.is_integer(key) or isinstance(key, str)) and isinstance(name, str)
+        for key, name in given.items()
+    )
+    if not is_fit:
+        raise ConfigurationError(
+            f"{who}: param_idx2name must be a dict of keys and names, such as {{0: 'fc_weight'}}, got {given!r:.80}"
+        )
+    return {str(key): name for key, name in given.items()}
