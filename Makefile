@@ -71,7 +71,8 @@ test-full: $(READY)
 
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
-	KVTRAINER_MXNET_ENV=.venv-mxnet2 $(BIN)/python -m pytest -m compat
+	benchmarks/mxnet_env.sh .venv-mxnet 1.9.1
+	KVTRAINER_MXNET_ENV=.venv-mxnet2 KVTRAINER_MXNET1_ENV=.venv-mxnet $(BIN)/python -m pytest -m compat
 
 # The wheel alone, with each of these Pythons; an environment takes some GB where torch comes with CUDA.
 .PHONY: test-pythons

@@ -1,4 +1,4 @@
-"""Live MXNet, asked in its own environment, which KVTRAINER_MXNET_ENV names."""
+"""Live MXNet, 2.0.0b1 and 1.9.1, asked in environments of their own, which variables name."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from tests.support.limits import LIMIT
 
 SCRIPT = Path(__file__).with_name("mxnet_trajectories.py")
 
-Ask = Callable[[dict[str, Any]], dict[str, Any]]
+VARIABLES = {"mxnet2": "KVTRAINER_MXNET_ENV", "mxnet1": "KVTRAINER_MXNET1_ENV"}
+"""Release, as `compat` calls it -> the variable that names its environment."""
+
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def ask_mxnet() -> Ask:
-    """What `mxnet_trajectories.py` answers to a question, from MXNet in the environment."""
-    environment = os.environ.get("KVTRAINER_MXNET_ENV")
-    if not environment:
-        pytest.skip(
-            "needs an environment with MXNet 2.0.0b1, named by KVTRAINER_MXNET_ENV; see make test-mxnet"
-        )
-    python = Path(environment, "bin", "python").absolute()
+    """What `mxnet_trajectories.py` answers to a question, from the MXNet of a release in its environment."""
 
-    def ask(question: dict[str, Any]) -> dict[str, Any]:
+    def ask(release: str, question: dict[str, Any]) -> dict[str, Any]:
+        environment = os.environ.get(VARIABLES[release])
+        if not environment:
+            pytest.skip(
+                f"needs an environment with MXNet, named by {VARIABLES[release]}; see make test-mxnet"
+            )
         process = subprocess.run(
-            [python, "-W", "ignore", SCRIPT],
+            [Path(environment, "bin", "python").absolute(), "-W", "ignore", SCRIPT],
             input=json.dumps(question),
             capture_output=True,
             text=True,

@@ -71,10 +71,35 @@ OWN: dict[str, dict[str, Draw]] = {
 """What each optimizer has beside the learning rate and `COMMON`."""
 
 
-def random_case(name: str, seed: int) -> dict[str, Any]:
+_NO_EPSILON = {"beta1": BETAS["beta1"], "beta2": BETAS["beta2"]}
+
+OWN_OF_1: dict[str, dict[str, Draw]] = {
+    **{name: OWN[name] for name in ("sgd", "nag", "sgld", "signum", "ftml", "adam", "nadam", "ftrl", "lamb")},
+    # Its momentum is broken in 1.9.1.
+    "dcasgd": {"lamda": OWN["dcasgd"]["lamda"]},
+    "adamax": _NO_EPSILON,
+    "adadelta": OWN["adadelta"],
+    "adagrad": {"eps": tiny(-8, -1)},
+    "rmsprop": {
+        "gamma1": OWN["rmsprop"]["rho"],
+        "gamma2": OWN["rmsprop"]["momentum"],
+        "epsilon": tiny(-6, -1),
+        "centered": FLAG,
+        "clip_weights": OWN["rmsprop"]["clip_weights"],
+    },
+    "lars": {**MOMENTUM, "eta": tiny(-2, 0), "eps": either(0.0, tiny(-3, 0)), "momentum_correction": FLAG},
+    "groupadagrad": {"eps": tiny(-8, -1), "wd": lambda draw: 0.0},
+    "test": {},
+}
+"""The same for MXNet 1.9.1, under its own words."""
+
+
+def random_case(name: str, seed: int, own: dict[str, dict[str, Draw]] = OWN) -> dict[str, Any]:
     """A run of `STEPS` steps as `mxnet_trajectories.py` wants it; learning rate and batch size change midway."""
     draw, numbers = random.Random(f"{name} {seed}"), np.random.default_rng(seed)
-    options = {key: sample(draw) for key, sample in {**COMMON, **OWN[name]}.items()}
+    options = {key: sample(draw) for key, sample in {**COMMON, **own[name]}.items()}
+    if own is OWN_OF_1 and options.get("momentum") == 0.0:
+        options.pop("wd_lh", None)  # which its kernel without momentum does not take
     # MXNet's NAdam multiplies one product for all keys, so only a run of a single key has a meaning there.
     shapes = dict(list(SHAPES.items())[:1]) if name == "nadam" else SHAPES
     keys = [
@@ -95,7 +120,29 @@ def random_case(name: str, seed: int) -> dict[str, Any]:
         scale = batch * draw.uniform(0.3, 1.5)
         grads = [floats(numbers.normal(scale=scale, size=math.prod(shape))) for shape in shapes.values()]
         steps.append({"lr": rate, "rescale": 1 / batch, "grads": grads})
-    return {"name": name, "options": options, "keys": keys, "steps": steps}
+    return {
+        "name": name,
+        "options": options,
+        "keys": keys,
+        "steps": steps,
+        "dtype": "float32",
+        "knows_names": True,
+        "has_multipliers": True,
+    }
+
+
+def random_rows(name: str, seed: int, own: dict[str, dict[str, Draw]] = OWN) -> dict[str, Any]:
+    """A run of a single key with row-sparse gradients."""
+    case, numbers = random_case(name, seed, own), np.random.default_rng(seed)
+    shape = SHAPES["body_weight"]
+    case["keys"] = case["keys"][:1]
+    for step in case["steps"]:
+        step["rows"] = sorted(
+            numbers.choice(shape[0], size=int(numbers.integers(1, 5)), replace=False).tolist()
+        )
+        scale = numbers.uniform(0.3, 1.5) / step["rescale"]
+        step["grads"] = [floats(numbers.normal(scale=scale, size=len(step["rows"]) * shape[1]))]
+    return case
 
 
 def floats(values: np.ndarray) -> list[float]:
