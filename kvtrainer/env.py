@@ -86,8 +86,9 @@ SOURCES = (
     Source("kvlaunch", (RANK,), NUM_WORKERS, LOCAL_RANK, ATTEMPT),
     Source("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
     Source("torchrun", ("RANK",), "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"),
-    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
+    # mpirun in a batch script of Slurm: all of its processes inherit the one place that Slurm gave the script.
     Source("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
     Source("MPI", ("PMI_RANK",), "PMI_SIZE", "MPI_LOCALRANKID"),
     Source("PMIx", ("PMIX_RANK",), ""),
 )

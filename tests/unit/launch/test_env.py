@@ -264,6 +264,13 @@ def test_bad_timeout_is_refused_with_name_and_value(text: str) -> None:
         read_timeout({"KVSTORE_DEAD_AFTER": text}, "KVSTORE_DEAD_AFTER")
 
 
+def test_under_mpirun_in_a_batch_script_of_slurm_each_process_is_the_worker_that_mpirun_says() -> None:
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    of_mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert read_place({**script, **of_mpi}, None, None) == (3, 4)
+    assert local_rank({**script, **of_mpi}) == 1
+
+
 @pytest.mark.parametrize(
     ("environ", "rank", "expected"),
     [
