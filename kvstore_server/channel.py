@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
 from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
@@ -161,6 +162,8 @@ class Places:
 class Shelf:
     """A server's weights in memory that all its workers can read and none can change.
 
+    They count as what the tables need, wherever they lie, so nothing is claimed for their memory.
+
     Args:
         leases: Is told which weights somebody reads.
     """
@@ -268,7 +271,7 @@ class Channel:
         end: A connected Unix socket that keeps the boundaries of messages.
         sends: Memory for what this end sends.
         reads: Memory of what it gets.
-        make: On the server, makes memory for so many bytes and returns its descriptor, or None where it has none.
+        make: On the server, makes memory of so many bytes and that number; see `Listener.make`.
         shelf: On the server, weights that the worker may read where they lie.
     """
 
@@ -277,7 +280,7 @@ class Channel:
         end: socket.socket,
         sends: Arena,
         reads: Arena,
-        make: Callable[[int], int | None] | None = None,
+        make: Callable[[int, int], tuple[Arena, int] | None] | None = None,
         shelf: Shelf | None = None,
     ) -> None:
         end.setblocking(False)
@@ -328,6 +331,11 @@ class Channel:
     def process(self) -> Process:
         """Return the process at the other end. Raises OSError where it cannot be seen."""
         return Process(process_at(self._end))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that a server has made for a worker."""
+        return sum([arena.nbytes for arena in (self._sends, *self._reads.values(), *self._weights.values())])
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
@@ -536,11 +544,12 @@ class Channel:
     def _made(self, nbytes: int, kind: int, number: int) -> tuple[Arena | None, bool]:
         """Make memory, if there is some, and tell the worker; return it, and whether the socket took the message."""
         assert self._make is not None
-        fd = self._make(nbytes)
-        if fd is None:
+        made = self._make(nbytes, number)
+        if made is None:
             return None, kind == _REPLIES or self._put(kind, (), (), number)
+        arena, fd = made
         try:
-            return Arena(os.dup(fd), number), self._put(kind, (), (), number, fd)
+            return arena, self._put(kind, (), (), number, fd)
         finally:
             os.close(fd)
 
@@ -688,10 +697,13 @@ def connect(run: int, token: int, own: bytes) -> Channel:
     end = _socket()
     try:
         _introduce(end, run, _ATTACH, token, own)
-        _, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
+        answer, fds, _, _ = socket.recv_fds(end, _HEAD.size, 2)
         try:
             if len(fds) != 2:
-                raise ConnectionRefusedError("the server does not know this process")
+                why = (
+                    "the server has no memory to share" if answer else "the server does not know this process"
+                )
+                raise ConnectionRefusedError(why)
             return Channel(end, Arena(os.dup(fds[0])), Arena(os.dup(fds[1])))
         finally:
             for fd in fds:
@@ -724,7 +736,7 @@ class Listener:
     Args:
         run: Of the server; a channel is found by it.
         admits: Whether a routing id belongs to the session of a token.
-        available: Bytes of memory that the machine has to spare.
+        budget: The memory of channels is claimed there before it is made, and given back when it is unmapped.
         leases: Is told which weights are read; has new ones made where workers can read them.
         look_at: Is shown the processes, with the time, whenever they are looked after.
 
@@ -739,13 +751,13 @@ class Listener:
         self,
         run: int,
         admits: Callable[[bytes, int], bool],
-        available: Callable[[], int],
+        budget: Budget,
         leases: Leases,
         look_at: Callable[[Processes, float], object] = lambda _processes, _now: None,
     ) -> None:
         self._admits = admits
         self._look_at = look_at
-        self._available = available
+        self._budget = budget
         self._shelf = Shelf(leases)
         self.channels: dict[bytes, Channel] = {}
         """Routing id → the channel of its worker."""
@@ -806,7 +818,9 @@ class Listener:
                     del frames  # it would keep the place in use
 
     def look_after(self, now: float) -> None:
-        """Close the channels of ended sessions and processes. Send what others could not take.
+        """Close the channels of ended sessions and processes, and such as tables need the memory of.
+
+        Send what others could not take.
 
         Processes are watched until their sessions end; `look_at` is told about them at this time.
 
@@ -824,6 +838,18 @@ class Listener:
             if not self._admits(*key):
                 self.processes.remove(key)
         self._look_at(self.processes, now)
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Close the largest channels while tables need what they have. (Of closed ones something may still be read.)"""
+        sizes = sorted([(channel.nbytes, peer) for peer, channel in self.channels.items()])
+        while sizes and self._budget.excess(sum([nbytes for nbytes, _ in sizes])) > 0:
+            nbytes, peer = sizes.pop()
+            _log.warning(
+                "a worker of this host goes on over tcp: tables need the %d bytes that it shared (--max-memory)",
+                nbytes,
+            )
+            self.drop(peer)
 
     def drop(self, peer: bytes) -> None:
         """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
@@ -858,6 +884,7 @@ class Listener:
 
         One that wants none is told that its process is watched, and the connection has served its purpose.
         """
+        arenas: list[Arena] = []
         fds: list[int] = []
         end = self._strangers.pop(stranger)
         try:
@@ -872,10 +899,14 @@ class Listener:
                 self._ready.unregister(end)
                 end.close()
                 return
-            fds.append(make_memory(LEAST_MEMORY))
-            fds.append(make_memory(LEAST_MEMORY))
+            for _ in range(2):
+                made = self._share(LEAST_MEMORY, 0)
+                if made is None:
+                    end.send(_HEAD.pack(_ATTACH, 0, 0, 0))
+                    raise ConnectionRefusedError("no memory is left of --max-memory")
+                arenas.append(made[0])
+                fds.append(made[1])
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
-            requests, replies = (Arena(os.dup(fd)) for fd in fds)
         except BlockingIOError:  # another one's event, who had the same number
             self._strangers[stranger] = end
             return
@@ -889,15 +920,36 @@ class Listener:
                 os.close(fd)
         if peer in self.channels:
             self.drop(peer)
-        self.channels[peer] = Channel(end, replies, requests, self._make, self._shelf)
+        requests, replies = arenas
+        self.channels[peer] = Channel(end, replies, requests, self.make, self._shelf)
         self._peers[end.fileno()] = peer, token
 
-    def _make(self, nbytes: int) -> int | None:
-        """Make memory, if there is twice as much as will be written: the first half. Whoever writes takes its pages."""
-        try:
-            return make_memory(nbytes) if nbytes < self._available() else None
-        except OSError:
+    def make(self, nbytes: int, number: int) -> tuple[Arena, int] | None:
+        """Make memory for a channel; return it, and a descriptor of it that is the caller's.
+
+        There is none unless there is twice as much as will be written: the first half. Whoever writes takes its pages.
+        """
+        with suppress(OSError):
+            return self._share(nbytes, number) if nbytes < self._budget.available() else None
+        return None
+
+    def _share(self, nbytes: int, number: int) -> tuple[Arena, int] | None:
+        """Make memory that is claimed as long as it is mapped here; None where that is more than the server may use."""
+        if not self._budget.claim_shared(nbytes):
             return None
+        try:
+            fd = make_memory(nbytes)
+            try:
+                arena = Arena(os.dup(fd), number)
+            except BaseException:
+                os.close(fd)
+                raise
+        except BaseException:
+            self._budget.give_back_shared(nbytes)
+            raise
+        # Frames that somebody still reads are part of these bytes.
+        weakref.finalize(arena.bytes, self._budget.give_back_shared, nbytes).atexit = False
+        return arena, fd
 
 
 def _socket() -> socket.socket:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_server import slicewise
+from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.errors import (
     ConfigurationError,
@@ -33,7 +34,6 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.membership import FRESH, MOST_JOBS, Sessions, random_token, read_report
-from kvstore_server.memory import Budget
 from kvstore_server.namespace import EngineConfig, Namespace, Together
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
@@ -750,7 +750,7 @@ class Engine:
                 {
                     "server": self.config.server,
                     "num_servers": self.config.num_servers,
-                    "memory": self.budget.used,
+                    "memory": self.budget.used + self.budget.shared,
                     "max_memory": self.config.max_memory,
                     "is_stopping": self.is_stopping,
                     "clock": now,

@@ -1,19 +1,18 @@
-"""Memory of a server: what this process may use at most, what of it is promised, and what a table will need."""
+"""Memory of a server: what this process may use at most, and what a table will need."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.errors import ConfigurationError, KVStoreError
+from kvstore_server.errors import KVStoreError
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
@@ -22,8 +21,6 @@ from kvstore_server.reduction import Contribution
 from kvstore_server.rounds import Mode
 from kvstore_server.shard import Shard
 
-_log = logging.getLogger(__name__)
-
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
 """Bytes that one of them occupies, roughly, beside what the tables hold."""
 _MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20))
@@ -31,8 +28,6 @@ _MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20))
 heaps of threads."""
 _TABLE, _SLICE = 12 << 10, 1 << 10
 _PROBE = (64, 64)
-_MUCH = 1 << 20
-"""Bytes from which on it is looked whether they are available, which takes longer than to promise few."""
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FILES_V2 = "memory.max", "memory.current", "inactive_file"
 _FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -118,50 +113,6 @@ def keep_free_memory() -> None:
     if set_option is not None and not is_told:
         for option, value in _MALLOC_OPTIONS:
             set_option(option, value)
-
-
-class Budget:
-    """Memory that the namespaces of a server may have together.
-
-    Args:
-        limit: In bytes; 0: any amount.
-        server: Index of the server, for messages.
-    """
-
-    def __init__(self, limit: int, server: int) -> None:
-        self.used = 0
-        self.available: Callable[[], int] = lambda: 0
-        """Says how many bytes can still be used now; 0: nobody knows."""
-        self._limit = limit
-        self._server = server
-
-    def check(self, nbytes: int, what: str) -> None:
-        """Raise ConfigurationError if there is not so much left."""
-        if self._limit and self.used + nbytes > self._limit:
-            raise ConfigurationError(
-                f"{what} needs about {nbytes} bytes on server {self._server}, which has {self._limit - self.used} left "
-                f"of the {self._limit} that it may use (--max-memory); use more servers, or end jobs that still hold "
-                "memory there"
-            )
-
-    def claim(self, nbytes: int, what: str) -> None:
-        """Promise memory. Raises as `check`.
-
-        More than is available gets a line in the log, and is not refused: pages are taken as they are written, until
-        then other processes may end, and neither swap nor files that can be read again count as available.
-        """
-        self.check(nbytes, what)
-        self.used += nbytes
-        if nbytes >= _MUCH and 0 < (available := self.available()) < nbytes:
-            _log.warning(
-                "%s needs about %d bytes on server %d, where %d are available now; without swap the system may end "
-                "this process as they fill: use more servers, or end what else needs memory there",
-                what, nbytes, self._server, available,
-            )  # fmt: skip
-
-    def give_back(self, nbytes: int) -> None:
-        """Take back a promise of memory that is not needed any more."""
-        self.used -= nbytes
 
 
 def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: Optimizer | None) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.errors import (
     ConfigurationError,
@@ -28,7 +29,7 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership, waits_of, workers_of
-from kvstore_server.memory import KEY, MEMBER, NAMESPACE, Budget, footprint, size_of_deltas
+from kvstore_server.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
@@ -69,7 +70,7 @@ class EngineConfig:
         capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
         allow_mixed_cpu: Let them in all the same.
         max_table_bytes: Largest table, over all servers, that is accepted.
-        max_memory: Bytes that all namespaces may occupy together; 0: any number.
+        max_memory: Bytes that all namespaces, and memory shared with workers, may occupy together; 0: any number.
         max_namespaces: How many there may be at the same time.
         forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
         max_message_keys: Most keys, slices or tables that one message may name.

@@ -110,7 +110,7 @@ def make_server(
     engine = Engine(config, leases, clock)
     engine.budget.available = available_memory
     try:
-        listener = Listener(config.run, engine.is_session, available_memory, leases, engine.look_at)
+        listener = Listener(config.run, engine.is_session, engine.budget, leases, engine.look_at)
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None

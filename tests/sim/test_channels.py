@@ -20,6 +20,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from kvstore_server.budget import Budget
 from kvstore_server.channel import Arena, Channel, Listener, Tray, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
@@ -204,12 +205,12 @@ class Job:
         self.connection = Connection(["inproc://nobody"])
         self.connection._channels[0], self.connection._index[mine.fileno()] = mine, 0
         self.connection._poller = self.polls[0]  # type: ignore[assignment]
-        listener = Listener(secrets.randbits(62), lambda *_: True, lambda: 1 << 40, leases)
+        listener = Listener(secrets.randbits(62), lambda *_: True, Budget(0, 0, lambda: 1 << 40), leases)
         listener._ready.close()
         listener._ready = self.polls[1]  # type: ignore[assignment]
         self.leases, self.store = leases, Store(draw, leases, seen)
         shelf, end = listener._shelf, self.ends[1]
-        theirs = Channel(end, Arena(replies), Arena(requests), listener._make, shelf)  # type: ignore[arg-type]
+        theirs = Channel(end, Arena(replies), Arena(requests), listener.make, shelf)  # type: ignore[arg-type]
         listener.channels[PEER], listener._peers[end.fileno()] = theirs, (PEER, TOKEN)
         self.server = Server(self.store, ServerOptions(), leases, self.now)  # type: ignore[arg-type]
         self.server._listener, self.server._channels = listener, listener.channels

@@ -13,6 +13,7 @@ import pytest
 import torch
 import zmq
 
+from kvstore_server.budget import Budget
 from kvstore_server.channel import Listener
 from kvstore_server.errors import KVStoreError, ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
@@ -74,7 +75,7 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     listener: Any, caplog: pytest.LogCaptureFixture, says_farewell: bool
 ) -> None:
     connection = Connection([listener.getsockopt_string(zmq.LAST_ENDPOINT)])
-    memory = Listener(RUN, lambda _peer, token: token == TOKEN, lambda: 1 << 30, Leases())
+    memory = Listener(RUN, lambda _peer, token: token == TOKEN, Budget(0, 0, lambda: 1 << 30), Leases())
     beginning = Call(lambda: connection.begin([(RUN, TOKEN)]))
     assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
     assert beginning.outcome() is None

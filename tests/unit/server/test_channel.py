@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvstore_server import channel
+from kvstore_server.budget import Budget
 from kvstore_server.channel import (
     _ROOM,
     LEAST_MEMORY,
@@ -58,7 +59,12 @@ def ends() -> Iterator[Pair]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
         worker = Channel(a, Arena(os.dup(requests)), Arena(os.dup(replies)))
-        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), make, shelf)])
+
+        def made(nbytes: int, number: int) -> tuple[Arena, int] | None:
+            fd = make(nbytes)
+            return None if fd is None else (Arena(os.dup(fd), number), fd)
+
+        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), made, shelf)])
         return worker, opened[-1]
 
     yield connected
@@ -73,7 +79,9 @@ def bytes_of(frames: list[Any] | None) -> list[bytes] | None:
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     """A server's side that knows one session."""
-    found = Listener(RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), lambda: 1 << 40, Leases())
+    found = Listener(
+        RUN, lambda peer, token: (peer, token) == (OWN, TOKEN), Budget(0, 0, lambda: 1 << 40), Leases()
+    )
     yield found
     found.close()
 
@@ -155,10 +163,10 @@ def test_the_worker_takes_the_pages_of_memory_that_it_will_write_and_not_the_ser
     made: list[int] = []
 
     def make(nbytes: int) -> int | None:
-        fd = listener._make(nbytes)
-        assert fd is not None
-        made.append(os.dup(fd))
-        return fd
+        found = listener.make(nbytes, 1)
+        assert found is not None
+        made.append(os.dup(found[1]))
+        return found[1]
 
     worker, server = ends(make)
     worker.make_room(64 * MIB)
@@ -425,7 +433,9 @@ def test_a_channel_under_a_high_number_gives_memory_later_as_any_other(ends: Pai
 
 def test_a_session_that_has_ended_loses_its_channel() -> None:
     sessions = {OWN: TOKEN}
-    listener = Listener(RUN + 2, lambda peer, token: sessions.get(peer) == token, lambda: 1 << 40, Leases())
+    listener = Listener(
+        RUN + 2, lambda peer, token: sessions.get(peer) == token, Budget(0, 0, lambda: 1 << 40), Leases()
+    )
     worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
     sessions.clear()
     listener.look_after(0.0)
