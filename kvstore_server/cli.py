@@ -48,8 +48,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),
     ("--max-memory", "KVSTORE_MAX_MEMORY", memory_limit() // 5 * 4, int,
-     "bytes for weights, sums and optimizer state, all jobs together; messages in shared memory come on top, as far as "
-     "the host has twice that to spare"),
+     "bytes for weights, sums and optimizer state, all jobs together, and for memory shared with workers of the host, "
+     "which gets what these leave"),
     ("--max-namespaces", "KVSTORE_MAX_NAMESPACES", EngineConfig.max_namespaces, int,
      "Trainers and stores that may be here at the same time"),
     ("--forget-after", "KVSTORE_FORGET_AFTER", EngineConfig.forget_after, float,

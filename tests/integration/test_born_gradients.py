@@ -21,16 +21,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kvtrainer
+from kvstore_server.probe import look
 from kvtrainer.comm import born
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Process, Processes, new_name
+from tests.support.processes import Members, Process, Processes, eventually, new_name
 from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
 """Slices that fill their pages, others that two servers share a page of, and one that is too short."""
 LONG = (0, 2, 3)
+MIB = 1 << 20
 WAY = "auto"
 """Servers share memory whatever way the other tests take."""
 
@@ -73,6 +75,12 @@ def are_born(worker: Worker) -> list[bool]:
     return [any([begin <= place < end for begin, end in parts]) for place in places]
 
 
+def memory_of(servers: Sequence[Process]) -> int:
+    """The bytes that servers have promised together, as they tell whoever looks."""
+    told = look([server.address for server in servers], LIMIT)
+    return sum([facts["memory"] for facts in told if facts is not None])
+
+
 BORN = [at in LONG for at in range(len(SHAPES))]
 NOT_BORN = [False] * len(SHAPES)
 
@@ -106,6 +114,45 @@ def test_weights_are_the_same_to_the_bit_whether_gradients_are_born_in_shared_me
     found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
     assert [where for _, where in found] == [BORN, BORN, NOT_BORN, NOT_BORN]
     assert all(all(map(torch.equal, weights, found[0][0])) for weights, _ in found)
+
+
+@pytest.mark.parametrize(("limit", "num_sharing"), [(17, {0}), (36, {0, 1}), (80, {2})])
+def test_weights_are_the_same_to_the_bit_whatever_memory_a_server_may_share_and_it_keeps_its_limit(
+    processes: Processes, jobs: Servers, members: Members, limit: int, num_sharing: set[int]
+) -> None:
+    """Tables need 16 MiB; for each worker messages need 12, and gradients 4. Who comes first gets more."""
+
+    def train(worker: Worker) -> tuple[list[Tensor], bool]:
+        worker.steps(4)
+        worker.backward()
+        return worker.weights(), any(are_born(worker))
+
+    bounded = processes.servers(1, "--max-memory", str(limit * MIB))
+    found = on_two(members, bounded, train)
+    assert sum([shares for _, shares in found]) in num_sharing
+    assert memory_of(bounded) <= limit * MIB
+    expected = on_two(members, jobs.of(1), train)
+    for weights, _ in found + expected:
+        assert all(map(torch.equal, weights, expected[0][0]))
+
+
+def test_servers_give_back_what_they_shared_with_a_worker_that_was_killed(processes: Processes) -> None:
+    servers = processes.servers(2)
+    script = """
+import kvtrainer
+w = torch.nn.Parameter(torch.zeros(1024, 4096))
+trainer = kvtrainer.Trainer([w], "sgd", {"learning_rate": 0.1}, kvstore=kv)
+for _ in range(3):
+    w.sum().backward()
+    trainer.step()
+at("ready")
+"""
+    worker = processes.worker(script, servers, 0, 1, new_name())
+    assert worker.line() == "ready"
+    tables = 2 * 16 * MIB
+    assert memory_of(servers) >= tables + 2 * (8 + 8) * MIB  # channels, and gradients
+    worker.signal(signal.SIGKILL)
+    assert eventually(lambda: memory_of(servers) < tables + MIB)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from kvstore_server.channel import (
     make_memory,
     watch,
 )
-from kvstore_server.errors import ProtocolError
+from kvstore_server.errors import ConfigurationError, ProtocolError
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.storage import Leases
 from tests.support.processes import Call
@@ -671,3 +671,127 @@ def test_a_worker_gets_no_tray_where_the_server_has_no_memory(ends: Pair) -> Non
     assert worker.tray is None
     assert server.send([b"on"])
     assert bytes_of(worker.receive()) == [b"on"]
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget(64 * MIB, 0, lambda: GIB)
+
+
+@pytest.fixture
+def bounded(budget: Budget) -> Iterator[Listener]:
+    """A server's side of workers of any name that has a limit of its memory."""
+    found = Listener(RUN + 3, lambda _peer, token: token == TOKEN, budget, Leases())
+    yield found
+    found.close()
+
+
+def joined(listener: Listener, own: bytes = OWN) -> Channel:
+    """The end of a worker that has been given a channel."""
+    found = answered(listener, lambda: connect(RUN + 3, TOKEN, own))
+    assert isinstance(found, Channel)
+    return found
+
+
+def test_all_memory_of_a_channel_counts_from_before_it_is_made_until_the_channel_ends(
+    bounded: Listener, budget: Budget
+) -> None:
+    worker = joined(bounded)
+    assert budget.shared == 2 * LEAST_MEMORY
+    worker.make_room(8 * MIB)
+    asked = worker.ask_for_tray(12 * MIB)
+    assert taken(bounded) == []
+    assert worker.receive() is None
+    assert asked.tray is not None
+    assert budget.shared == 2 * LEAST_MEMORY + (16 + 12) * MIB
+    assert worker.send([b"head", b"body", b"x" * MIB])
+    assert taken(bounded)[0][1][2] == b"x" * MIB
+    assert budget.shared == LEAST_MEMORY + (16 + 12) * MIB  # the first memory for requests is not used again
+    worker.ask_for_tray(5 * MIB)
+    assert taken(bounded) == []
+    assert budget.shared == LEAST_MEMORY + (16 + 5) * MIB
+    assert bounded.channels[OWN].make_room(3 * MIB)
+    assert budget.shared == (6 + 16 + 5) * MIB
+    assert budget.used == 0
+    worker.close()
+    assert taken(bounded) == []
+    assert budget.shared == 0
+
+
+def test_memory_counts_until_the_last_frame_of_it_was_read(bounded: Listener, budget: Budget) -> None:
+    worker = joined(bounded)
+    worker.send([b"head", b"body", b"x" * MIB])
+    kept: list[Any] = []
+    bounded.receive(lambda _peer, frames: kept.extend(frames))
+    worker.close()
+    assert taken(bounded) == []
+    assert budget.shared == LEAST_MEMORY
+    assert bytes(kept[2]) == b"x" * MIB
+    kept.clear()
+    assert budget.shared == 0
+
+
+def test_what_a_server_may_not_use_is_not_made_and_the_worker_goes_on_without(
+    bounded: Listener, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, made = joined(bounded), list[int]()
+    monkeypatch.setattr(channel, "make_memory", made.append)
+    asked = worker.ask_for_tray(56 * MIB + 1)
+    worker.make_room(32 * MIB)
+    assert taken(bounded) == []
+    assert worker.receive() is None
+    assert (asked.tray, worker.is_tight, made, budget.shared) == (None, True, [], 2 * LEAST_MEMORY)
+    assert worker.send([b"head", b"body", b"x" * MIB])
+    assert not bounded.channels[OWN].make_room(32 * MIB)
+    assert bounded.channels[OWN].send([b"answer"])
+    assert bytes_of(worker.receive()) == [b"answer"]
+    worker.close()
+
+
+def test_a_worker_that_a_server_has_no_memory_for_is_told_that(bounded: Listener, budget: Budget) -> None:
+    budget.claim(60 * MIB, "a table")
+    told = answered(bounded, lambda: connect(RUN + 3, TOKEN, OWN))
+    assert isinstance(told, ConnectionRefusedError)
+    assert "memory" in str(told)
+    assert (bounded.channels, budget.shared) == ({}, 0)
+
+
+def test_memory_that_cannot_be_made_does_not_count(
+    bounded: Listener, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    for name in ("make_memory", "Arena"):
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, name, fail)
+            assert bounded.make(MIB, 1) is None
+        assert budget.shared == 0
+
+
+def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_way_for_them(
+    bounded: Listener, budget: Budget
+) -> None:
+    small, large = joined(bounded, b"small"), joined(bounded, b"large")
+    large.ask_for_tray(40 * MIB)
+    assert taken(bounded) == []
+    bounded.look_after()
+    assert list(bounded.channels) == [b"small", b"large"]
+    budget.claim(50 * MIB, "a table")
+    bounded.look_after()
+    assert list(bounded.channels) == [b"small"]
+    assert budget.shared == 2 * LEAST_MEMORY
+    with pytest.raises(ConnectionError):
+        large.receive()
+    with pytest.raises(ConfigurationError):
+        budget.claim(15 * MIB, "another one")
+    for worker in (small, large):
+        worker.close()
+
+
+def test_weights_that_workers_read_where_they_lie_count_once_as_those_of_their_table() -> None:
+    budget, leases = Budget(0, 0, lambda: GIB), Leases()
+    listener = Listener(RUN + 3, lambda *_: True, budget, leases)
+    assert leases.shared(8 * MIB) is not None
+    assert budget.shared == 0
+    listener.close()
