@@ -32,7 +32,7 @@ class Server(NamedTuple):
     address: str
     is_there: bool
     memory: int = 0
-    """Bytes that are promised to jobs."""
+    """Bytes that are promised to jobs, and shared with workers of the host."""
     max_memory: int = 0
     bytes_in: float = 0.0
     """Of weights and gradients, a second."""

@@ -501,7 +501,7 @@ Metric = tuple[str, str, str]
 """The name of a metric without its beginning, the attribute that has its value, and what it is."""
 _OF_SERVERS: Sequence[Metric] = (
     ("up", "is_there", "1: the server has answered"),
-    ("memory_bytes", "memory", "Bytes that are promised to jobs"),
+    ("memory_bytes", "memory", "Bytes that are promised to jobs, and shared with workers of the host"),
     ("memory_limit_bytes", "max_memory", "The limit of that; 0: none"),
     ("queued_bytes", "queued", "Bytes of answers that wait for workers which are slow to read"),
     ("cpu_seconds_total", "cpu_seconds", "CPU time that the server has used"),
