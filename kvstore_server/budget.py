@@ -19,7 +19,7 @@ _MUCH = 1 << 20
 
 
 class Budget:
-    """Memory that the namespaces of a server, and the workers of its host, may have together.
+    """Memory that a server may use for its namespaces and workers of its host.
 
     Args:
         limit: In bytes; 0: any amount.
@@ -65,10 +65,10 @@ class Budget:
         self.used -= nbytes
 
     def claim_shared(self, nbytes: int) -> bool:
-        """Promise memory that a worker will have in common with the server, if it fits; return whether it does.
+        """Promise memory that is shared with a worker, if it fits.
 
-        All of it counts, although a worker writes half of most of it as a rule: it may write all, and nobody could
-        keep it from that.
+        Returns whether it does. All of it counts, although a worker as a rule writes half of most of it: it may write
+        all, and nobody could keep it from that.
         """
         is_left = not self._limit or self.used + self.shared + nbytes <= self._limit
         self.shared += nbytes * is_left
@@ -79,5 +79,5 @@ class Budget:
         self.shared -= nbytes
 
     def excess(self, shared: int) -> int:
-        """Return by how many bytes too much is promised, if so much of it is shared; 0 or less: it fits."""
+        """Return the bytes above the limit, if so many are shared; 0 or less: none."""
         return self.used + shared - self._limit if self._limit else 0

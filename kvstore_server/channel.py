@@ -818,9 +818,9 @@ class Listener:
                     del frames  # it would keep the place in use
 
     def look_after(self, now: float) -> None:
-        """Close the channels of ended sessions and processes, and such as tables need the memory of.
+        """Close channels that have ended, or whose memory tables need.
 
-        Send what others could not take.
+        Those of ended sessions and processes have ended. Send what others could not take.
 
         Processes are watched until their sessions end; `look_at` is told about them at this time.
 
@@ -842,6 +842,8 @@ class Listener:
 
     def _make_way(self) -> None:
         """Close the largest channels while tables need what they have. (Of closed ones something may still be read.)"""
+        if self._budget.excess(self._budget.shared) <= 0:
+            return
         sizes = sorted([(channel.nbytes, peer) for peer, channel in self.channels.items()])
         while sizes and self._budget.excess(sum([nbytes for nbytes, _ in sizes])) > 0:
             nbytes, peer = sizes.pop()
