@@ -31,8 +31,8 @@ LAUNCHERS = {
     "kvlaunch": {"KVSTORE_RANK": "1", "KVSTORE_NUM_WORKERS": "10"},
     "MXNet": {"DMLC_WORKER_ID": "2", "DMLC_NUM_WORKER": "11"},
     "torchrun": {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-    "Slurm": {"SLURM_PROCID": "4", "SLURM_NTASKS": "13", "SLURM_LOCALID": "0"},
-    "Open MPI": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "14", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "13", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "Slurm": {"SLURM_PROCID": "5", "SLURM_NTASKS": "14", "SLURM_LOCALID": "0"},
     "MPI": {"PMI_RANK": "6", "PMI_SIZE": "15"},
 }  # fmt: skip
 NAMES = list(LAUNCHERS)
@@ -187,7 +187,7 @@ def test_an_argument_may_complete_half_a_source() -> None:
 
 def test_an_empty_variable_does_not_make_a_source() -> None:
     environ = {"KVSTORE_RANK": " ", "KVSTORE_NUM_WORKERS": "", **LAUNCHERS["Slurm"]}
-    assert read_place(environ, None, None) == (4, 13)
+    assert read_place(environ, None, None) == (5, 14)
 
 
 @pytest.mark.parametrize(
