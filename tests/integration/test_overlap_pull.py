@@ -677,6 +677,7 @@ def test_a_trainer_that_was_closed_by_an_error_waits_for_nothing(jobs: Servers) 
 # ---------------------------------------------------------------- weights that are mapped
 
 
+@pytest.mark.filterwarnings("ignore::kvtrainer.errors.GradientWriteWarning")
 @pytest.mark.parametrize("zero_copy", [True, False])
 def test_long_weights_are_whole_before_any_is_read(
     processes: Processes, members: Members, monkeypatch: pytest.MonkeyPatch, zero_copy: bool

@@ -258,7 +258,7 @@ def half_precision_and_several_dtypes_have_the_bits_of_a_loop_without_overlap(ra
         chance = torch.Generator().manual_seed(4)
         drawn = [torch.rand(size, generator=chance) for size in (700, 30, 2000, 11)]
         dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-        w = [nn.Parameter(one.to(dtype)) for one, dtype in zip(drawn, dtypes, strict=True)]
+        w = [nn.Parameter(one.to(dtype, copy=True)) for one, dtype in zip(drawn, dtypes, strict=True)]
         trainer = kvtrainer.Trainer(w, "sgd", {"lr": 0.1}, "device", overlap=overlap)
         for at in range(STEPS):
             torch.stack([(p.float() * (p.float() + rank + at)).sum() for p in w]).sum().backward()

@@ -34,7 +34,7 @@ def train(
         table = kvtrainer.RowSparseParameter(TABLE, start)
         rows_of = table.row_sparse_data
     else:
-        rows_of = nn.Embedding.from_pretrained(start, freeze=False, sparse=True)
+        rows_of = nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=True)
         table = rows_of.weight
     trainer = kvtrainer.Trainer({"table": table}, "adam", {"lazy_update": True}, kv, **options)
     if loads:

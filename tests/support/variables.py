@@ -169,7 +169,7 @@ def page() -> str:
     parts.append(f"## What a worker reads\n\nAn empty variable counts as not set.\n\n{read}")
     parts.append(
         "## What other launchers say\n\nRank and number of workers come from one launcher, the first of which anything "
-        "is set: `KVSTORE_*`, then\n`DMLC_*`, torchrun, Slurm, Open MPI, PMI, PMIx.\n\n"
+        "is set: `KVSTORE_*`, then\n`DMLC_*`, torchrun, Open MPI, Slurm, PMI, PMIx.\n\n"
         f"{_table(('variable', 'meaning'), list(others))}"
     )
     parts.append(

@@ -476,7 +476,7 @@ def test_a_worker_without_a_channel_is_watched_as_one_with_it_until_its_session_
     listener = Listener(
         RUN + 3,
         lambda peer, token: sessions.get(peer) == token,
-        lambda: 1 << 40,
+        Budget(0, 0, lambda: 1 << 40),
         Leases(),
         lambda processes, now: seen.append((list(processes), now)),
     )
@@ -775,10 +775,10 @@ def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_
     small, large = joined(bounded, b"small"), joined(bounded, b"large")
     large.ask_for_tray(40 * MIB)
     assert taken(bounded) == []
-    bounded.look_after()
+    bounded.look_after(0.0)
     assert list(bounded.channels) == [b"small", b"large"]
     budget.claim(50 * MIB, "a table")
-    bounded.look_after()
+    bounded.look_after(0.0)
     assert list(bounded.channels) == [b"small"]
     assert budget.shared == 2 * LEAST_MEMORY
     with pytest.raises(ConnectionError):
