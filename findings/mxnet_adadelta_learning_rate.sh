@@ -1,14 +1,15 @@
-#!/bin/sh
-# MXNet 1.9.1: learning_rate changes nothing in Adadelta, and wd is not multiplied by it either.
-#
-# Every optimizer of MXNet takes learning_rate and lr_scheduler, and the Trainer's set_learning_rate says that it sets
-# them. In 1.9.1 AdaDelta.update never reads the rate: whatever it is, a weight of 1 with gradients of 1 is
-# 0.990000, then 0.979741. Nor do warm-ups or decays of a scheduler have any effect, and with wd = 0.1 a tenth of the
-# weight is lost in each update. 2.0.0b1 multiplies the step by the rate. Adagrad with the same arguments is
-# printed beside it, to show that the script sets rates that count.
-#
-# Needs a Python from 3.8 to 3.11 (PYTHON=...), whose numpy 1.23.5 MXNet 1.9.1 imports. Fails if the output changes.
-set -eu
+#!/usr/bin/env bash
+# Library:   MXNet 1.9.1
+# Expected:  learning_rate scales the updates of AdaDelta, as it does those of every other optimizer: all take
+#            learning_rate and lr_scheduler, and the Trainer's set_learning_rate says that it sets them.
+# Happens:   AdaDelta ignores the rate: whatever it is, a weight of 1 with gradients of 1 is 0.990000, then 0.979741.
+#            Nor is wd multiplied by it: with wd = 0.1 a tenth of the weight is lost in each update. 2.0.0b1
+#            multiplies the step by the rate. AdaGrad with the same arguments is printed beside it, to show rates that count.
+# Seen:      2026-11-28
+# For users: warm-ups and decays of a schedule do nothing with AdaDelta on 1.9.1; a script that moves to 2.x, or to
+#            numbers of 2.x elsewhere, has to choose a rate of 1.
+# Needs a Python from 3.8 to 3.11 (PYTHON=...), for numpy 1.23.5, which MXNet 1.9.1 imports.
+set -euo pipefail
 
 python=${PYTHON:-python3.11}
 folder=$(mktemp -d)
