@@ -108,9 +108,10 @@ def as_mapping(value: Any) -> Any:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Return whether two values are equal; False if they cannot be compared."""
+    """Return whether two values are equal, arrays in all elements; False if they cannot be compared."""
     try:
-        return one is other or bool(one == other)
+        equal: Any = one is other or one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)
     except (RuntimeError, TypeError, ValueError):
         return False
 

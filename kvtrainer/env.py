@@ -268,7 +268,10 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
         return 0
     if name == "TORCHELASTIC_RESTART_COUNT" and text_of(environ, "GROUP_WORLD_SIZE") not in ("", "1"):
         return 0
-    return as_int(text_of(environ, name), f"the number of the attempt ({name})")
+    number = as_int(text_of(environ, name), f"the number of the attempt ({name})")
+    if number < 0:
+        raise ConfigurationError(f"the number of the attempt ({name}) is {number}; it counts restarts from 0")
+    return number
 
 
 def parse_address(text: str) -> str:

@@ -67,8 +67,8 @@ def _check_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) ->
                 )
             if id(p) in seen:
                 raise ConfigurationError(
-                    f"a parameter of shape {list(p.shape)} is twice in the parameter groups, in {seen[id(p)]} and "
-                    f"{at}; leave it in one place"
+                    f"a parameter of shape {list(p.shape)} is twice in the parameter groups, in group {seen[id(p)]} "
+                    f"and in group {at}; leave it in one place"
                 )
             seen[id(p)] = at
     if not seen:

@@ -453,9 +453,9 @@ class StepPipeline:
             what = "the backward pass has dropped gradients"
         warnings.warn(
             f"{what} that the last step had used and that were written in place since, of "
-            f"{', '.join(written or overwritten)}: these may be new values, or what clipping, unscaling and the like "
-            "have made of the old ones. If they are new, assign them (p.grad = values), or zero them by "
-            "zero_grad(set_to_none=False) before you write; if not, set them to None. This is said once",
+            f"parameters {', '.join(map(repr, written or overwritten))}: these may be new values, or what clipping, "
+            "unscaling and the like have made of the old ones. If they are new, assign them (p.grad = values), or zero "
+            "them by zero_grad(set_to_none=False) before you write; if not, set them to None. This is said once",
             GradientWriteWarning,
             stacklevel=level_of_user(),
         )
@@ -468,7 +468,8 @@ class StepPipeline:
         is_known = type(batch_size) in (int, float) or is_number(batch_size)  # numpy has numbers, too
         number: Any = batch_size if is_known else _integer_in(batch_size)
         if number is None or not 0 < number < math.inf:
-            raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}")
+            kind = "a number" if is_known else "a number, or a tensor or array of one integer,"
+            raise ConfigurationError(f"the batch size must be {kind} above 0, got {batch_size!r}")
         return rescale / float(number)
 
     def kept_scale(self, undone: float) -> float:

@@ -45,9 +45,9 @@ class FormerMemory:
             what = "another process, after share_memory() or by torch.multiprocessing"
         warnings.warn(
             f"the Trainer has moved the data of its parameters to memory of its own, but something else still sees "
-            f"where those of {len(found)} of {len(names)} were, with the values from before: "
-            f"{', '.join(names[at] for at in found)}. That is {what}. Make views when the Trainer is built, and again "
-            "after add_param_group; give other processes the copies of trainer.snapshot()",
+            f"where those of {len(found)} of {len(names)} were, with the values from before: parameters "
+            f"{', '.join([repr(names[at]) for at in found])}. That is {what}. Make views when the Trainer is built, "
+            "and again after add_param_group; give other processes the copies of trainer.snapshot()",
             SharedWeightsWarning,
             stacklevel=level_of_user(),
         )

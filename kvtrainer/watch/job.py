@@ -8,7 +8,7 @@ state, the longest silence, the greatest delay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
@@ -198,7 +198,15 @@ def view_of(before: Look, now: Look, addresses: Sequence[str]) -> View:
         )
         for name in names
     ]
-    return View(now.at, servers, [job for job in jobs if job.keys or len(jobs) == 1])
+    return View(now.at, servers, [job for job in jobs if job.keys or not _has_inner(job.name, names)])
+
+
+def _has_inner(name: str, names: Collection[str]) -> bool:
+    """Return whether other namespaces are in one, as those of Trainers are in that of their store.
+
+    One without keys is left out then. The keys of any other may be on a server that does not answer.
+    """
+    return any(other.startswith(f"{name}/") for other in names)
 
 
 def as_values(view: View) -> dict[str, Any]:

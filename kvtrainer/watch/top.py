@@ -465,6 +465,8 @@ class _Families:
                 family_of = CounterMetricFamily if is_counter else GaugeMetricFamily
                 family = family_of(f"kvstore_{kind}_{name}", text, labels=labels)
                 for values, one in rows:
+                    if isinstance(one, Server) and not one.is_there and attribute != "is_there":
+                        continue  # zeros would look as if it had been started again
                     if (number := getattr(one, attribute)) is not None:
                         family.add_metric(values, float(number))
                 yield family

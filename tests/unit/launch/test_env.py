@@ -317,9 +317,10 @@ def test_a_number_that_not_all_processes_of_the_job_are_told_alike_is_not_that_o
     assert attempt_of_job(environ) == 0
 
 
-def test_an_attempt_that_is_no_number_is_refused_with_its_variable() -> None:
-    with pytest.raises(ConfigurationError, match=r"KVSTORE_ATTEMPT.*'second'"):
-        attempt_of_job({"KVSTORE_ATTEMPT": "second"})
+@pytest.mark.parametrize("text", ["second", "-3"])
+def test_an_attempt_that_is_no_count_is_refused_with_its_variable(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"KVSTORE_ATTEMPT.*{text}"):
+        attempt_of_job({"KVSTORE_ATTEMPT": text})
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -157,6 +157,12 @@ def test_a_namespace_without_keys_is_shown_only_where_there_is_no_other() -> Non
     assert [one.name for one in seen([server(empty)], [server(empty)]).jobs] == ["store"]
 
 
+def test_a_job_is_shown_while_the_server_with_its_keys_does_not_answer() -> None:
+    outer, inner = job([worker(0)], "store", keys=0), job([worker(0)], "store/trainer", keys=0)
+    view = seen([server(outer, inner), None], [server(outer, inner), None])
+    assert [one.name for one in view.jobs] == ["store/trainer"]
+
+
 def test_a_view_as_values_survives_json() -> None:
     facts = server(job([worker(0, 2.0)], waits=[{"what": "w", "seconds": 1.0, "missing": [0]}]))
     values = as_values(seen([facts], [facts]))

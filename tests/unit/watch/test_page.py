@@ -178,6 +178,14 @@ def test_every_metric_is_named_by_the_conventions_of_prometheus() -> None:
         assert kind == "counter" or name.endswith(units)
 
 
+def test_of_a_server_that_does_not_answer_the_metrics_say_that_alone() -> None:
+    pytest.importorskip("prometheus_client")
+    facts = server(job([worker(0)]))
+    told = metrics(seen([facts, None], [facts, None])).decode()
+    silent = [line for line in told.splitlines() if 'server="tcp://s:1"' in line]
+    assert silent == ['kvstore_server_up{server="tcp://s:1"} 0.0']
+
+
 def test_metrics_come_once_there_is_a_view() -> None:
     page = Page(iter(()), "127.0.0.1", 0)
     assert page.answer("/metrics", "localhost")[0] == 503
