@@ -468,8 +468,8 @@ class StepPipeline:
         is_known = type(batch_size) in (int, float) or is_number(batch_size)  # numpy has numbers, too
         number: Any = batch_size if is_known else _integer_in(batch_size)
         if number is None or not 0 < number < math.inf:
-            kind = "a number" if is_known else "a number, or a tensor or array of one integer,"
-            raise ConfigurationError(f"the batch size must be {kind} above 0, got {batch_size!r}")
+            more = "" if is_known else "; of a tensor or an array it takes one integer"
+            raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}{more}")
         return rescale / float(number)
 
     def kept_scale(self, undone: float) -> float:
