@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -173,7 +173,7 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
                 "before the first step"
             )
     factor = saved.get("rescale_grad")
-    if not (is_number(factor) and math.isfinite(factor)):
+    if not (is_number(factor) and abs(factor) <= sys.float_info.max):  # an int may be beyond floats
         yield f"rescale_grad must be a finite number, the file has {factor!r:.80}"
     scheduler = saved.get("lr_scheduler")
     if scheduler == _CODE and optimizer.lr_scheduler is None:
@@ -217,8 +217,13 @@ def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
                 schedule.check_state_dict(state)
             except StateMismatchError as error:
                 yield str(error)
+    try:
+        own = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
+        unflatten({**own, **saved.tensors.get(_OPTIMIZER, {})})
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        yield f"what the optimizer has saved of itself makes no sense ({type(error).__name__}: {error})"
     passes = saved.extra.get(_PASSES, 0)
-    if not isinstance(passes, int) or passes < 0:
+    if type(passes) is not int or passes < 0:
         yield f"backward_passes must be a count, the file has {passes!r:.80}"
     elif accumulation.counts > 1 and passes > (accumulation.total or passes):
         yield f"the file was saved after {passes} backward passes, this Trainer has {accumulation.total} in all"

@@ -479,7 +479,7 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
         )
     try:
         return _rebuilt(tensors, json.loads(text))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StateFileError(f"its description makes no sense ({type(error).__name__}: {error})") from error
 
 

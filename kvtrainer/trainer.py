@@ -408,7 +408,8 @@ class Trainer(torch.optim.Optimizer):
         return self.last
 
     def _named_fresh(self) -> list[tuple[str, Tensor]]:
-        """List the parameters, of every device, whose gradients the coming step would use."""
+        """List the parameters, of every device, whose gradients the coming step would use. As `step`, raises."""
+        self._pipeline.follow_groups()
         memory = self._pipeline.memory
         return [
             (name, parameter)

@@ -40,14 +40,14 @@ class FormerMemory:
         found = sorted({*self._shared, *viewed})
         if not found:
             return
-        what = "a NumPy array, a state_dict() or another tensor that shares their memory"
+        what = "a NumPy array, a state_dict(), another tensor that shares their memory, or a loss that still has its graph"
         if self._shared:
             what = "another process, after share_memory() or by torch.multiprocessing"
         warnings.warn(
             f"the Trainer has moved the data of its parameters to memory of its own, but something else still sees "
             f"where those of {len(found)} of {len(names)} were, with the values from before: parameters "
             f"{', '.join([repr(names[at]) for at in found])}. That is {what}. Make views when the Trainer is built, "
-            "and again after add_param_group; give other processes the copies of trainer.snapshot()",
+            "and again after its groups were changed; give other processes the copies of trainer.snapshot()",
             SharedWeightsWarning,
             stacklevel=level_of_user(),
         )

@@ -46,6 +46,26 @@ def test_result_of_a_step_has_the_scale_that_the_loss_carried(uok: bool | None) 
     assert trainer.last.loss_scale == 1
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("uok", STORES)
+def test_a_parameter_that_a_script_has_put_into_a_group_is_unscaled_and_its_overflow_is_seen(
+    uok: bool | None, unscales: bool
+) -> None:
+    p, q = zeros(), zeros()
+    trainer, own = trainer_of([p], uok), scaler()
+    trainer.param_groups[0]["params"].append(q)
+    seen = []
+    for slope in (1.0, math.inf):
+        own.scale(p.sum()).backward()
+        own.scale((q * slope).sum()).backward()
+        if unscales:
+            own.unscale_(trainer)
+        own.step(trainer)
+        own.update()
+        seen.append((p[0].item(), q[0].item(), own.get_scale()))
+    assert seen == [(-1.0, -1.0, 8.0), (-1.0, -1.0, 4.0)]
+
+
 @pytest.mark.parametrize("uok", STORES)
 def test_torchs_own_grad_scaler_is_honoured_in_a_single_process(uok: bool | None) -> None:
     p, q = zeros(), zeros()

@@ -331,6 +331,7 @@ def test_any_change_of_the_contents_is_noticed(change: str) -> None:
         (["optimizer", "name"], 5),
         (["groups"], [3]),
         (["num_update"], None),
+        (["num_update"], math.inf),
     ],
 )
 def test_description_that_makes_no_sense_is_refused(path: list[Any], value: Any, monkeypatch: Any) -> None:

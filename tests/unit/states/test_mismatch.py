@@ -357,9 +357,25 @@ def test_a_count_of_updates_that_is_none_is_refused(path: Path, step: Any) -> No
     assert "state 'step' of 'b'" in refusal(stepped(parameters()), changed(path, change))
 
 
-@pytest.mark.parametrize("factor", [None, "x", float("nan")])
+@pytest.mark.parametrize("factor", [None, "x", float("nan"), 10**400])
 def test_a_factor_of_gradients_that_is_no_number_is_refused(path: Path, factor: Any) -> None:
     def change(saved: SavedStates) -> SavedStates:
         return replace(saved, optimizer={**saved.optimizer, "rescale_grad": factor})
 
     assert "rescale_grad" in refusal(stepped(parameters()), changed(path, change))
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("optimizer", None),
+        ("optimizer", []),
+        ("optimizer", {"rest": {"$tree": ["os.system", ["x"]]}}),
+        ("backward_passes", True),
+    ],
+)
+def test_a_part_of_a_file_that_makes_no_sense_is_refused(path: Path, part: str, value: Any) -> None:
+    def change(saved: SavedStates) -> SavedStates:
+        return replace(saved, extra={**saved.extra, part: value})
+
+    assert part in refusal(stepped(parameters()), changed(path, change))
