@@ -425,7 +425,7 @@ class StepPipeline:
         fresh = self.memory.fresh(
             is_strict and not ignores_stale, not is_strict and not ignores_stale, summed
         )
-        if not self._has_warned_of_writes:
+        if self.memory.has_writes() and not self._has_warned_of_writes:
             self._warn_of_writes(is_counted=not is_strict and not ignores_stale)
         needs, precision, scaler = self._needs_backward, self.stages.precision, self.loss_scaler
         is_scaled = needs == "amp" and scaler is not None and scaler.is_scaled
@@ -444,8 +444,6 @@ class StepPipeline:
     def _warn_of_writes(self, is_counted: bool) -> None:
         """Warn of gradients that were used, and then written in place but not zeroed."""
         written, overwritten = self.memory.written(), self.memory.take_overwritten()
-        if not written and not overwritten:
-            return
         self.memory.check_in_place()  # to move a model writes to its gradients
         self._has_warned_of_writes = True
         what = f"step() {'counts' if is_counted else 'leaves out'} gradients"

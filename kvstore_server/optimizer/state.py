@@ -110,6 +110,7 @@ class States:
     def keep(self, first: int, end: int, part: slice, state: State) -> None:
         """Take over what an update made of a `view`; every tensor with a dimension has a number per element."""
         entries: dict[str, StateValue | Place] = {}
+        has_own = False
         named = state.values if state.master is None else {**state.values, "master": state.master}
         for name, value in named.items():
             entries[name] = value
@@ -118,7 +119,9 @@ class States:
                 if memory[part].data_ptr() != value.data_ptr():
                     memory[part].copy_(value.reshape(-1))
                 entries[name] = Place.MEMORY
-        shared = self._share(entries)
+            else:
+                has_own = True
+        shared = entries if has_own else self._shared.setdefault(tuple(entries), entries)
         if shared is not self.entries[first]:
             self.entries[first:end] = [shared] * (end - first)
         self.steps[first:end] = state.step

@@ -369,6 +369,13 @@ class Memory:
             raise StaleGradientError.of(stale, sum(map(len, labels)), any(fresh), self.written())
         return fresh
 
+    def has_writes(self) -> bool:
+        """Return whether `written` or `take_overwritten` would name any."""
+        for device in self.devices:  # in every step: no generators
+            if device.tracker.written or device.tracker.overwritten:
+                return True
+        return False
+
     def written(self) -> list[str]:
         """Name parameters with gradients that `fresh` could not tell from old ones."""
         return [names[key] for names, tracker in self._trackers() for key in tracker.written]

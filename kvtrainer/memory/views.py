@@ -40,7 +40,9 @@ class FormerMemory:
         found = sorted({*self._shared, *viewed})
         if not found:
             return
-        what = "a NumPy array, a state_dict(), another tensor that shares it, or a loss that still has its graph"
+        what = (
+            "a NumPy array, a state_dict(), another tensor that shares it, or a loss that still has its graph"
+        )
         if self._shared:
             what = "another process, after share_memory() or by torch.multiprocessing"
         warnings.warn(
