@@ -371,10 +371,7 @@ class Memory:
 
     def has_writes(self) -> bool:
         """Return whether `written` or `take_overwritten` would name any."""
-        for device in self.devices:  # in every step: no generators
-            if device.tracker.written or device.tracker.overwritten:
-                return True
-        return False
+        return any([one.tracker.written or one.tracker.overwritten for one in self.devices])
 
     def written(self) -> list[str]:
         """Name parameters with gradients that `fresh` could not tell from old ones."""
