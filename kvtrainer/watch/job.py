@@ -202,7 +202,7 @@ def view_of(before: Look, now: Look, addresses: Sequence[str]) -> View:
 
 
 def _has_inner(name: str, names: Collection[str]) -> bool:
-    """Return whether other namespaces are in one, as those of Trainers are in that of their store.
+    """Return whether other namespaces are in one, as a Trainer's is in its store's.
 
     One without keys is left out then. The keys of any other may be on a server that does not answer.
     """

@@ -27,7 +27,7 @@ VIEWS: dict[str, Callable[[nn.Module], Any]] = {
 def test_what_sees_the_former_memory_is_warned_of_with_the_names(view: str) -> None:
     net = nn.Linear(2, 1)
     seen = VIEWS[view](net)
-    with pytest.warns(SharedWeightsWarning, match=r"2 of 2 .*weight, bias|1 of 2 .*weight") as caught:
+    with pytest.warns(SharedWeightsWarning, match=r"2 of 2 .*'weight', 'bias'|1 of 2 .*'weight'") as caught:
         Trainer(net, "sgd", kvstore=None)
     assert len(caught) == 1
     assert caught[0].filename == __file__

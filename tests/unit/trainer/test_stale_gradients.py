@@ -247,7 +247,9 @@ def test_what_is_written_over_used_gradients_counts_for_step_as_for_torch_and_is
         )
     assert mine == trained_by(loop, lambda given: torch.optim.SGD(given, **OPTIONS))
     assert len(caught) == 1
-    assert (" of b:" if loop is written_without_zeros else " of a, b:") in str(caught[0].message)
+    assert ("parameters 'b':" if loop is written_without_zeros else "parameters 'a', 'b':") in str(
+        caught[0].message
+    )
     assert caught[0].filename == __file__
 
 
@@ -262,7 +264,7 @@ def test_what_is_written_over_used_gradients_is_stale_for_a_step_with_a_batch_si
     backward(a)
     with pytest.raises(StaleGradientError, match="Those of b were used"):
         trainer.step(1)
-    with pytest.warns(GradientWriteWarning, match="leaves out .* of b:"):
+    with pytest.warns(GradientWriteWarning, match="leaves out .* of parameters 'b':"):
         trainer.step(1, ignore_stale_grad=True)
     assert [a.tolist(), b.tolist()] == [[-2, -2], [-1, -1]]
     backward(a)
@@ -281,7 +283,7 @@ def test_write_to_a_used_gradient_that_the_next_backward_pass_replaces_is_named_
         trainer.step(1)
 
     run(is_written=False)
-    with pytest.warns(GradientWriteWarning, match="has dropped .* of b:"):
+    with pytest.warns(GradientWriteWarning, match="has dropped .* of parameters 'b':"):
         run(is_written=True)
     run(is_written=True)
     assert [a.tolist(), b.tolist()] == [[-3, -3]] * 2
