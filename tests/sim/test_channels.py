@@ -202,7 +202,7 @@ class Job:
         leases, self.time = Leases(), 0.0
         requests, replies = make_memory(MEMORY), make_memory(MEMORY)
         mine = Channel(self.ends[0], Arena(os.dup(requests)), Arena(os.dup(replies)))  # type: ignore[arg-type]
-        self.connection = Connection(["inproc://nobody"])
+        self.connection = Connection(["ipc:///dev/null/nobody"])
         self.connection._channels[0], self.connection._index[mine.fileno()] = mine, 0
         self.connection._poller = self.polls[0]  # type: ignore[assignment]
         listener = Listener(secrets.randbits(62), lambda *_: True, Budget(0, 0, lambda: 1 << 40), leases)

@@ -287,7 +287,7 @@ class Held:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.connection = Connection(["inproc://nobody"] * SERVERS, 1)
+        self.connection = Connection(["ipc:///dev/null/nobody"] * SERVERS, 1)
         self.gone: list[tuple[int, m.Contribute]] = []
         self.is_holding = True
         self._monkeypatch = monkeypatch
