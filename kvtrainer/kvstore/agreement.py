@@ -13,11 +13,10 @@ import torch
 
 from kvstore_server.errors import describe
 from kvstore_server.protocol.frames import MAX_PAYLOAD
+from kvtrainer.comm.client import Client
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import RoundAbortedError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.kvstore.device import DeviceKVStore
-from kvtrainer.kvstore.dist import DistKVStore
 
 _HEAD = 8
 """Bytes before a message that say how long it is."""
@@ -91,11 +90,14 @@ class OverRanks(Agreement):
 
 
 class OverServers(Agreement):
-    """The workers of parameter servers, who exchange bytes at barriers. They have a namespace of their own."""
+    """The workers of parameter servers, who exchange bytes at barriers.
 
-    def __init__(self, store: DistKVStore) -> None:
-        self.rank, self.size = store.rank, store.num_workers
-        self._client = store.open_side_client()
+    The client is for this alone.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.rank, self.size = client.options.rank, client.options.num_workers
+        self._client = client
 
     def broadcast(self, data: bytes) -> bytes:
         return self._exchange(_with_length(data) if self.rank == 0 else b"", MAX_PAYLOAD)[0]
@@ -161,15 +163,6 @@ class OverVerbs(Agreement):
         out = torch.zeros(count, dtype=torch.float32, device="cpu")
         self._store.pushpull(key, torch.frombuffer(full, dtype=torch.uint8).float(), out)
         return out.to(torch.uint8).numpy().tobytes()
-
-
-def agreement_of(store: KVStoreBase | None) -> Agreement:
-    """Return how the workers of a store agree; for one worker, or no store, this process alone."""
-    if store is None or store.num_workers == 1:
-        return Agreement()
-    if isinstance(store, DeviceKVStore) and store.group is not None:
-        return OverRanks(store.group)
-    return OverServers(store) if isinstance(store, DistKVStore) else OverVerbs(store)
 
 
 def _with_length(data: bytes) -> bytes:

@@ -20,6 +20,7 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.kvstore.agreement import Agreement, OverServers
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
 from kvtrainer.kvstore.verbs import TableKVStore
@@ -131,14 +132,16 @@ class DistKVStore(TableKVStore):
         name = f"/trainer{len(self._for_trainers) + 1}"
         return self._lend(self._connect(name, replace(self.mode, by_host=by_host)))
 
-    def open_side_client(self) -> Client:
-        """Connect a client of synchronous rounds for what is agreed on beside training.
+    def open_agreement(self) -> Agreement:
+        """As `TableKVStore.open_agreement`, over synchronous rounds of a new client.
 
         It has a namespace of its own. As with `open_client`, the n-th one of every worker meets the n-th of the others;
         blocks until the servers answer.
         """
+        if self.num_workers == 1:
+            return Agreement()
         self._sides += 1
-        return self._connect(f"/side{self._sides}", SYNCHRONOUS)
+        return OverServers(self._connect(f"/side{self._sides}", SYNCHRONOUS))
 
     def close(self) -> None:
         try:

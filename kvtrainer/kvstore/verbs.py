@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
+from kvtrainer.kvstore.agreement import Agreement, OverRanks, OverVerbs
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.replicas import (
     ReplicaCompressor,
@@ -345,19 +347,35 @@ class TableKVStore(KVStoreBase):
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Load saved states; on every worker the same file, after `init` and `set_optimizer`.
 
+        Collective: blocks until all workers have taken it over, or none.
+
         Raises:
             ConfigurationError: no optimizer is set.
-            StateFileError, StateMismatchError: the file cannot be read or does not fit; nothing has changed.
+            StateFileError, StateMismatchError: the file cannot be read or does not fit.
+            RoundAbortedError: another worker cannot read it, or it does not fit there; says which and why.
+            In each case nothing has changed, on any worker.
         """
-        optimizer, entries = self._known_optimizer(), list(self._entries.values())
+        with closing(self.open_agreement()) as agreement:
+            with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
+                saved = self._fitting_states(fname)
+            # No worker goes on while another one may still replace what is on servers.
+            with agreement.all_or_none(f"take over the states of {os.fspath(fname)!r}"):
+                self._adopt_states(saved)
+
+    def _fitting_states(self, fname: str | os.PathLike[str]) -> SavedStates:
+        """Read saved states. Raises StateFileError; StateMismatchError unless they fit the keys and the optimizer."""
+        optimizer, specs = self._known_optimizer(), [entry.spec for entry in self._entries.values()]
         saved = read_state_file(fname)
-        specs = [entry.spec for entry in entries]
         if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
             raise StateMismatchError(
                 f"the saved states do not fit this kvstore, which is unchanged: {'; '.join(problems)}. Load the states "
                 "of the same keys and the same optimizer"
             )
-        for entry in entries:
+        return saved
+
+    def _adopt_states(self, saved: SavedStates) -> None:
+        optimizer = self._known_optimizer()
+        for entry in self._entries.values():
             found, holder = saved.parameters[entry.spec.key].state, _Holder(self._client, entry.table)
             states = {0: dict(found)} if found else {}
             import_states(entry.table.plan, holder, states, optimizer, torch.device("cpu"))
@@ -480,6 +498,10 @@ class TableKVStore(KVStoreBase):
         """
         assert self._engine is not None
         return self._lend(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
+
+    def open_agreement(self) -> Agreement:
+        """Return how all workers agree on something beside their rounds. Collective; close it when that is done."""
+        return Agreement() if self.group is None else OverRanks(self.group)
 
     def _lend(self, client: Client) -> Client:
         self._for_trainers.append(weakref.ref(client))
@@ -845,6 +867,13 @@ class TableKVStore(KVStoreBase):
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:
         return None if self._codec is None else Compressor(self._codec, table.plan)
+
+
+def agreement_of(store: KVStoreBase | None) -> Agreement:
+    """Return how the workers of a store agree; for one worker, or no store, this process alone."""
+    if store is None or store.num_workers == 1:
+        return Agreement()
+    return store.open_agreement() if isinstance(store, TableKVStore) else OverVerbs(store)
 
 
 class _Holder:

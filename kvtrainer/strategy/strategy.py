@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kvstore_server import __version__, check
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
-from kvtrainer.kvstore.agreement import Agreement, agreement_of
+from kvtrainer.kvstore.agreement import Agreement
+from kvtrainer.kvstore.verbs import agreement_of
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment

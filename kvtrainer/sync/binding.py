@@ -25,11 +25,11 @@ from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.session import Report
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
-from kvtrainer.kvstore.agreement import Agreement, agreement_of
+from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.replicas import ReplicaCompressor
-from kvtrainer.kvstore.verbs import TableKVStore
+from kvtrainer.kvstore.verbs import TableKVStore, agreement_of
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.profiler import Profiler

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 import kvtrainer
 from kvtrainer import kvstore
-from kvtrainer.errors import ConfigurationError, StateMismatchError
+from kvtrainer.errors import ConfigurationError, RoundAbortedError, StateFileError, StateMismatchError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from kvtrainer.optimizer import create
@@ -321,6 +321,30 @@ def test_training_goes_on_as_if_never_interrupted(
     found = jobs.results(2, after, second)
     expected = steps(started(kvstore.create("local"), optimizer), range(5), range(2))
     for one in found:
+        for a, b in zip(one, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("damage", ["damaged", "another store's"])
+def test_states_that_one_worker_cannot_read_are_loaded_by_none(
+    jobs: Servers, tmp_path: Path, damage: str
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
+        path = tmp_path / f"{rank}"
+        started(kv, "sgd").save_optimizer_states(path)
+        if rank == 1 and damage == "damaged":
+            path.write_bytes(path.read_bytes()[:-1])
+        elif rank == 1:
+            started(kvstore.create("local"), "adam").save_optimizer_states(path)
+        kv.barrier()
+        steps(kv, range(2), range(rank, rank + 1))  # there is momentum, which the files lack
+        own = StateFileError if damage == "damaged" else StateMismatchError
+        with pytest.raises(own if rank == 1 else RoundAbortedError, match="rank 1" if rank == 0 else None):
+            kv.load_optimizer_states(path)
+        return steps(kv, range(2, 4), range(rank, rank + 1))
+
+    expected = steps(started(kvstore.create("local"), "sgd"), range(4), range(2))
+    for one in jobs.results(2, 2, body):
         for a, b in zip(one, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
