@@ -1,8 +1,9 @@
 """The norm and finiteness of a gradient, wherever it lies, and what follows.
 
-A norm is made of one partial for each slice of the Plan: Σ |g|^p of the slice's sum of gradients, or its greatest
-magnitude for the maximum norm, in float64 and over blocks of a fixed size. Partials are combined in the order of the
-slices. So neither the number of servers, nor who measures, nor the number of threads changes a bit of it.
+A norm is made of one partial for each slice of the Plan: the norm of the slice's sum of gradients, in float64 and over
+blocks of a fixed size. Partials are combined in the order of the slices. So neither the number of servers, nor who
+measures, nor the number of threads changes a bit of it. Powers that float64 cannot hold are taken of what is divided by
+the greatest magnitude, so a norm is infinite only where it is itself too large for float64.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kvstore_server.rows import RowSet, split_rows
 
 _BLOCK = 16384
 """Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""
+_LEAST = 1e-290
+"""A sum of powers below this may have lost digits."""
 
 
 class Measured(NamedTuple):
@@ -64,20 +67,45 @@ class Guard:
 
 
 def partial_norm(values: Tensor, norm_type: float) -> float:
-    """Σ |g|^p of all elements in float64, their greatest magnitude for p = ∞; a NaN or an infinity stays one.
+    """(Σ |g|^p)^(1/p) of all elements in float64, their greatest magnitude for p = ∞; a NaN or an infinity stays one.
 
     Args:
         values: any shape; contiguous ones are fastest.
     """
-    blocks = torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
     if norm_type == math.inf:
-        parts = [block.abs().amax().double() for block in blocks]
-    else:
-        wide = (block.double() if block.dtype != torch.float64 else block.clone() for block in blocks)
-        parts = [_powers(block, norm_type).sum() for block in wide]
-    if parts and values.device.type != "cpu":
-        return _fold(torch.stack(parts).tolist(), norm_type)
-    return _fold((float(part) for part in parts), norm_type)
+        return _greatest(_floats([block.abs().amax().double() for block in _blocks(values)]))
+    total = _sum_of_powers(values, norm_type)
+    if _LEAST < total < math.inf or math.isnan(total):
+        return _root(total, norm_type)
+    greatest = partial_norm(values, math.inf)
+    if greatest == 0.0 or greatest == math.inf:
+        return greatest
+    return greatest * _root(_sum_of_powers(values, norm_type, greatest), norm_type)
+
+
+def _blocks(values: Tensor) -> Sequence[Tensor]:
+    return torch.split(values.reshape(-1), _BLOCK) if values.numel() else ()
+
+
+def _sum_of_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
+    wide = (block.double() if block.dtype != torch.float64 else block.clone() for block in _blocks(values))
+    some = wide if divisor == 1.0 else (block.div_(divisor) for block in wide)
+    return sum(_floats([_powers(block, norm_type).sum() for block in some]), 0.0)
+
+
+def _floats(parts: Sequence[Tensor]) -> Iterable[float]:
+    if parts and parts[0].device.type != "cpu":
+        return torch.stack([*parts]).tolist()
+    return (float(part) for part in parts)
+
+
+def _root(total: float, norm_type: float) -> float:
+    if norm_type in (1.0, 2.0):
+        return total if norm_type == 1.0 else math.sqrt(total)
+    try:
+        return float(total ** (1.0 / norm_type))
+    except OverflowError:
+        return math.inf
 
 
 def _powers(values: Tensor, norm_type: float) -> Tensor:
@@ -94,10 +122,11 @@ def is_finite(values: Tensor, partial: float) -> bool:
 
 def combine(partials: Iterable[float], norm_type: float) -> float:
     """Combine partials, in the order of their slices, to the norm."""
-    total = _fold(partials, norm_type)
-    if norm_type in (1.0, math.inf) or not math.isfinite(total):
-        return total
-    return math.sqrt(total) if norm_type == 2.0 else total ** (1.0 / norm_type)
+    all_partials = [*partials]
+    greatest = _greatest(all_partials)
+    if norm_type == math.inf or greatest == 0.0 or not math.isfinite(greatest):
+        return greatest
+    return greatest * _root(sum([(one / greatest) ** norm_type for one in all_partials], 0.0), norm_type)
 
 
 UNCHANGED = Decision()
@@ -174,7 +203,7 @@ def partial_of_slice(
     parts += [sparse[position].values for position in sorted(sparse)]
     partials = [partial_norm(part, norm_type) for part in parts]
     finite = all(is_finite(part, partial) for part, partial in zip(parts, partials, strict=True))
-    return _fold(partials, norm_type), finite
+    return combine(partials, norm_type), finite
 
 
 def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
@@ -191,11 +220,10 @@ def _scaled(values: Tensor, scale: float) -> Tensor:
     return (values.float() if values.dtype.itemsize < 4 else values) * scale
 
 
-def _fold(partials: Iterable[float], norm_type: float) -> float:
-    total = 0.0
+def _greatest(partials: Iterable[float]) -> float:
+    """Return the greatest of numbers that are not negative; a NaN if one is."""
+    found = 0.0
     for partial in partials:
-        if norm_type != math.inf:
-            total += partial
-        elif math.isnan(partial) or partial > total:  # nothing is above a NaN that is there already
-            total = partial
-    return total
+        if math.isnan(partial) or partial > found:  # nothing is above a NaN that is there already
+            found = partial
+    return found

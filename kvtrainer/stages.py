@@ -83,14 +83,15 @@ class Limits:
     def decide(self, measured: Measured) -> Decision:
         """Decide about a gradient.
 
-        The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is not a number cannot be
-        limited; where such a gradient is not to be skipped, it is used as it is.
+        The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is infinite or not a number
+        cannot be limited; where such a gradient is not to be skipped, it is used as it is.
         """
-        if not measured.is_finite and self.checks_finite:
+        is_usable = measured.is_finite and (self.max_norm is None or math.isfinite(measured.norm))
+        if not is_usable and self.checks_finite:
             return Decision(skip=True)
         if self.clip_value is not None:
             return Decision(clip_value=self.clip_value)
-        if self.max_norm is None or not measured.is_finite:
+        if self.max_norm is None or not is_usable:
             return Decision()
         return Decision(coef=min(1.0, self.max_norm / (measured.norm + _EPSILON)))
 

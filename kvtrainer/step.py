@@ -776,9 +776,9 @@ class StepPipeline:
         said, self.bad_loss = self.bad_loss, ""
         if is_skipped and limits.on_nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"{said}a gradient or the loss is infinite or not a number, on this worker or another, so nothing was "
-                "updated; torch.autograd.detect_anomaly finds the operation, and on_nonfinite='skip' goes on without "
-                "such steps"
+                f"{said}a gradient, its norm or the loss is infinite or not a number, on this worker or another, so "
+                "nothing was updated; torch.autograd.detect_anomaly finds the operation, and on_nonfinite='skip' goes "
+                "on without such steps"
             )
         return self.last
 

@@ -149,6 +149,7 @@ def test_momentum_begins_with_the_first_step_that_does_not_overflow(scaler_class
         (torch.float16, 60_000.0, 4),
         (torch.bfloat16, 1e20, 4),
         (torch.float32, 1e20, 4),
+        (torch.float64, 1e200, 4),
     ],
     ids=str,
 )

@@ -57,15 +57,15 @@ class HeldBench(Bench):
 def test_every_server_is_told_the_decision_when_all_have_said_what_they_hold() -> None:
     bench = HeldBench(2, lambda server, commit: [bench.held(server, 4.0, 5.0)], Decision(0.25, 3.0))
     bench.run()
-    assert bench.measured == [Measured(math.sqrt(18.0), True)]
+    assert bench.measured == [Measured(math.sqrt(82.0), True)]
     assert bench.resolved() == [(s, m.Resolve(s + 5, 3, 0.25, 3.0, False)) for s in (0, 1)]
     holds = [body.hold for body in bench.servers.bodies(m.Contribute) if is_commit(body)]  # type: ignore[attr-defined]
     assert holds == [2.0] * 2
     assert bench.out.unique().tolist() == [9.0]
 
 
-def test_partial_norms_are_added_in_the_order_of_the_slices_whoever_holds_them() -> None:
-    parts = (1.0, 1e-16, 1e-16, 1e-16)
+def test_partial_norms_are_combined_in_the_order_of_the_slices_whoever_holds_them() -> None:
+    parts = (1.0, 1e-8, 1e-8, 1e-8)
     bench = HeldBench(2, lambda server, commit: [])
     owners = [piece.server for piece in bench.plan.slices]
     assert owners[0] != owners[1]
@@ -79,7 +79,7 @@ def test_partial_norms_are_added_in_the_order_of_the_slices_whoever_holds_them()
     bench.run()
     total = 0.0
     for index in sorted(values):
-        total += values[index]
+        total += values[index] ** 2
     assert bench.measured == [Measured(math.sqrt(total), True)]
 
 
@@ -122,7 +122,7 @@ def test_weights_without_what_was_measured_are_not_enough() -> None:
     bench = HeldBench(2, act)
     bench.run()
     assert asked == [0, 1, 1]
-    assert bench.measured == [Measured(math.sqrt(8.0), True)]
+    assert bench.measured == [Measured(math.sqrt(32.0), True)]
     assert not bench.resolved()
     assert bench.table.round == 4
 

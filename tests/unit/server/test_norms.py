@@ -61,12 +61,24 @@ def test_what_is_not_finite_stays_so_in_the_norm(p: float, bad: float, at: int) 
     assert not is_finite(values, partial)
 
 
-def test_numbers_too_large_for_the_norm_are_finite_all_the_same() -> None:
-    values = torch.full((4,), 1e200, dtype=torch.float64)
-    partial = partial_norm(values, 2.0)
+@pytest.mark.parametrize("magnitude", [1e200, 1e-200])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 9.0, 0.5, INF])
+def test_powers_that_float64_cannot_hold_do_not_spoil_a_norm(p: float, magnitude: float) -> None:
+    values = torch.tensor([3.0, -4.0, 0.0, 1.0], dtype=torch.float64) * magnitude
+    partials = [partial_norm(values[:2], p), partial_norm(values[2:], p)]
+    assert combine(partials, p) / magnitude == pytest.approx(norm_of(values / magnitude, p), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "p"), [(torch.full((4,), 1e308, dtype=torch.float64), 2.0), (torch.ones(20_000), 0.01)]
+)
+def test_a_norm_too_large_for_float64_is_infinite_though_the_numbers_are_finite(
+    values: Tensor, p: float
+) -> None:
+    partial = partial_norm(values, p)
     assert partial == INF
     assert is_finite(values, partial)
-    assert combine([partial], 2.0) == INF
+    assert combine([partial, 1.0], p) == INF
 
 
 def test_the_greatest_magnitude_forgets_no_nan_that_came_before_it() -> None:

@@ -57,7 +57,7 @@ def test_dense_and_sparse_gradients_are_limited_by_their_common_norm(in_store: b
 def test_nan_gradient_of_a_finite_loss_is_found(in_store: bool | None) -> None:
     p = parameter([0.0, 1.0])
     trainer = trainer_of(p, in_store, on_nonfinite="raise")
-    with pytest.raises(NonFiniteGradientError, match="gradient or the loss"):
+    with pytest.raises(NonFiniteGradientError, match="gradient, its norm or the loss"):
         trainer.update_params(torch.where(p > 0, p.sqrt(), torch.zeros(2)).sum())
     assert p.tolist() == [0.0, 1.0]
 
@@ -154,8 +154,12 @@ def test_norm_that_is_no_number_skips_the_step_unless_it_is_to_be_ignored() -> N
     assert limits({"max_norm": 1}, "ignore").decide(BROKEN) == Decision()
 
 
-def test_finite_gradient_whose_norm_overflows_becomes_zero_as_with_torch() -> None:
-    assert limits({"max_norm": 1}).decide(Measured(math.inf, True)) == Decision(coef=0.0)
+def test_finite_gradient_whose_norm_overflows_counts_as_one_that_is_not_finite() -> None:
+    overflowed = Measured(math.inf, True)
+    assert limits({"max_norm": 1}).decide(overflowed) == Decision(skip=True)
+    assert limits({"max_norm": 1}, "ignore").decide(overflowed) == Decision()
+    assert limits({"type": "value", "clip_value": 2.0}).decide(overflowed) == Decision(clip_value=2.0)
+    assert limits(None, "skip").decide(overflowed) == Decision()
 
 
 def test_error_if_nonfinite_means_raise() -> None:
