@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 DOCS := .venv-docs
 PLOTS := .venv-plots
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+# A process that crashed is not replaced: with loadfile, xdist then waits for ever at the end, and CI with it.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
 .PHONY: demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
@@ -56,18 +58,18 @@ test test-transports test-full: export PYTHONDONTWRITEBYTECODE =
 # Tests of a file, which share processes, stay together; files go in order, the slow ones first. What is said of the CPU
 # is tested there, also where there is a GPU; what needs one comes after.
 test: $(READY)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not full" $(PARALLEL) --no-loadscope-reorder
 	$(BIN)/python -m pytest tests/gpu
 
 # Each test of a job takes one of these ways; here all take all.
 test-transports: $(READY)
 	for way in auto ipc tcp; do \
-		KVSTORE_TRANSPORT=$$way $(BIN)/python -m pytest tests/integration -m "not full" -n auto --maxprocesses 4 --dist loadfile || exit 1; \
+		KVSTORE_TRANSPORT=$$way $(BIN)/python -m pytest tests/integration -m "not full" $(PARALLEL) || exit 1; \
 	done
 
 # Some of these take many minutes; a dump of what threads do meanwhile can crash the interpreter that it looks at.
 test-full: $(READY)
-	$(BIN)/python -m pytest -m full -n auto --maxprocesses 4 --dist loadfile -o faulthandler_timeout=0
+	$(BIN)/python -m pytest -m full $(PARALLEL) -o faulthandler_timeout=0
 
 test-mxnet: $(READY)
 	benchmarks/mxnet_env.sh .venv-mxnet2 2.0.0b1
