@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,35 +73,6 @@ def test_a_tensor_that_is_made_from_nothing_names_its_device() -> None:
                 if not {"device", None} & {one.arg for one in options}:
                     unnamed.append(f"{path}:{node.lineno}: torch.{name}")
     assert unnamed == []
-
-
-def test_a_docstring_of_a_function_says_what_to_expect_and_is_no_clause() -> None:
-    wrong = []
-    for path, node, text in _docstrings():
-        is_property = any("property" in ast.unparse(one) for one in getattr(node, "decorator_list", ()))
-        is_clause = re.match("What|Whether|Which|Who|How|Where|When|Why|Of |The |An? ", text)
-        if isinstance(node, ast.FunctionDef) and is_clause and not is_property:
-            wrong.append(f"{path.name}: {text.splitlines()[0]}")
-    assert wrong == []
-
-
-def test_a_docstring_begins_with_a_sentence_of_at_most_80_columns() -> None:
-    wrong = []
-    for path, _, text in _docstrings():
-        paragraph = text.partition("\n\n")[0].replace("\n", " ")
-        sentence = re.split(r"(?<=[.!?:;])\s", paragraph)[0]
-        if len(sentence) > 80:
-            wrong.append(f"{path.parent.name}/{path.name}: {len(sentence)} columns: {sentence}")
-    assert wrong == []
-
-
-def _docstrings() -> Iterator[tuple[Path, ast.AST, str]]:
-    """The docstrings of all modules, classes and functions of the packages, with what they are of."""
-    for path, node in _nodes():
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield path, node, text
 
 
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
