@@ -634,7 +634,7 @@ def _decoded(codec: bytes, total: Array) -> Array:
 def _partial(total: Array, norm_type: float) -> float:
     """The partial norm of a slice, from the formula alone."""
     wide = np.abs(total.astype(np.float64))
-    return float(wide.max() if norm_type == np.inf else (wide**norm_type).sum())
+    return float(wide.max() if norm_type == np.inf else (wide**norm_type).sum() ** (1.0 / norm_type))
 
 
 # ---------------------------------------------------------------- contributions one by one

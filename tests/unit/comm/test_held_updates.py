@@ -96,10 +96,12 @@ def test_compressed_gradients_are_measured_as_they_arrive_and_a_skipped_one_leav
     assert norms == [0.0, 0.0, 0.5 * numel, 0.5 * numel]
 
 
-def test_doubles_whose_squares_overflow_are_still_finite() -> None:
+def test_doubles_whose_squares_overflow_have_a_finite_norm() -> None:
     job = Job(2, "sgd", "float64")
-    outcome = job.run({"float64": torch.full_like(job.weights["float64"], 1e200)}, Decision(skip=True))
-    assert outcome.measured == Measured(math.inf, True)
+    grads = {key: torch.full(shape, 1e200, dtype=torch.float64) for key, shape in SHAPES.items()}
+    outcome = job.run(filled(job.plan, grads), Decision(skip=True))
+    numel = sum(spec.numel for spec in job.plan.specs)
+    assert outcome.measured == Measured(pytest.approx(SCALE * 1e200 * math.sqrt(numel), rel=1e-12), True)
 
 
 def test_a_guard_where_the_store_does_not_update_is_refused() -> None:
