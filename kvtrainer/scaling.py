@@ -1,7 +1,7 @@
 """Loss scales: factors of a loss that save small gradients in half precision, how they adapt, and the option `amp`.
 
-One scale machine has three faces: Gluon's, torch's, and a scale that does not change. Torch's computes as
-torch.amp.GradScaler does, in float32. What saved a scale before may have been torch, MMCV's LossScaler or this library.
+`LossScaler` does all of it, with Gluon's numbers; `TorchLossScaler` and `StaticLossScaler` only give it others. Torch's
+computes as torch.amp.GradScaler does, in float32. A saved scale may come from torch, MMCV's LossScaler or this library.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ class LossScaler:
         loss_scale: what to begin with; at most 2^24.
     """
 
+    _kind: str | None = _GLUON
+    """`_GLUON`; `_STATIC`; or None, as torch's, of which alone the scale is rounded to float32."""
     _growth, _backoff, _interval = 2.0, 0.5, CLEAN_STEPS
     _least, _most = LEAST, LARGEST
-    _is_float32 = False
-    """Whether the scale is kept in that precision."""
-    _kind: str | None = _GLUON
 
     def __init__(self, loss_scale: float = FIRST) -> None:
         self.loss_scale = check.number("a loss scale", loss_scale, LEAST, LARGEST)
         """The factor of the next loss."""
         self.clean_steps = 0
         """Steps without an overflow since the scale last changed."""
+        self.min_scale: float | None = None
+        """A floor that was asked for."""
         self._carried: float | None = None
         """The scale that the present gradients carry, which may have been replaced since; None of no scaled loss."""
         self._is_unscaled = False
@@ -97,6 +98,8 @@ class LossScaler:
     def update(self, overflow: bool) -> None:
         """End a step: adapt the scale. `overflow`: whether a gradient was infinite or not a number, on any worker."""
         self.mark_dropped()
+        if self._kind == _STATIC:
+            return
         self.loss_scale = before = self._rounded(self.loss_scale)
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
@@ -113,35 +116,47 @@ class LossScaler:
             self.loss_scale = grown if math.isfinite(grown) else before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that torch.amp.GradScaler can load, and the kind."""
+        """Return plain numbers that torch.amp.GradScaler can load, with any floor that was asked for and the kind."""
         values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
-        numbers: dict[str, Any] = dict(zip(_TORCHS, values, strict=True))
-        return numbers if self._kind is None else {**numbers, _KIND: self._kind}
+        more = {"min_scale": self.min_scale, _KIND: self._kind}
+        numbers = dict(zip(_TORCHS, values, strict=True))
+        return numbers | {name: value for name, value in more.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the scale and the count of clean steps of a scaler's state.
+        """Take over the numbers that a scaler of this library, torch's or MMCV's has saved.
 
-        It is static, or adapts as this one does.
+        Gluon's scaler takes the scale and the count of clean steps of one that is static, or adapts as it does. A
+        static scale is an option and not something that was learned: it stays, as does a floor that was set here.
+        An empty state, which torch's saves while it is disabled, changes nothing; Gluon's refuses it.
 
         Raises:
             ConfigurationError: it is something else; nothing has changed then.
         """
-        numbers = _read(state)
+        if self._kind != _GLUON and isinstance(state, Mapping) and not state:
+            _log.info("the saved state of the loss scaler is empty: it goes on with %g", self.loss_scale)
+            return
+        numbers = {**self.state_dict(), **_read(state)}
+        scale, *factors, clean_steps = (numbers[name] for name in _TORCHS)
+        if self._kind == _STATIC:
+            if scale != self.loss_scale:
+                _log.info("the saved loss scale is %g; the static one of %g stays", scale, self.loss_scale)
+            return
         own = self._growth, self._backoff, self._interval
-        theirs = tuple(numbers.get(name, mine) for name, mine in zip(_TORCHS[1:4], own, strict=True))
-        if theirs != own:
+        if self._kind == _GLUON and tuple(factors) != own:
             raise ConfigurationError(
                 f"a {type(self).__name__} has the growth factor, backoff factor and growth interval {own}, the saved "
-                f"state has {theirs}; use the Trainer's option amp=dict(...) for these"
+                f"state has {tuple(factors)}; use the Trainer's option amp=dict(...) for these"
             )
-        count = check.integer(
-            "a saved count of clean steps", numbers["_growth_tracker"], 0, self._interval - 1
-        )
-        self.loss_scale = check.number("a loss scale", numbers["scale"], LEAST, LARGEST)
-        self.clean_steps = count
+        if self._kind == _GLUON:
+            check.integer("a saved count of clean steps", clean_steps, 0, self._interval - 1)
+            check.number("a loss scale", scale, LEAST, LARGEST)
+        elif self.min_scale is None and state.get("min_scale") is not None:
+            self._least = self.min_scale = _positive("min_scale", state["min_scale"])
+        self.loss_scale, self.clean_steps = self._rounded(scale), clean_steps
+        self._growth, self._backoff, self._interval = factors
 
     def _rounded(self, scale: float) -> float:
-        return ctypes.c_float(scale).value if self._is_float32 else scale
+        return ctypes.c_float(scale).value if self._kind is None else scale
 
 
 class TorchLossScaler(LossScaler):
@@ -157,7 +172,7 @@ class TorchLossScaler(LossScaler):
         ConfigurationError: a number is impossible.
     """
 
-    _most, _is_float32, _kind = math.inf, True, None
+    _kind, _most = None, math.inf
 
     def __init__(
         self,
@@ -170,34 +185,10 @@ class TorchLossScaler(LossScaler):
         super().__init__()
         self.loss_scale = self._rounded(_positive("init_scale", init_scale))
         self._growth, self._backoff, self._interval = _factors(growth_factor, backoff_factor, growth_interval)
-        self.min_scale = None if min_scale is None else _positive("min_scale", min_scale)
-        if self.min_scale is not None:
+        if min_scale is not None:
+            self._least = self.min_scale = _positive("min_scale", min_scale)
             if self.min_scale > init_scale:
                 raise ConfigurationError(f"min_scale {min_scale!r} is above init_scale {init_scale!r}")
-            self._least = self.min_scale
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that torch.amp.GradScaler can load, and any `min_scale`."""
-        numbers = super().state_dict()
-        return numbers if self.min_scale is None else {**numbers, "min_scale": self.min_scale}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a scaler has saved: this one, torch's, MMCV's or kvtrainer.amp.LossScaler.
-
-        An empty state, which torch's saves while it is disabled, changes nothing. A floor that was set here stays.
-
-        Raises:
-            ConfigurationError: it is something else; nothing has changed then.
-        """
-        if isinstance(state, Mapping) and not state:
-            _log.info("the saved state of the loss scaler is empty: it goes on with %g", self.loss_scale)
-            return
-        numbers = {**self.state_dict(), **_read(state)}
-        if self.min_scale is None and state.get("min_scale") is not None:
-            self._least = self.min_scale = _positive("min_scale", state["min_scale"])
-        scale, *factors, self.clean_steps = (numbers[name] for name in _TORCHS)
-        self.loss_scale = self._rounded(scale)
-        self._growth, self._backoff, self._interval = factors
 
 
 class StaticLossScaler(LossScaler):
@@ -212,22 +203,6 @@ class StaticLossScaler(LossScaler):
     def __init__(self, scale: float = 512.0) -> None:
         super().__init__()
         self.loss_scale = _positive("a loss scale", scale)
-
-    def update(self, overflow: bool) -> None:
-        """End a step; nothing changes."""
-        self.mark_dropped()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that it is the state of a scaler. The scale stays: it is an option, not something that was learned.
-
-        Raises:
-            ConfigurationError: it is something else.
-        """
-        if isinstance(state, Mapping) and not state:
-            return
-        saved = _read(state)["scale"]
-        if saved != self.loss_scale:
-            _log.info("the saved loss scale is %g; the static one of %g stays", saved, self.loss_scale)
 
 
 class Precision(NamedTuple):
@@ -365,18 +340,14 @@ def unscale(trainer: Any) -> None:
     scaler.mark_unscaled()
 
 
-class PlainScaling(NamedTuple):
-    """What a plain torch.amp.GradScaler tells an optimizer. Its step multiplies the gradients by the factor."""
-
-    overflows: bool
-    factor: float
-
-
-def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScaling:
+def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[bool, float]:
     """Read what a plain torch.amp.GradScaler wants of the step that it is calling.
 
     An optimizer with `_step_supports_amp_scaling` is always called, and finds the attributes `found_inf` and
     `grad_scale` (None once unscaled), which the scaler removes afterwards.
+
+    Returns:
+        Whether a gradient overflows, and the factor by which the step multiplies the gradients.
 
     Raises:
         ConfigurationError: there are several workers, which such a scaler does not ask; or the Trainer scales losses.
@@ -392,7 +363,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> PlainScal
     except ConfigurationError:
         del trainer.found_inf, trainer.grad_scale  # type: ignore[attr-defined]
         raise
-    return PlainScaling(bool(found), 1.0 if scale is None else 1.0 / float(scale))
+    return bool(found), 1.0 if scale is None else 1.0 / float(scale)
 
 
 def refuse_second_scaler(trainer: Any) -> None:

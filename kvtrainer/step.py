@@ -41,7 +41,7 @@ from kvtrainer.groups import ParameterGroups
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
-from kvtrainer.scaling import LossScaler, PlainScaling
+from kvtrainer.scaling import LossScaler
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import Accumulation, Limits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
@@ -148,12 +148,13 @@ class StepPipeline:
         batch_size: float | SupportsIndex | None,
         ignore_stale_grad: bool,
         closure: Callable[[], Any] | None,
-        loops_scaling: Callable[[int], PlainScaling] | None,
+        loops_scaling: Callable[[int], tuple[bool, float]] | None,
     ) -> Any:
         """Make a step; arguments, result and errors as of `Trainer.step`.
 
         Args:
-            loops_scaling: number of workers → what the GradScaler of torch that makes the step says of the gradients.
+            loops_scaling: number of workers → whether the GradScaler of torch that makes the step has found an
+                overflow, and the factor that undoes its scale.
         """
         scale = self._scale_of(batch_size)
         loss = None
@@ -179,9 +180,9 @@ class StepPipeline:
         was_bad = self.is_bad
         again = None if closure is None else self._evaluator(closure, loss, scale)
         if loops_scaling is not None:
-            plain = loops_scaling(self.link.num_workers)
-            undone *= plain.factor
-            self.is_bad = was_bad or plain.overflows
+            overflows, factor = loops_scaling(self.link.num_workers)
+            undone *= factor
+            self.is_bad = was_bad or overflows
         try:
             scale *= undone / self._gather(fresh, carried)
             updated: list[bool] | None = fresh
