@@ -7,7 +7,6 @@ of a Trainer need no hook; these are for runners, and for classes that were deri
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -29,8 +28,8 @@ from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
 from kvtrainer.scaling import make_precision, unscale
 from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise
-from kvtrainer.schedules.formulas import Formula, check_options, make_policy, warmup_factor
-from kvtrainer.schedules.param_schedule import GroupValue, MomentumWarmup, ScheduleSpec
+from kvtrainer.schedules.formulas import Formula, check_options, make_policy
+from kvtrainer.schedules.param_schedule import GroupValue, ScheduleSpec, Warmup
 from kvtrainer.stages import make_limits
 from kvtrainer.types import StepResult
 
@@ -474,7 +473,7 @@ class ValueHook(Hook):
         vars(self).update({f"base_{self._value}": [], f"regular_{self._value}": []})
         self._targets: dict[str, GroupValue] = {}
         self._policy: Formula | None = None
-        self._lift = MomentumWarmup()
+        self._warm_up = Warmup(self._value)
 
     def before_train_epoch(self, runner: Any) -> None:
         if self.warmup_epochs is not None:
@@ -527,9 +526,8 @@ class ValueHook(Hook):
 
     def _get_warmup(self, cur_iters: int) -> Values:
         """Return what the warm-up makes of the regular values in this batch."""
-        factor = warmup_factor(str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio)
-        lift = self._lift if self._value == "momentum" else operator.mul
-        return _each(lambda one: lift(one, factor), getattr(self, f"regular_{self._value}"))
+        where = str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio
+        return _each(lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}"))
 
     def _write(self, values: Values) -> None:
         for name, its in (values if isinstance(values, Mapping) else {"": values}).items():

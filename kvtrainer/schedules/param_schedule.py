@@ -325,7 +325,7 @@ class ParamSchedule:
             )
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = spec.passed, 0
-        self._lift = MomentumWarmup()
+        self._warm_up = Warmup(spec.name)
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
         """Counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
         later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
@@ -464,8 +464,7 @@ class ParamSchedule:
             return value
         is_apart = self.warmup_clock is not None
         warmed = self._warm_count if is_apart else self._count - spec.begin * self._steps_per_unit
-        factor = warmup_factor(str(spec.warmup), warmed, spec.warmup_length, spec.warmup_ratio)
-        return self._lift(value, factor) if spec.name == "momentum" else value * factor
+        return self._warm_up(value, str(spec.warmup), warmed, spec.warmup_length, spec.warmup_ratio)
 
     def _precedes(self, other: ParamSchedule) -> bool:
         mine, its = self._spec, other._spec
@@ -497,20 +496,22 @@ def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
     return int(state_dict["_global_step"]) // int(passes)
 
 
-class MomentumWarmup:
-    """Raise momentum in a warm-up, but not to 1; warn once where that makes a difference."""
+class Warmup:
+    """Multiply a value by `warmup_factor`; divide momentum by it, but not up to 1, and warn once where that matters."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._is_of_momentum = name == "momentum"
         self._has_warned = False
 
-    def __call__(self, momentum: float, factor: float) -> float:
-        """Return momentum divided by the factor of the learning rate, or less."""
-        most = max(momentum, MOST_MOMENTUM)
-        lifted = min(momentum / factor, most)
-        if lifted != momentum / factor and not self._has_warned:
+    def __call__(self, value: float, kind: str, at: int, length: int, ratio: float) -> float:
+        factor = warmup_factor(kind, at, length, ratio)
+        if not self._is_of_momentum:
+            return value * factor
+        lifted = min(value / factor, max(value, MOST_MOMENTUM))
+        if lifted != value / factor and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"the warm-up would raise momentum {momentum:g} to {momentum / factor:g}; it is kept at {lifted:g}. A "
+                f"the warm-up would raise momentum {value:g} to {value / factor:g}; it is kept at {lifted:g}. A "
                 "warmup_ratio that is further from 0 avoids that. This is said once",
                 ScheduleWarning,
                 stacklevel=level_of_user(),
