@@ -307,15 +307,6 @@ def test_scale_is_resumed_from_the_meta_data() -> None:
         assert runner.trainer.loss_scaler.loss_scale == scale
 
 
-@pytest.mark.parametrize("loss_scale", [512.0, "dynamic", {"init_scale": 32.0}])
-def test_torchs_scaler_takes_over_what_the_meta_data_have(loss_scale: Any) -> None:
-    runner = Runner(Weights(), Fp16OptimizerHook(loss_scale=loss_scale))
-    runner.run([batch([1, 2])])
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(runner.meta["fp16"]["loss_scaler"])
-    assert theirs.get_scale() == runner.trainer.amp_loss_scale
-
-
 def test_hook_has_its_scaler_before_the_run_and_the_trainer_takes_that_one() -> None:
     hook = Fp16OptimizerHook(loss_scale="dynamic")
     assert hook.loss_scaler is not None

@@ -16,7 +16,7 @@ from kvstore_server.optimizer import create
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
 from kvtrainer.groups import UpdateCounter
-from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, LRScheduler, PolyScheduler
+from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, PolyScheduler
 from kvtrainer.schedules.param_schedule import ParamSchedule
 from kvtrainer.types import Group
 from tests.support import ways_to_train
@@ -173,14 +173,6 @@ def test_parameters_added_to_the_instance_are_trained_and_scheduled() -> None:
     assert values([a, b]) == [-1.5, -0.75]
 
 
-TRACES: dict[str, tuple[LRScheduler, list[float]]] = {
-    # MXNet's own traces for num_update 1, 2, 3, …
-    "factor": (FactorScheduler(step=2, factor=0.5, base_lr=1), [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]),
-    "poly": (PolyScheduler(10, base_lr=1, pwr=2), [0.81, 0.64, 0.49, 0.36, 0.25, 0.16, 0.09]),
-    "warm-up": (CosineScheduler(10, base_lr=1, warmup_steps=4), [0.25, 0.5, 0.75, 1, 0.9330127, 0.75, 0.5]),
-}
-
-
 def scheduled(parameters: Any, uok: bool | None = None, kind: str = "sgd", **options: Any) -> Trainer:
     return ways_to_train.trainer_of(parameters, uok, kind, options)
 
@@ -202,11 +194,9 @@ def moves(trainer: Trainer, p: Parameter, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("uok", STORES)
-@pytest.mark.parametrize("name", TRACES)
-def test_update_n_has_the_rate_that_the_scheduler_gives_for_n_and_says_so(
-    name: str, uok: bool | None
-) -> None:
-    scheduler, trace = TRACES[name]
+def test_update_n_has_the_rate_that_the_scheduler_gives_for_n_and_says_so(uok: bool | None) -> None:
+    scheduler = CosineScheduler(10, base_lr=1, warmup_steps=4)
+    trace = [0.25, 0.5, 0.75, 1, 0.9330127, 0.75, 0.5]  # MXNet's for num_update 1, 2, 3, …
     [p] = zeros(1)
     trainer = scheduled([p], uok, lr_scheduler=scheduler)
     for rate in trace:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 
 from kvstore_server import lr_scheduler as base
@@ -94,30 +92,18 @@ def test_no_number_of_updates_takes_long_and_the_answer_does_not_depend_on_the_w
     assert [far(n) for n in range(2**17, 2**17 + 3)] == [by_step(n) for n in range(2**17 - 9, 2**17 + 3)][9:]
 
 
-def test_cosine_has_the_bits_of_mxnet() -> None:
-    """Operations in MXNet's order; the cosine itself is the C library's."""
-    scheduler = CosineScheduler(97, base_lr=0.3)
-    for n in range(98):
-        assert scheduler(n) == 0.3 * (1 + math.cos(math.pi * n / 97)) / 2
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("mode", ["linear", "constant"])
-def test_poly_and_cosine_schedulers_follow_their_curves_between_warmup_and_end(seed: int, mode: str) -> None:
-    draw = random.Random(seed)
-    warmup, length, power = draw.randint(0, 9), draw.randint(1, 30), draw.uniform(0.5, 3)
-    base, final, begin = draw.uniform(1, 2), draw.uniform(0, 1), draw.uniform(0, 1)
-    same: dict[str, Any] = dict(base_lr=base, final_lr=final, warmup_steps=warmup, warmup_begin_lr=begin)
-    poly = PolyScheduler(warmup + length, pwr=power, warmup_mode=mode, **same)
-    cosine = CosineScheduler(warmup + length, warmup_mode=mode, **same)
-    for n in range(warmup + length + 5):
-        if n < warmup:
-            expected = np.interp(n, [0, warmup], [begin, base]) if mode == "linear" else begin
-            assert poly(n) == cosine(n) == pytest.approx(expected, rel=1e-12)
-            continue
-        x, way = min((n - warmup) / length, 1.0), base - final
-        assert poly(n) == pytest.approx(final + way * (1 - x) ** power, rel=1e-9)
-        assert cosine(n) == pytest.approx(final + way * math.cos(x * math.pi / 2) ** 2, rel=1e-9)
+def test_warm_up_poly_and_cosine_have_the_bits_of_mxnet() -> None:
+    """Operations in MXNet's order, which is not that of the policies of kvtrainer; powers are the C library's."""
+    base_lr, final, begin, warmup, length = 0.3, 0.07, 0.013, 50, 97
+    same: dict[str, Any] = dict(base_lr=base_lr, final_lr=final, warmup_steps=warmup, warmup_begin_lr=begin)
+    poly, cosine = PolyScheduler(warmup + length, pwr=0.9, **same), CosineScheduler(warmup + length, **same)
+    for n in range(warmup):
+        assert poly(n) == cosine(n) == begin + (base_lr - begin) * n / warmup
+    for done in range(length + 1):
+        assert poly(warmup + done) == final + (base_lr - final) * (1 - done / length) ** 0.9
+        assert (
+            cosine(warmup + done) == final + (base_lr - final) * (1 + math.cos(math.pi * done / length)) / 2
+        )
 
 
 @pytest.mark.parametrize("scheduler", [s for s, _ in TRACES], ids=lambda s: repr(s))
