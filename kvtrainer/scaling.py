@@ -125,9 +125,10 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the numbers that a scaler of this library, torch's or MMCV's has saved.
 
-        Gluon's scaler takes the scale and the count of clean steps of one that is static, or adapts as it does. A
-        static scale is an option and not something that was learned: it stays, as does a floor that was set here.
-        An empty state, which torch's saves while it is disabled, changes nothing; Gluon's refuses it.
+        A LossScaler takes the scale and the count of clean steps, of a scaler that is static or adapts as it does. A
+        TorchLossScaler takes the factors too, and a floor unless it has one. The scale of a StaticLossScaler stays: it
+        is an option, not something that was learned. Both of these accept an empty state, which torch's scaler saves
+        while it is disabled; it changes nothing.
 
         Raises:
             ConfigurationError: it is something else; nothing has changed then.
