@@ -142,13 +142,13 @@ class LossScaler:
             if scale != self.loss_scale:
                 _log.info("the saved loss scale is %g; the static one of %g stays", scale, self.loss_scale)
             return
-        own = self._growth, self._backoff, self._interval
-        if self._kind == _GLUON and tuple(factors) != own:
-            raise ConfigurationError(
-                f"a {type(self).__name__} has the growth factor, backoff factor and growth interval {own}, the saved "
-                f"state has {tuple(factors)}; use the Trainer's option amp=dict(...) for these"
-            )
         if self._kind == _GLUON:
+            own = self._growth, self._backoff, self._interval
+            if tuple(factors) != own:
+                raise ConfigurationError(
+                    f"a {type(self).__name__} has the growth factor, backoff factor and growth interval {own}, the "
+                    f"saved state has {tuple(factors)}; use the Trainer's option amp=dict(...) for these"
+                )
             check.integer("a saved count of clean steps", clean_steps, 0, self._interval - 1)
             check.number("a loss scale", scale, LEAST, LARGEST)
         elif self.min_scale is None and state.get("min_scale") is not None:
