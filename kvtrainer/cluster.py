@@ -8,27 +8,26 @@ hands to its own children and to nobody else. That is why pickle may be used her
 could write to this memory could run code as this user anyway. Functions of a notebook or of `__main__`, and lambdas,
 are packed with cloudpickle, where that is installed.
 
-A program that has work and threads of its own, such as a notebook, cannot give its processes the one loop that
-`Launcher` has. Here lines come through threads, nothing takes over signals, and no Python code runs between fork and
-exec. A guardian ends the processes if their owner is gone, however it went.
+Processes are started, followed and ended as those of `kvlaunch` are. But a program that has work and threads of its
+own, such as a notebook, has no thread to spare for their loop: here it runs in one of its own, nothing takes over
+signals, and no Python code runs between fork and exec.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import secrets
-import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, as_int, parse_address
+from kvtrainer.env import Topology, as_int, parse_address
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -37,9 +36,18 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     WorkerTraceback,
 )
-from kvtrainer.launcher.guardian import KILL_WAIT, Guardian, end_with_parent, environment
+from kvtrainer.launcher.guardian import end_with_parent, environment
 from kvtrainer.launcher.job import Limits
-from kvtrainer.launcher.processes import Child, inherited, server_command
+from kvtrainer.launcher.processes import (
+    LAST_OUTPUT_WAIT,
+    Addresses,
+    Child,
+    Events,
+    ProcessGroup,
+    Put,
+    inherited,
+    server_command,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -88,7 +96,8 @@ class LocalCluster:
         self._num_servers = servers
         self._running = threading.Lock()
         self._is_closed = False
-        self._group: Group | None = None
+        self._changed = threading.Condition()
+        self._group: FollowedProcesses | None = None
         self.num_workers = workers
         self.servers: tuple[str, ...] = ()
         """Where the servers listen, by their index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take it."""
@@ -139,10 +148,10 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> Group:
-        group = self._group = Group(self._limits.grace)
+    def _start(self) -> FollowedProcesses:
+        group = self._group = FollowedProcesses(self._limits.grace, self._changed)
         count, grace = self._num_servers, self._limits.grace
-        commands = [server_command(index, count, grace, self._server_args) for index in range(count)]
+        commands = {index: server_command(index, count, grace, self._server_args) for index in range(count)}
         try:
             self.servers = start_servers(group, commands, self._limits.start)
         except BaseException:
@@ -155,18 +164,16 @@ class LocalCluster:
         if group is not None:
             group.close()
 
-    def _run(self, servers: Group, packed: bytes) -> list[Any]:
+    def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
         code, papers = Paper(), [Paper() for _ in range(self.num_workers)]
-        group = Group(self._limits.grace)
+        group = FollowedProcesses(self._limits.grace, self._changed)
         try:
             code.write(packed)
-            environ = {NUM_WORKERS: str(self.num_workers)}
-            if self.servers:
-                environ[SERVERS] = ",".join(self.servers)
             program = [sys.executable, "-m", "kvtrainer.cluster", str(code.fd)]
             for rank, paper in enumerate(papers):
-                place = {**environ, RANK: str(rank), LOCAL_RANK: str(rank)}
-                group.start("worker", [*program, str(paper.fd)], place, self.num_workers, (code.fd, paper.fd))
+                place = Topology(rank, self.num_workers, self.servers).as_variables(rank)
+                command, fds = [*program, str(paper.fd)], (code.fd, paper.fd)
+                group.start("worker", rank, command, place, share=self.num_workers, pass_fds=fds)
             failed = self._wait(servers, group, papers)
             group.close()
             outcomes = [unpack(paper.read()) for paper in papers]
@@ -178,23 +185,25 @@ class LocalCluster:
             raise _failure(failed, group.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
 
-    def _wait(self, servers: Group, workers: Group, papers: Sequence[Paper]) -> list[Child]:
+    def _wait(
+        self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[Paper]
+    ) -> list[Child]:
         """Wait until all workers are done; return what was seen to fail first, which is often one process."""
         ranks = dict(zip(workers.children, papers, strict=True))
         failed: list[Child] = []
-        deadline = float("inf")
-        while workers.alive and (left := deadline - time.monotonic()) > 0:
+
+        def is_decided() -> bool:
             for group in (servers, workers):
                 group.ensure_guardian()
-            ended = exited([*servers.alive, *workers.alive], min(left, 1.0))
-            if not failed:
-                done = [
-                    child
-                    for child in ended
-                    if not child.returncode and child in ranks and ranks[child].is_written
-                ]
-                failed = [child for child in ended if child not in done]
-                deadline = time.monotonic() + self._limits.linger if failed else deadline
+            for child in (*servers.children, *workers.children):
+                is_done = child.returncode == 0 and child in ranks and ranks[child].is_written
+                if child.returncode is not None and not is_done:
+                    failed.append(child)
+            return bool(failed) or not workers.alive
+
+        workers.wait(is_decided, None)
+        if failed:
+            workers.wait(lambda: not workers.alive, self._limits.linger)
         return failed
 
 
@@ -210,7 +219,9 @@ def _failure(
     told = {rank: one for rank, one in enumerate(outcomes) if one is not None and one.trace}
     order = sorted(told, key=lambda rank: told[rank].at)
     silent = [child for child in failed if child not in [workers[rank] for rank in order]]
-    error: Exception = ClusterError(end_of(silent[0]) if silent else f"worker {order[0]} failed")
+    error: Exception = ClusterError(
+        _end_of(silent[0], "before its work was done") if silent else f"worker {order[0]} failed"
+    )
     if not order:
         return error
     first = told[order[0]]
@@ -348,57 +359,63 @@ def _packed(outcome: Outcome) -> bytes:
 
 # ---------------------------------------------------------------- its processes
 
-_LAST_OUTPUT_WAIT = 1.0
+
+def print_line(target: int, tag: str, line: bytes) -> None:
+    """Write a line to where this program's output goes now. In a notebook that is a page, no descriptor."""
+    stream = sys.stdout if target == 1 else sys.stderr
+    with suppress(OSError, ValueError):  # nobody reads any more; the processes must not wait for that
+        stream.write(f"{tag}{line.decode(errors='replace')}\n")
+        stream.flush()
 
 
-class Group:
-    """Processes of this host, in the order of their start; each of their lines goes to this program's `sys.stdout`.
+class FollowedProcesses:
+    """Processes of this host that a thread follows; each of their lines goes to this program's `sys.stdout`.
 
     Args:
         grace: Seconds between SIGTERM and SIGKILL.
-        first: Index of the first of them, which their lines begin with.
+        changed: Notified when something may have happened to a process, and once a second.
     """
 
-    def __init__(self, grace: float, first: int = 0) -> None:
-        self._grace = grace
-        self._first = first
-        self._mark = secrets.token_hex(16)
-        self._guardian = Guardian(self._mark, grace)
-        self._readers: list[threading.Thread] = []
-        self.children: list[Child] = []
+    def __init__(self, grace: float, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._events = Events()
+        self._group = ProcessGroup(self._events, grace)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    @property
+    def children(self) -> list[Child]:
+        return self._group.children
 
     @property
     def alive(self) -> list[Child]:
-        return [child for child in self.children if child.returncode is None]
+        return self._group.alive
 
     def start(
         self,
         role: str,
+        index: int,
         command: Sequence[str],
-        environ: Mapping[str, str],
-        share: int,
-        pass_fds: Sequence[int],
+        place: Mapping[str, str],
+        put: Put = print_line,
+        share: int = 0,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start the next process; `environ` comes on top of this program's, and cores are divided by `share`.
+        """Start a process; `place` comes on top of this program's environment, and `share` divides the cores.
 
         Raises:
             OSError: it cannot be started.
         """
-        index = self._first + len(self.children)
-        child = Child(
-            f"{role} {index}",
-            f"{role[0]}{index}",
-            command,
-            environment({**inherited(os.environ), **environ}, self._mark, share),
-            _show,
-            pass_fds,
-        )
-        self._guardian.watch(child.process.pid)
-        self.children.append(child)
-        for fd in list(child.streams):
-            reader = threading.Thread(target=_pass_on, args=(child, fd), daemon=True)
-            reader.start()
-            self._readers.append(reader)
+        environ = environment({**inherited(os.environ), **place}, self._group.mark, share)
+        child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
+        self._group.add(child)
+        self._notice_end_of(child.process.pid)
+
+    def wait(self, done: Callable[[], bool], seconds: float | None) -> None:
+        """Wait until a condition holds, at most so many seconds."""
+        with self._changed:
+            self._changed.wait_for(done, seconds)
 
     def ensure_guardian(self) -> None:
         """Start another guardian if this one was killed.
@@ -406,103 +423,75 @@ class Group:
         Raises:
             ClusterError: that has happened too often.
         """
-        if not self._guardian.ensure():
+        if not self._group.guardian.ensure():
             raise ClusterError(
                 "the guardian process keeps dying, and this program, when killed, would leave processes behind"
             )
 
     def close(self) -> None:
-        """End all processes, and what they have left behind; returns when nothing is left of them."""
+        """End all processes, and what they have left behind; returns when nothing is left of them. Idempotent."""
+        if self._is_closed:
+            return
         try:
-            self._end(signal.SIGTERM, self._grace)
-            self._end(signal.SIGKILL, KILL_WAIT)
+            self._notice_end_of(self._group.guardian.pid)
+            self._group.end(self.wait)
         finally:
-            self._guardian.close()
-        deadline = time.monotonic() + self._grace + KILL_WAIT + 1.0
-        while not self._guardian.closed() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deadline = time.monotonic() + _LAST_OUTPUT_WAIT
-        for reader in self._readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
+            self._is_closed = True
+            self._events.wake()
+        self._thread.join(LAST_OUTPUT_WAIT)
 
-    def _end(self, number: signal.Signals, seconds: float) -> None:
-        for child in self.alive:
-            child.signal(number)
-        deadline = time.monotonic() + seconds
-        while self.alive and (left := deadline - time.monotonic()) > 0:
-            exited(self.alive, left)
+    def _follow(self) -> None:
+        while not self._is_closed:
+            self._events.turn(1.0)
+            if self._events.child_changed:
+                self._group.reap()
+            with self._changed:
+                self._changed.notify_all()
+        self._group.close_streams()
+        self._events.close()
 
+    def _notice_end_of(self, pid: int) -> None:
+        """Have the loop look when a process of this program ends: SIGCHLD belongs to the program."""
+        with suppress(ProcessLookupError):  # the loop has seen its end already
+            fd = os.pidfd_open(pid)
+            self._events.add_reader(fd, partial(self._look, fd), pausable=False)
+            self._events.wake()
 
-def exited(children: Collection[Child], seconds: float) -> list[Child]:
-    """Wait for the first of running children to exit, at most so many seconds; return those that have."""
-    poll = select.poll()
-    pidfds = [os.pidfd_open(child.process.pid) for child in children]
-    try:
-        for fd in pidfds:
-            poll.register(fd, select.POLLIN)
-        poll.poll(1000 * seconds)
-    finally:
-        for fd in pidfds:
-            os.close(fd)
-    return [child for child in children if child.process.poll() is not None]
+    def _look(self, pidfd: int) -> None:
+        self._events.remove_reader(pidfd)
+        os.close(pidfd)
+        self._events.child_changed = True
 
 
-def start_servers(group: Group, commands: Sequence[Sequence[str]], seconds: float) -> tuple[str, ...]:
-    """Start servers, given the command of each; return their addresses when all listen.
+def start_servers(
+    group: FollowedProcesses, commands: Mapping[int, Sequence[str]], seconds: float
+) -> tuple[str, ...]:
+    """Start servers, given the command of each index; return their addresses when all listen.
 
     Raises:
         ClusterError: one ended before it listened; its own lines say why.
         ConnectTimeoutError: one did not listen within so many seconds.
     """
-    deadline = time.monotonic() + seconds
-    ready: list[tuple[Child, int]] = []
-    try:
-        for command in commands:
-            reading, writing = os.pipe()
-            try:
-                group.start("server", [*command, "--ready-fd", str(writing)], {}, 0, (writing,))
-            finally:
-                os.close(writing)
-            ready.append((group.children[-1], reading))
-        return tuple([_address(server, fd, deadline) for server, fd in ready])
-    finally:
-        for _, fd in ready:
-            os.close(fd)
+    addresses = Addresses(print_line)
+    for index, command in commands.items():
+        group.start("server", index, command, {}, addresses.put_of(index))
+    servers = dict(zip(commands, group.children, strict=True))
 
+    def silent() -> list[Child]:
+        return [servers[index] for index in commands if index not in addresses.found]
 
-def end_of(child: Child) -> str:
-    """Say how a process has ended that has not said so itself."""
-    if child.returncode == -signal.SIGKILL:
-        return f"{child.describe_exit()}, as the system does when memory runs out"
-    if child.returncode == 0:
-        return f"{child.describe_exit()} before its work was done"
-    return child.describe_exit()
-
-
-def _address(server: Child, ready: int, deadline: float) -> str:
-    poll = select.poll()
-    poll.register(ready, select.POLLIN)
-    if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+    group.wait(lambda: not silent() or any(server.returncode is not None for server in silent()), seconds)
+    for server in sorted(silent(), key=lambda server: server.returncode is None):
+        if server.returncode is not None:
+            raise ClusterError(_end_of(server, "before it listened"))
         raise ConnectTimeoutError(f"{server.name} did not listen in time; allow more with start_timeout=")
-    address = os.read(ready, 4096).decode()
-    if not address:
-        exited([server], KILL_WAIT)
-        raise ClusterError(f"{end_of(server)} before it listened")
-    return parse_address(address)
+    return tuple(parse_address(addresses.found[index]) for index in commands)
 
 
-def _pass_on(child: Child, fd: int) -> None:
-    while child.streams[fd].read():
-        pass
-    child.close_stream(fd)
-
-
-def _show(target: int, tag: str, line: bytes) -> None:
-    """Write a line to where this program's output goes now. In a notebook that is a page, no descriptor."""
-    stream = sys.stdout if target == 1 else sys.stderr
-    with suppress(OSError, ValueError):  # nobody reads any more; the processes must not wait for that
-        stream.write(f"{tag}{line.decode(errors='replace')}\n")
-        stream.flush()
+def _end_of(child: Child, when: str) -> str:
+    """Say how a process has ended that has not said so itself."""
+    cause = ", as the system does when memory runs out" if child.returncode == -signal.SIGKILL else ""
+    return f"{child.describe_exit()} {when}{cause}"
 
 
 if __name__ == "__main__":

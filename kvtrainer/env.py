@@ -114,6 +114,12 @@ class Topology:
     num_workers: int
     servers: tuple[str, ...]
 
+    def as_variables(self, local_rank: int) -> dict[str, str]:
+        """Return the variables in which a worker finds this; without servers, KVSTORE_SERVERS is not among them."""
+        place = {RANK: self.rank, NUM_WORKERS: self.num_workers, LOCAL_RANK: local_rank}
+        servers = {SERVERS: ",".join(self.servers)} if self.servers else {}
+        return {**{name: str(number) for name, number in place.items()}, **servers}
+
 
 def find_topology(
     environ: Mapping[str, str],

@@ -15,12 +15,13 @@ Within `train` all of `ray.train` works as with Ray's own trainers: `report`, `g
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtrainer.cluster import Group, start_servers
-from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, tcp_address
+from kvtrainer.cluster import FollowedProcesses, start_servers
+from kvtrainer.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
 from kvtrainer.launcher.job import Limits
@@ -158,11 +159,11 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
                 "is neither authenticated nor encrypted; on a network that you trust pass "
                 "KVStoreConfig(allow_public_bind=True)"
             )
-        servers = ",".join(ray.get([one.listen.remote(config, len(hosts) > 1) for one in self._servers]))
+        servers = tuple(ray.get([one.listen.remote(config, len(hosts) > 1) for one in self._servers]))
         told = []
         for rank, host in enumerate(of_workers):
-            place = {RANK: rank, NUM_WORKERS: len(of_workers), LOCAL_RANK: of_workers[:rank].count(host)}
-            told.append(worker_group.execute_single_async(rank, _tell, place, servers))
+            place = Topology(rank, len(of_workers), servers).as_variables(of_workers[:rank].count(host))
+            told.append(worker_group.execute_single_async(rank, _tell, place))
         ray.get(told)
 
 
@@ -171,7 +172,7 @@ class KVServer:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._group = Group(Limits.grace, first=index)
+        self._group = FollowedProcesses(Limits.grace, threading.Condition())
 
     def host(self) -> str:
         """Return the address of the host."""
@@ -182,7 +183,7 @@ class KVServer:
         bind = tcp_address(_host() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
         command = server_command(self._index, config.num_servers, Limits.grace, flags)
-        [address] = start_servers(self._group, [command], config.start_timeout)
+        [address] = start_servers(self._group, {self._index: command}, config.start_timeout)
         return address
 
 
@@ -190,5 +191,5 @@ def _host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _tell(place: Mapping[str, int], servers: str) -> None:
-    os.environ.update({**{name: str(number) for name, number in place.items()}, SERVERS: servers})
+def _tell(place: dict[str, str]) -> None:
+    os.environ.update(place)

@@ -28,6 +28,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
@@ -44,9 +45,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Guardian:
-    """The launcher's handle on its guardian process; the process runs from construction to `close`."""
+    """The launcher's handle on its guardian process, which runs from construction to `close`. Any thread may use it."""
 
     def __init__(self, mark: str, grace: float) -> None:
+        self._lock = threading.Lock()
         self._mark = mark
         self._grace = grace
         self._sessions: set[int] = set()
@@ -56,8 +58,9 @@ class Guardian:
 
     def watch(self, session: int) -> None:
         """Hand a session, named by its leader's pid, to the guardian."""
-        self._sessions.add(session)
-        self._tell(f"+{session}\n")
+        with self._lock:
+            self._sessions.add(session)
+            self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
         """Forget a session whose leader has exited, unless it left processes behind.
@@ -65,25 +68,32 @@ class Guardian:
         The kernel may give the number of an empty session to a stranger.
         """
         if not survivors("", {session}):
-            self._sessions.discard(session)
-            self._tell(f"-{session}\n")
+            with self._lock:
+                self._sessions.discard(session)
+                self._tell(f"-{session}\n")
 
     def ensure(self) -> bool:
         """Start another guardian if this one has died; False when it has died too often to go on."""
-        if self._process.poll() is None:
+        with self._lock:
+            if self._process.poll() is None:
+                return True
+            if self._restarts == _MAX_RESTARTS:
+                return False
+            self._restarts += 1
+            os.close(self._pipe)
+            self._start()
             return True
-        if self._restarts == _MAX_RESTARTS:
-            return False
-        self._restarts += 1
-        os.close(self._pipe)
-        self._start()
-        return True
 
     def close(self) -> None:
         """Let the guardian end what is left of the job, and then itself; returns at once, see `closed`."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+        with self._lock:
+            if self._pipe >= 0:
+                os.close(self._pipe)
+                self._pipe = -1
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def closed(self) -> bool:
         """Say whether the guardian process has exited. Nothing is left of the job then."""
@@ -109,7 +119,8 @@ class Guardian:
     def _tell(self, line: str) -> None:
         # A dead guardian is replaced by `ensure`, and the new one is told everything.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, line.encode())
+            if self._pipe >= 0:
+                os.write(self._pipe, line.encode())
 
 
 def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:

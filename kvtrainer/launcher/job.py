@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 import signal
 import subprocess
@@ -26,9 +25,9 @@ from functools import partial
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import LOCAL_RANK, NUM_WORKERS, RANK, SERVERS, numeric_host, parse_address, tcp_address
-from kvtrainer.launcher.guardian import KILL, KILL_WAIT, TERMINATE, Guardian, end_with_parent, environment
-from kvtrainer.launcher.processes import Child, Events, Put
+from kvtrainer.env import Topology, numeric_host, parse_address, tcp_address
+from kvtrainer.launcher.guardian import KILL, TERMINATE, end_with_parent, environment
+from kvtrainer.launcher.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
 
 MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
@@ -179,9 +178,6 @@ class RemoteChild(Child):
 
 # ---------------------------------------------------------------- the job
 
-LISTENS = b"kvstore-server: listening on "
-"""What a server prints before its address."""
-_LAST_OUTPUT_WAIT = 1.0
 TO_REPORT = 5.0
 """Seconds that processes need to end with a traceback, once they know that another one is dead."""
 
@@ -230,98 +226,85 @@ class Launcher:
         self._limits = limits
         self._remote = remote
         self._linger = limits.linger
-        self._mark = secrets.token_hex(16)
-        self._environ = environment(environ, self._mark)
+        self._inherited = environ
         self._events = Events()
         self._servers: list[Child] = []
         self._workers: list[Child] = []
         self._viewers: list[Child] = []
-        self._addresses: dict[int, str] = {}
-        """Where servers listen, as they report it when they are ready, by their index."""
+        self._addresses = Addresses(self._events.output.put)
         self._code: int | None = None
         self._stopping = False
 
     def run(self) -> int:
         """Run the job and return its exit code; blocks until no process of it is left. Main thread only."""
         with self._events:
-            self._guardian = Guardian(self._mark, self._limits.grace)
+            self._group = ProcessGroup(self._events, self._limits.grace)
+            self._environ = environment(self._inherited, self._group.mark)
             try:
                 self._start_and_work()
-                self._stop()
             finally:
-                self._signal_all(signal.SIGKILL)  # none is left, unless the lines above raised
-                self._guardian.close()
-            self._sweep()
+                self._stop()
+            self._flush()
         return self._code or 0
 
     # The phases.
 
     def _start_and_work(self) -> None:
         for index, command in enumerate(self._server_commands):
-            put = partial(self._put_of_server, index)
+            put = self._addresses.put_of(index)
             self._spawn(self._servers, "server", command, self._environ, put)
         if not self._wait(lambda: not self._silent_servers(), self._limits.start):
             late = ", ".join(map(str, self._silent_servers()))
             within = f"within {self._limits.start:g} s; allow more with --start-timeout"
             self._fail(1, f"server {late} did not report an address {within}")
-        for index, text in self._addresses.items():
+        servers: list[str] = []
+        for index, text in sorted(self._addresses.found.items()):
             try:
-                self._addresses[index] = parse_address(text)
+                servers.append(parse_address(text))
             except ConfigurationError as error:
                 self._fail(1, f"server {index} did not report its address: {error}")
-        environ = {**self._environ, NUM_WORKERS: str(self._num_workers)}
-        if self._server_commands:
-            environ[SERVERS] = ",".join(self._addresses[index] for index in sorted(self._addresses))
-            told = f"servers are ready; to look at them: kvtop {environ[SERVERS].replace(',', ' ')}"
+        if servers and self._code is None:
+            told = f"servers are ready; to look at them: kvtop {' '.join(servers)}"
             self._events.output.put(2, "kvlaunch: ", told.encode())
-        if self._remote is None:
-            environ = environment(environ, "", self._num_workers)
         if self._viewer_command:
-            shown = [*self._viewer_command, *environ[SERVERS].split(",")]
+            shown = [*self._viewer_command, *servers]
             self._spawn(self._viewers, "view", shown, self._environ, self._events.output.put)
+        share = self._num_workers if self._remote is None else 0
         for rank in range(self._num_workers):
             local_rank = rank if self._remote is None else self._remote.local_rank(rank)
-            place = {**environ, RANK: str(rank), LOCAL_RANK: str(local_rank)}
-            self._spawn(self._workers, "worker", self._worker_command, place, self._events.output.put)
+            place = Topology(rank, self._num_workers, tuple(servers)).as_variables(local_rank)
+            environ = environment({**self._environ, **place}, "", share)
+            self._spawn(self._workers, "worker", self._worker_command, environ, self._events.output.put)
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
+        """End all processes; after a failure workers first get a while to end in their own words."""
         if self._code is not None:
             self._wait(self._no_worker_left, self._linger, until=self._was_signalled)
         self._stopping = True
-        self._signal_all(signal.SIGTERM)
-        self._wait(self._no_child_left, self._limits.grace, until=self._in_a_hurry)
-        self._signal_all(signal.SIGKILL)
-        self._wait(self._no_child_left, KILL_WAIT, until=_never)
+        self._group.end(partial(self._wait, until=_never), self._in_a_hurry)
+        self._group.close_streams()
         for server in self._servers:
             if server.returncode:
                 self._fail(server.shell_code(), f"{server.describe_exit()} while it was stopping")
 
-    def _sweep(self) -> None:
-        """Wait until the guardian has ended what children left behind; print what is still in the pipes."""
-        patience = self._limits.grace + KILL_WAIT + 1.0
-        self._wait(self._guardian.closed, patience, until=_never)
-        children = self._servers + self._workers + self._viewers
-        self._wait(lambda: not any(c.streams for c in children), _LAST_OUTPUT_WAIT, until=_never)
-        for child in children:
-            for fd in list(child.streams):
-                self._close_stream(child, fd)
-        # A reader that is slow gets everything, as long as nobody asks us to end.
+    def _flush(self) -> None:
+        """Print what waits to be printed. A slow reader gets everything, as long as nobody asks us to end."""
         output = self._events.output
         self._wait(lambda: output.target is None, None, until=self._was_signalled)
-        self._wait(lambda: output.target is None, _LAST_OUTPUT_WAIT, until=_never)
+        self._wait(lambda: output.target is None, LAST_OUTPUT_WAIT, until=_never)
 
     # Starting.
 
     def _spawn(
-        self, group: list[Child], role: str, command: Sequence[str], environ: Mapping[str, str], put: Put
+        self, role_group: list[Child], role: str, command: Sequence[str], environ: Mapping[str, str], put: Put
     ) -> None:
         """Start the next process of a role, unless the job has failed."""
         if self._code is not None:
             return
-        index = len(group)
+        index = len(role_group)
         name, tag, kind = f"{role} {index}", f"{role[0]}{index}", Child
-        if self._remote is not None and group is not self._viewers:
+        if self._remote is not None and role_group is not self._viewers:
             name, kind = f"{name} on {self._remote.host_of(role, index).name}", RemoteChild
             command = self._remote.command(role, index, command, environ)
         try:
@@ -330,23 +313,11 @@ class Launcher:
             # As a shell does: 127 for a command that does not exist, 126 for one that cannot be run.
             self._fail(127 if isinstance(error, FileNotFoundError) else 126, f"cannot start {name}: {error}")
             return
-        self._guardian.watch(child.process.pid)
-        group.append(child)
-        for fd in child.streams:
-            self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
-
-    def _put_of_server(self, index: int, target: int, tag: str, line: bytes) -> None:
-        """Print a line of a server; take the one out in which it says where it listens."""
-        before, said, address = line.partition(LISTENS)
-        if not said or index in self._addresses:
-            self._events.output.put(target, tag, line)
-            return
-        if before:
-            self._events.output.put(target, tag, before)
-        self._addresses[index] = address.decode(errors="replace")
+        role_group.append(child)
+        self._group.add(child)
 
     def _silent_servers(self) -> list[int]:
-        return [index for index in range(len(self._server_commands)) if index not in self._addresses]
+        return [index for index in range(len(self._server_commands)) if index not in self._addresses.found]
 
     # While it runs.
 
@@ -367,9 +338,8 @@ class Launcher:
     def _look(self) -> None:
         """Draw the consequences of what one turn of the loop has brought."""
         if self._events.child_changed:
-            self._events.child_changed = False
-            self._reap()
-            if not self._stopping and not self._guardian.ensure():
+            self._explain(self._group.reap())
+            if not self._stopping and not self._group.guardian.ensure():
                 self._fail(
                     1, "the guardian process keeps dying, and a killed launcher would leave processes behind"
                 )
@@ -380,13 +350,8 @@ class Launcher:
         if error is not None:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
-    def _reap(self) -> None:
-        gone = [child for child in self._alive() if child.process.poll() is not None]
-        for child in gone:
-            self._guardian.forget_if_empty(child.process.pid)
-            for fd, stream in list(child.streams.items()):
-                if not stream.drain():
-                    self._close_stream(child, fd)
+    def _explain(self, gone: Sequence[Child]) -> None:
+        """Fail if one of the processes that have exited should not have."""
         if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
             return
         # When both exited since the last look, the server is the likelier cause.
@@ -399,19 +364,11 @@ class Launcher:
             elif child.returncode and child not in self._viewers:
                 self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.shell_code() > 128)
 
-    def _read(self, child: Child, fd: int) -> None:
-        if not child.streams[fd].read():
-            self._close_stream(child, fd)
-
-    def _close_stream(self, child: Child, fd: int) -> None:
-        self._events.remove_reader(fd)
-        child.close_stream(fd)
-
     def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
         """Note the first failure and say so; later ones are its consequences."""
         if self._code is None:
             self._code = code
-            suffix = "; stopping the others" if self._alive() else ""
+            suffix = "; stopping the others" if self._group.alive else ""
             if was_unheard and self._limits.linger_unheard > self._linger and not self._no_worker_left():
                 self._linger = self._limits.linger_unheard
                 suffix += f", which get up to {self._linger:g} s to notice"
@@ -424,16 +381,6 @@ class Launcher:
         """Say whether the user pressed Ctrl-C again while a signal was stopping the job."""
         signals = self._events.stop_signals
         return len(signals) > 1 and signals[-1] == signal.SIGINT
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        for child in self._alive():
-            child.signal(number)
-
-    def _alive(self) -> list[Child]:
-        return [child for child in self._servers + self._workers + self._viewers if child.returncode is None]
-
-    def _no_child_left(self) -> bool:
-        return not self._alive()
 
     def _no_worker_left(self) -> bool:
         return all(worker.returncode is not None for worker in self._workers)

@@ -1,8 +1,9 @@
 """The processes of a job, their output, and one loop that waits for all. It needs no thread.
 
-`Stream` cuts what comes out of one pipe of one process into lines. `Output` holds lines until they can be written to
-the launcher's own standard output and error without blocking, in bounded memory, so that a paused terminal cannot make
-the launcher deaf to signals and exits.
+`ProcessGroup` follows processes from their start to their end; `kvlaunch` has one for its job, and a local cluster one
+for its servers and one for each run. `Stream` cuts what comes out of one pipe of one process into lines. `Output` holds
+lines until they can be written to the launcher's own standard output and error without blocking, in bounded memory, so
+that a paused terminal cannot make the launcher deaf to signals and exits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import select
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from types import FrameType
 
 from kvstore_server.processes import describe_exit
 from kvtrainer.env import PLACES
+from kvtrainer.launcher.guardian import KILL_WAIT, Guardian
 
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""
@@ -30,6 +33,10 @@ PROGRESS_INTERVAL = 1.0
 HIGH_WATER = 256 * 1024
 """Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LISTENS = b"kvstore-server: listening on "
+"""What a server prints before its address."""
+LAST_OUTPUT_WAIT = 1.0
+"""Seconds to wait for the end of a pipe when no process is left, which only one that has hidden keeps open."""
 
 _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
@@ -50,6 +57,8 @@ _LINE_END = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
 
 Put = Callable[[int, str, bytes], None]
 """Takes a line: the descriptor on which it goes out, the tag of its process, and its bytes without an end."""
+Wait = Callable[[Callable[[], bool], float], object]
+"""Waits until a condition holds, at most the given seconds, while the loop goes on."""
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
@@ -137,6 +146,104 @@ class Child:
         """Return the exit code as a shell reports it: 128 + n for signal n."""
         code = self.process.returncode
         return code if code >= 0 else 128 - code
+
+
+class ProcessGroup:
+    """Processes of one program, in the order of their start, and a guardian that ends them when the program is gone.
+
+    One thread turns `events`, and calls `reap` when a child may have exited; another one may do the rest.
+
+    Args:
+        events: The loop that reads their output.
+        grace: Seconds between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, events: Events, grace: float) -> None:
+        self._events = events
+        self._grace = grace
+        self.mark = secrets.token_hex(16)
+        """Belongs into the environment of every process; see `environment`."""
+        self.guardian = Guardian(self.mark, grace)
+        self.children: list[Child] = []
+
+    @property
+    def alive(self) -> list[Child]:
+        return [child for child in self.children if child.returncode is None]
+
+    def add(self, child: Child) -> None:
+        """Follow a process that has just been started."""
+        self.guardian.watch(child.process.pid)
+        for fd in list(child.streams):
+            self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
+        self.children.append(child)
+
+    def reap(self) -> list[Child]:
+        """Return the processes that have exited since the last call, after passing on what they have written."""
+        self._events.child_changed = False
+        gone = [child for child in self.alive if child.process.poll() is not None]
+        for child in gone:
+            self.guardian.forget_if_empty(child.process.pid)
+            for fd, stream in list(child.streams.items()):
+                if not stream.drain():
+                    self._close_stream(child, fd)
+        return gone
+
+    def end(self, wait: Wait, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
+        """End all processes, and what they have left behind; returns when nothing is left, not even the guardian.
+
+        Args:
+            wait: Waits while the loop runs.
+            in_a_hurry: Cuts the grace short.
+        """
+        try:
+            self._signal(signal.SIGTERM)
+            wait(lambda: not self.alive or in_a_hurry(), self._grace)
+            self._signal(signal.SIGKILL)
+            wait(lambda: not self.alive, KILL_WAIT)
+        finally:
+            self.guardian.close()
+        wait(self.guardian.closed, self._grace + KILL_WAIT + 1.0)
+        wait(lambda: not any(child.streams for child in self.children), LAST_OUTPUT_WAIT)
+
+    def close_streams(self) -> None:
+        """Pass on lines that have no end, and close the pipes that are still open; after `end`."""
+        for child in self.children:
+            for fd in list(child.streams):
+                self._close_stream(child, fd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self.alive:
+            child.signal(number)
+
+    def _read(self, child: Child, fd: int) -> None:
+        if not child.streams[fd].read():
+            self._close_stream(child, fd)
+
+    def _close_stream(self, child: Child, fd: int) -> None:
+        self._events.remove_reader(fd)
+        child.close_stream(fd)
+
+
+class Addresses:
+    """Finds in the output of servers where they listen; that line is taken out, and `put` gets the others."""
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+        self.found: dict[int, str] = {}
+        """What each server has reported, by its index."""
+
+    def put_of(self, index: int) -> Put:
+        """Return what takes the lines of one server."""
+        return partial(self._take, index)
+
+    def _take(self, index: int, target: int, tag: str, line: bytes) -> None:
+        before, said, address = line.partition(LISTENS)
+        if not said or index in self.found:
+            self._put(target, tag, line)
+            return
+        if before:
+            self._put(target, tag, before)
+        self.found[index] = address.decode(errors="replace")
 
 
 class Stream:
@@ -262,7 +369,7 @@ class Output:
 
 
 class Events:
-    """Waits for events and hands them out; a context that takes over signal handling (main thread only)."""
+    """Waits for events and hands them out. As a context it takes over signal handling (main thread only)."""
 
     def __init__(self) -> None:
         self.output = Output()
@@ -274,25 +381,32 @@ class Events:
         """The first error in writing the output."""
         self._readers: dict[int, tuple[Callable[[], None], bool]] = {}
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-
-    def __enter__(self) -> Events:
         self._wake, self._wake_writer = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._wake_writer, False)
+        self.add_reader(self._wake, self._read_signals, pausable=False)
+
+    def __enter__(self) -> Events:
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *STOP_SIGNALS):
             # nohup, and a shell that starts a background job, ask for a signal to be ignored.
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda _number, _frame: None)
-        self.add_reader(self._wake, self._read_signals, pausable=False)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
+        self.close()
+
+    def close(self) -> None:
         os.close(self._wake)
         os.close(self._wake_writer)
+
+    def wake(self) -> None:
+        """End the `turn` of another thread, so that it sees new readers."""
+        os.write(self._wake_writer, b"\0")
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:
         """Call `callback` when `fd` is readable or at its end; if `pausable`, not while output is full."""
@@ -304,7 +418,7 @@ class Events:
     def turn(self, seconds: float) -> None:
         """Wait for an event, then handle all that are there. It waits at most `seconds`, and at most one second."""
         poll = select.poll()
-        for fd, (_, pausable) in self._readers.items():
+        for fd, (_, pausable) in list(self._readers.items()):
             if not (pausable and self.output.full):
                 poll.register(fd, select.POLLIN)
         target = self.output.target
