@@ -15,6 +15,7 @@ signals, and no Python code runs between fork and exec.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from kvtrainer.env import Topology, as_int, parse_address
@@ -36,7 +38,7 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     WorkerTraceback,
 )
-from kvtrainer.launcher.guardian import end_with_parent, environment
+from kvtrainer.launcher.guardian import GUARDIAN_DIES, end_with_parent, environment
 from kvtrainer.launcher.job import Limits
 from kvtrainer.launcher.processes import (
     LAST_OUTPUT_WAIT,
@@ -51,8 +53,6 @@ from kvtrainer.launcher.processes import (
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_SIZE = 8
-"""Bytes that say how much is written on a Paper."""
 
 
 def local_cluster(
@@ -193,8 +193,8 @@ class LocalCluster:
         failed: list[Child] = []
 
         def is_decided() -> bool:
-            for group in (servers, workers):
-                group.ensure_guardian()
+            if not (servers.guardian.ensure() and workers.guardian.ensure()):
+                raise ClusterError(GUARDIAN_DIES)
             for child in (*servers.children, *workers.children):
                 is_done = child.returncode == 0 and child in ranks and ranks[child].is_written
                 if child.returncode is not None and not is_done:
@@ -246,33 +246,25 @@ class Outcome(NamedTuple):
 
 
 class Paper:
-    """Memory without a name, to which one process writes once and which another reads."""
+    """A memfd in which one process writes once what another reads."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("kvtrainer") if fd is None else fd
+        self.fd = os.memfd_create("kvtrainer", os.MFD_ALLOW_SEALING) if fd is None else fd
 
     def write(self, data: bytes) -> None:
-        """Write all; its size comes last, so that what a killed process has begun counts as nothing."""
+        """Write all, then seal it, so that what a killed process has begun counts as nothing."""
         with open(self.fd, "wb", closefd=False) as file:
-            file.seek(_SIZE)
             file.write(data)
-            file.flush()
-            file.seek(0)
-            file.write(len(data).to_bytes(_SIZE, "little"))
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
     @property
     def is_written(self) -> bool:
-        return any(os.pread(self.fd, _SIZE, 0))
+        return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def read(self) -> bytes:
         """Return what was written; empty if nothing was."""
-        # Processes that have inherited the descriptor share its position, too: each says where it reads.
-        left = int.from_bytes(os.pread(self.fd, _SIZE, 0), "little")
-        data, end = bytearray(), _SIZE + left
-        while left and (part := os.pread(self.fd, left, end - left)):
-            data += part
-            left -= len(part)
-        return bytes(data)
+        # Opened again, because processes that have inherited the descriptor share its position.
+        return Path(f"/proc/self/fd/{self.fd}").read_bytes() if self.is_written else b""
 
     def close(self) -> None:
         os.close(self.fd)
@@ -363,13 +355,13 @@ def _packed(outcome: Outcome) -> bytes:
 def print_line(target: int, tag: str, line: bytes) -> None:
     """Write a line to where this program's output goes now. In a notebook that is a page, no descriptor."""
     stream = sys.stdout if target == 1 else sys.stderr
-    with suppress(OSError, ValueError):  # nobody reads any more; the processes must not wait for that
+    with suppress(Exception):  # nobody reads any more; the processes must not wait for that
         stream.write(f"{tag}{line.decode(errors='replace')}\n")
         stream.flush()
 
 
-class FollowedProcesses:
-    """Processes of this host that a thread follows; each of their lines goes to this program's `sys.stdout`.
+class FollowedProcesses(ProcessGroup):
+    """Processes of this host whose loop runs in a thread; their lines go to this program's `sys.stdout`.
 
     Args:
         grace: Seconds between SIGTERM and SIGKILL.
@@ -377,20 +369,11 @@ class FollowedProcesses:
     """
 
     def __init__(self, grace: float, changed: threading.Condition) -> None:
+        super().__init__(Events(), grace)
         self._changed = changed
-        self._events = Events()
-        self._group = ProcessGroup(self._events, grace)
         self._is_closed = False
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-
-    @property
-    def children(self) -> list[Child]:
-        return self._group.children
-
-    @property
-    def alive(self) -> list[Child]:
-        return self._group.alive
 
     def start(
         self,
@@ -407,9 +390,9 @@ class FollowedProcesses:
         Raises:
             OSError: it cannot be started.
         """
-        environ = environment({**inherited(os.environ), **place}, self._group.mark, share)
+        environ = environment({**inherited(os.environ), **place}, self.mark, share)
         child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
-        self._group.add(child)
+        self.add(child)
         self._notice_end_of(child.process.pid)
 
     def wait(self, done: Callable[[], bool], seconds: float | None) -> None:
@@ -417,24 +400,13 @@ class FollowedProcesses:
         with self._changed:
             self._changed.wait_for(done, seconds)
 
-    def ensure_guardian(self) -> None:
-        """Start another guardian if this one was killed.
-
-        Raises:
-            ClusterError: that has happened too often.
-        """
-        if not self._group.guardian.ensure():
-            raise ClusterError(
-                "the guardian process keeps dying, and this program, when killed, would leave processes behind"
-            )
-
     def close(self) -> None:
         """End all processes, and what they have left behind; returns when nothing is left of them. Idempotent."""
         if self._is_closed:
             return
         try:
-            self._notice_end_of(self._group.guardian.pid)
-            self._group.end(self.wait)
+            self._notice_end_of(self.guardian.pid)
+            self.end(self.wait)
         finally:
             self._is_closed = True
             self._events.wake()
@@ -443,16 +415,15 @@ class FollowedProcesses:
     def _follow(self) -> None:
         while not self._is_closed:
             self._events.turn(1.0)
-            if self._events.child_changed:
-                self._group.reap()
+            self.reap()
             with self._changed:
                 self._changed.notify_all()
-        self._group.close_streams()
+        self.close_streams()
         self._events.close()
 
     def _notice_end_of(self, pid: int) -> None:
-        """Have the loop look when a process of this program ends: SIGCHLD belongs to the program."""
-        with suppress(ProcessLookupError):  # the loop has seen its end already
+        """Have the loop look when a process ends: SIGCHLD belongs to the program."""
+        with suppress(OSError):  # without it the loop looks once a second
             fd = os.pidfd_open(pid)
             self._events.add_reader(fd, partial(self._look, fd), pausable=False)
             self._events.wake()

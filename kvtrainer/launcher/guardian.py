@@ -39,6 +39,9 @@ KILL_WAIT = 5.0
 """Seconds to wait for processes to vanish after SIGKILL, which only one stuck in the kernel does not do."""
 TERMINATE, KILL = b"T", b"K"
 """Bytes by which the launcher asks a guardian on another host for a signal."""
+GUARDIAN_DIES = (
+    "the guardian process keeps dying, and this program, when killed, would leave processes behind"
+)
 _MAX_RESTARTS = 3
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1

@@ -26,7 +26,7 @@ from functools import partial
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import Topology, numeric_host, parse_address, tcp_address
-from kvtrainer.launcher.guardian import KILL, TERMINATE, end_with_parent, environment
+from kvtrainer.launcher.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, environment
 from kvtrainer.launcher.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
 
 MAX_SLOTS = 4096
@@ -337,12 +337,9 @@ class Launcher:
 
     def _look(self) -> None:
         """Draw the consequences of what one turn of the loop has brought."""
-        if self._events.child_changed:
-            self._explain(self._group.reap())
-            if not self._stopping and not self._group.guardian.ensure():
-                self._fail(
-                    1, "the guardian process keeps dying, and a killed launcher would leave processes behind"
-                )
+        self._explain(self._group.reap())
+        if not self._stopping and not self._group.guardian.ensure():
+            self._fail(1, GUARDIAN_DIES)
         signals = self._events.stop_signals
         if signals:
             self._fail(128 + signals[0], f"received {signals[0].name}")

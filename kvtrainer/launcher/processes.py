@@ -151,7 +151,7 @@ class Child:
 class ProcessGroup:
     """Processes of one program, in the order of their start, and a guardian that ends them when the program is gone.
 
-    One thread turns `events`, and calls `reap` when a child may have exited; another one may do the rest.
+    One thread turns `events` and calls `reap` after every turn; another one may do the rest.
 
     Args:
         events: The loop that reads their output.
@@ -179,6 +179,8 @@ class ProcessGroup:
 
     def reap(self) -> list[Child]:
         """Return the processes that have exited since the last call, after passing on what they have written."""
+        if not self._events.child_changed:
+            return []
         self._events.child_changed = False
         gone = [child for child in self.alive if child.process.poll() is not None]
         for child in gone:
@@ -376,7 +378,7 @@ class Events:
         self.stop_signals: list[signal.Signals] = []
         """Every SIGINT, SIGTERM and SIGHUP so far, in order of arrival."""
         self.child_changed = True
-        """A child may have exited since the owner last set this to False."""
+        """A child may have exited since `ProcessGroup.reap` last looked."""
         self.write_error: OSError | None = None
         """The first error in writing the output."""
         self._readers: dict[int, tuple[Callable[[], None], bool]] = {}

@@ -272,10 +272,10 @@ def test_functions_of_a_program_without_a_file_run_and_nothing_outlives_it_howev
 def test_what_was_begun_but_not_finished_counts_as_nothing() -> None:
     paper = Paper()
     assert unpack(paper.read()) is None
-    os.pwrite(paper.fd, b"begun", 8)
+    os.pwrite(paper.fd, b"begun", 0)
     assert paper.read() == b""
-    paper.write(b"whole")
-    assert paper.read() == b"whole"
+    paper.write(b"the whole")
+    assert paper.read() == b"the whole"
     paper.close()
 
 
