@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,7 @@ class ProcessGroup:
         """Belongs into the environment of every process; see `environment`."""
         self.guardian = Guardian(self.mark, grace)
         self.children: list[Child] = []
+        self._reaping = threading.Lock()  # no signal may go to a process that is reaped meanwhile
 
     @property
     def alive(self) -> list[Child]:
@@ -182,7 +184,8 @@ class ProcessGroup:
         if not self._events.child_changed:
             return []
         self._events.child_changed = False
-        gone = [child for child in self.alive if child.process.poll() is not None]
+        with self._reaping:
+            gone = [child for child in self.alive if child.process.poll() is not None]
         for child in gone:
             self.guardian.forget_if_empty(child.process.pid)
             for fd, stream in list(child.streams.items()):
@@ -214,8 +217,9 @@ class ProcessGroup:
                 self._close_stream(child, fd)
 
     def _signal(self, number: signal.Signals) -> None:
-        for child in self.alive:
-            child.signal(number)
+        with self._reaping:
+            for child in self.alive:
+                child.signal(number)
 
     def _read(self, child: Child, fd: int) -> None:
         if not child.streams[fd].read():
