@@ -193,7 +193,7 @@ class LocalCluster:
         failed: list[Child] = []
 
         def is_decided() -> bool:
-            if not (servers.guardian.ensure() and workers.guardian.ensure()):
+            if not (servers.ensure_guardian() and workers.ensure_guardian()):
                 raise ClusterError(GUARDIAN_DIES)
             for child in (*servers.children, *workers.children):
                 is_done = child.returncode == 0 and child in ranks and ranks[child].is_written
@@ -405,7 +405,7 @@ class FollowedProcesses(ProcessGroup):
         if self._is_closed:
             return
         try:
-            self._notice_end_of(self.guardian.pid)
+            self._notice_end_of(self.guardian.process.pid)
             self.end(self.wait)
         finally:
             self._is_closed = True

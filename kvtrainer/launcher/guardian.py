@@ -28,7 +28,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
@@ -48,10 +47,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Guardian:
-    """The launcher's handle on its guardian process, which runs from construction to `close`. Any thread may use it."""
+    """The launcher's handle on its guardian process; the process runs from construction to `close`."""
 
     def __init__(self, mark: str, grace: float) -> None:
-        self._lock = threading.Lock()
         self._mark = mark
         self._grace = grace
         self._sessions: set[int] = set()
@@ -61,9 +59,8 @@ class Guardian:
 
     def watch(self, session: int) -> None:
         """Hand a session, named by its leader's pid, to the guardian."""
-        with self._lock:
-            self._sessions.add(session)
-            self._tell(f"+{session}\n")
+        self._sessions.add(session)
+        self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
         """Forget a session whose leader has exited, unless it left processes behind.
@@ -71,42 +68,35 @@ class Guardian:
         The kernel may give the number of an empty session to a stranger.
         """
         if not survivors("", {session}):
-            with self._lock:
-                self._sessions.discard(session)
-                self._tell(f"-{session}\n")
+            self._sessions.discard(session)
+            self._tell(f"-{session}\n")
 
     def ensure(self) -> bool:
         """Start another guardian if this one has died; False when it has died too often to go on."""
-        with self._lock:
-            if self._process.poll() is None:
-                return True
-            if self._restarts == _MAX_RESTARTS:
-                return False
-            self._restarts += 1
-            os.close(self._pipe)
-            self._start()
+        if self.process.poll() is None:
             return True
+        if self._restarts == _MAX_RESTARTS:
+            return False
+        self._restarts += 1
+        os.close(self._pipe)
+        self._start()
+        return True
 
     def close(self) -> None:
         """Let the guardian end what is left of the job, and then itself; returns at once, see `closed`."""
-        with self._lock:
-            if self._pipe >= 0:
-                os.close(self._pipe)
-                self._pipe = -1
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
 
     def closed(self) -> bool:
         """Say whether the guardian process has exited. Nothing is left of the job then."""
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def _start(self) -> None:
         program = (sys.executable, "-I", "-S", os.path.abspath(__file__))
         reading, self._pipe = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*program, "--grace", str(self._grace), "--mark", self._mark],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,

@@ -338,7 +338,7 @@ class Launcher:
     def _look(self) -> None:
         """Draw the consequences of what one turn of the loop has brought."""
         self._explain(self._group.reap())
-        if not self._stopping and not self._group.guardian.ensure():
+        if not self._stopping and not self._group.ensure_guardian():
             self._fail(1, GUARDIAN_DIES)
         signals = self._events.stop_signals
         if signals:

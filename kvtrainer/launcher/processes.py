@@ -166,7 +166,8 @@ class ProcessGroup:
         """Belongs into the environment of every process; see `environment`."""
         self.guardian = Guardian(self.mark, grace)
         self.children: list[Child] = []
-        self._reaping = threading.Lock()  # no signal may go to a process that is reaped meanwhile
+        # For the guardian; and no signal may go to a process that is reaped meanwhile.
+        self._lock = threading.Lock()
 
     @property
     def alive(self) -> list[Child]:
@@ -174,7 +175,8 @@ class ProcessGroup:
 
     def add(self, child: Child) -> None:
         """Follow a process that has just been started."""
-        self.guardian.watch(child.process.pid)
+        with self._lock:
+            self.guardian.watch(child.process.pid)
         for fd in list(child.streams):
             self._events.add_reader(fd, partial(self._read, child, fd), pausable=True)
         self.children.append(child)
@@ -184,14 +186,20 @@ class ProcessGroup:
         if not self._events.child_changed:
             return []
         self._events.child_changed = False
-        with self._reaping:
+        with self._lock:
             gone = [child for child in self.alive if child.process.poll() is not None]
+            for child in gone:
+                self.guardian.forget_if_empty(child.process.pid)
         for child in gone:
-            self.guardian.forget_if_empty(child.process.pid)
             for fd, stream in list(child.streams.items()):
                 if not stream.drain():
                     self._close_stream(child, fd)
         return gone
+
+    def ensure_guardian(self) -> bool:
+        """Start another guardian if this one has died; False when it has died too often to go on."""
+        with self._lock:
+            return self.guardian.ensure()
 
     def end(self, wait: Wait, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
         """End all processes, and what they have left behind; returns when nothing is left, not even the guardian.
@@ -206,7 +214,8 @@ class ProcessGroup:
             self._signal(signal.SIGKILL)
             wait(lambda: not self.alive, KILL_WAIT)
         finally:
-            self.guardian.close()
+            with self._lock:
+                self.guardian.close()
         wait(self.guardian.closed, self._grace + KILL_WAIT + 1.0)
         wait(lambda: not any(child.streams for child in self.children), LAST_OUTPUT_WAIT)
 
@@ -217,7 +226,7 @@ class ProcessGroup:
                 self._close_stream(child, fd)
 
     def _signal(self, number: signal.Signals) -> None:
-        with self._reaping:
+        with self._lock:
             for child in self.alive:
                 child.signal(number)
 

@@ -59,7 +59,8 @@ class Jobs:
     """Starts launchers whose processes, down to the last grandchild, can be found by a token."""
 
     def __init__(self) -> None:
-        self.token = f"LAUNCH_TEST={uuid.uuid4().hex}"
+        self.variable = {"LAUNCH_TEST": uuid.uuid4().hex}
+        """What every process of these jobs has in its environment; who starts one in another way adds it."""
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -76,12 +77,11 @@ class Jobs:
         job = {"worker": ["sh", "-c", worker], "workers": workers, "servers": servers, "server": server}
         job["viewer"] = ["sh", "-c", viewer, "viewer"] if viewer else []
         job["limits"] = {"start": LIMIT, "linger": 0.0, "linger_unheard": 0.0, "grace": LIMIT, **limits}
-        name, _, value = self.token.partition("=")
         process = subprocess.Popen(
             [*prefix, sys.executable, "-S", "-c", DRIVER, json.dumps(job)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**inherited(), "PYTHONPATH": str(ROOT), **(environ or {}), name: value},
+            env={**inherited(), "PYTHONPATH": str(ROOT), **(environ or {}), **self.variable},
             cwd=ROOT,
         )
         self._started.append(process)
@@ -99,9 +99,10 @@ class Jobs:
     def pids(self, part: str = "") -> list[int]:
         """The pids of all processes of these jobs with `part` in their command line; no zombies."""
         found = []
+        [(name, value)] = self.variable.items()
         for directory in Path("/proc").glob("[0-9]*"):
             try:
-                ours = self.token.encode() in (directory / "environ").read_bytes()
+                ours = f"{name}={value}".encode() in (directory / "environ").read_bytes()
                 if ours and part.encode() in (directory / "cmdline").read_bytes():
                     found.append(int(directory.name))
             except OSError:

@@ -37,6 +37,14 @@ def pair() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture
+def own_jobs(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Finds the processes that this one starts."""
+    for name, value in jobs.variable.items():
+        monkeypatch.setenv(name, value)
+    return jobs
+
+
 # What comes back.
 
 
@@ -69,6 +77,13 @@ def test_lines_of_workers_come_out_of_sys_stdout_and_stderr_with_the_rank_before
         assert pair.run(say, stream) == [None, None]
     seen = capsys.readouterr()
     assert [sorted(text.splitlines()) for text in seen] == [["[w0] it is 0", "[w1] it is 1"]] * 2
+
+
+def test_an_output_that_takes_nothing_more_does_not_keep_the_workers_waiting(
+    pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as of a program without a console
+    assert pair.run(say, "stdout") == [None, None]
 
 
 def test_a_long_result_comes_back_whole(pair: LocalCluster) -> None:
@@ -151,6 +166,16 @@ def test_a_server_that_ends_in_a_run_gives_an_error_that_names_it() -> None:
     assert "server 0 was killed by signal 9" in str(outcome)
 
 
+def test_a_server_that_has_ended_between_two_runs_fails_the_next_and_another_takes_its_place() -> None:
+    with local_cluster(workers=1, linger=0.0) as cluster:
+        assert cluster._group is not None
+        [server] = cluster._group.children
+        server.process.kill()
+        with pytest.raises(ClusterError, match="server 0 was killed by signal 9"):
+            cluster.run(signal.pause)
+        assert [found[2] for found in cluster.run(place)] == [*cluster.servers]
+
+
 def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "go"
     os.mkfifo(fifo)
@@ -163,15 +188,12 @@ def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
         assert first.outcome() == ["go"]
 
 
-def test_guardians_that_are_killed_in_a_run_are_replaced(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(*jobs.token.split("="))
+def test_guardians_that_are_killed_in_a_run_are_replaced(own_jobs: Jobs, tmp_path: Path) -> None:
     fifo = tmp_path / "go"
     os.mkfifo(fifo)
 
     def guardians() -> set[int]:
-        return set(jobs.pids("launcher/guardian.py"))
+        return set(own_jobs.pids("launcher/guardian.py"))
 
     with local_cluster(workers=1, servers=0) as cluster:
         run = Call(lambda: cluster.run(Path.read_text, fifo))
@@ -182,7 +204,7 @@ def test_guardians_that_are_killed_in_a_run_are_replaced(
         assert eventually(lambda: len(guardians() - killed) == 2)
         fifo.write_text("go")
         assert run.outcome() == ["go"]
-    assert eventually(lambda: jobs.alive() == [])
+    assert eventually(lambda: own_jobs.alive() == [])
 
 
 # Wrong use.
@@ -208,15 +230,14 @@ def test_a_closed_cluster_runs_nothing(pair: LocalCluster) -> None:
 
 
 def test_servers_that_cannot_start_or_are_late_leave_nothing_behind(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(*jobs.token.split("="))
     with pytest.raises(ClusterError, match="server 0 exited with code 2 before it listened"):
         local_cluster(workers=1, server_args=["--no-such-flag"])
     assert "[s0] " in capsys.readouterr().err
     with pytest.raises(ConnectTimeoutError, match=r"server 0 did not listen in time"):
         local_cluster(workers=1, start_timeout=0.01)
-    assert jobs.alive() == []
+    assert own_jobs.alive() == []
 
 
 # Programs without a file, and their end.
@@ -249,12 +270,11 @@ def test_functions_of_a_program_without_a_file_run_and_nothing_outlives_it_howev
     jobs: Jobs, number: signal.Signals
 ) -> None:
     pytest.importorskip("cloudpickle")
-    name, _, value = jobs.token.partition("=")
     with subprocess.Popen(
         [sys.executable, "-c", MAIN],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), name: value},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **jobs.variable},
     ) as program:
         assert program.stdout is not None
         lines = sorted([program.stdout.readline() for _ in range(3)])

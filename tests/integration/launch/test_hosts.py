@@ -40,16 +40,21 @@ class HostJobs(Jobs):
     def launch(
         self, script: str, workers: int = 2, servers: int = 0, *flags: str, grace: float = LIMIT
     ) -> subprocess.Popen[bytes]:
-        name, _, value = self.token.partition("=")
         counts = ["-n", str(workers), "-s", str(servers), "-H", str(self._hosts), "--ssh", f"'{self._ssh}'"]
         process = subprocess.Popen(
             [
-                *[sys.executable, "-m", "kvtrainer.launch", *counts, "--env", name, "--linger=0"],
+                *[sys.executable, "-m", "kvtrainer.launch", *counts, "--env", *self.variable, "--linger=0"],
                 *[f"--grace={grace}", *flags, "--", "sh", "-c", script],
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, name: value, "PYTHONPATH": str(ROOT), "NOT_PASSED": "1", "KVSTORE_X": "a b"},
+            env={
+                **os.environ,
+                **self.variable,
+                "PYTHONPATH": str(ROOT),
+                "NOT_PASSED": "1",
+                "KVSTORE_X": "a b",
+            },
             cwd=ROOT,
         )
         self._started.append(process)
