@@ -408,8 +408,9 @@ class FollowedProcesses(ProcessGroup):
             self._notice_end_of(self.guardian.process.pid)
             self.end(self.wait)
         finally:
-            self._is_closed = True
-            self._events.wake()
+            with self._lock:  # the thread does not close its events before they were woken
+                self._is_closed = True
+                self._events.wake()
         self._thread.join(LAST_OUTPUT_WAIT)
 
     def _follow(self) -> None:
@@ -419,7 +420,8 @@ class FollowedProcesses(ProcessGroup):
             with self._changed:
                 self._changed.notify_all()
         self.close_streams()
-        self._events.close()
+        with self._lock:
+            self._events.close()
 
     def _notice_end_of(self, pid: int) -> None:
         """Have the loop look when a process ends: SIGCHLD belongs to the program."""

@@ -72,8 +72,8 @@ class Guardian:
             self._tell(f"-{session}\n")
 
     def ensure(self) -> bool:
-        """Start another guardian if this one has died; False when it has died too often to go on."""
-        if self.process.poll() is None:
+        """Start another guardian if this one has died before `close`; False when that has happened too often."""
+        if self._pipe < 0 or self.process.poll() is None:
             return True
         if self._restarts == _MAX_RESTARTS:
             return False

@@ -418,9 +418,10 @@ class Events:
     def close(self) -> None:
         os.close(self._wake)
         os.close(self._wake_writer)
+        self._wake_writer = -1
 
     def wake(self) -> None:
-        """End the `turn` of another thread, so that it sees new readers."""
+        """End the `turn` of another thread, so that it sees new readers. Raises OSError after `close`."""
         os.write(self._wake_writer, b"\0")
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:

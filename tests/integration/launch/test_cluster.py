@@ -176,6 +176,19 @@ def test_a_server_that_has_ended_between_two_runs_fails_the_next_and_another_tak
         assert [found[2] for found in cluster.run(place)] == [*cluster.servers]
 
 
+def test_closing_a_cluster_ends_the_run_of_another_thread(own_jobs: Jobs, tmp_path: Path) -> None:
+    fifo = tmp_path / "the worker is up"
+    os.mkfifo(fifo)
+    cluster = local_cluster(workers=1, linger=0.0)
+    run = Call(lambda: cluster.run(subprocess.call, ["sh", "-c", f"echo > '{fifo}'; exec sleep 3600"]))
+    fifo.read_text()
+    cluster.close()
+    outcome = run.outcome()
+    assert type(outcome) is ClusterError
+    assert "server 0 exited with code 0 before its work was done" in str(outcome)
+    assert own_jobs.alive() == []
+
+
 def test_a_second_run_at_the_same_time_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "go"
     os.mkfifo(fifo)
