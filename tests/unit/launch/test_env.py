@@ -339,3 +339,10 @@ def test_the_place_on_a_host_is_that_of_the_launcher_that_gives_the_rank() -> No
         "SLURM_LOCALID": "0",
     }
     assert local_rank({**mpirun_in_a_batch_script, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == 1
+
+
+def test_a_worker_finds_the_topology_in_the_variables_that_say_it() -> None:
+    topology = Topology(1, 3, ("tcp://127.0.0.1:5000", "tcp://[::1]:5001"))
+    assert read_topology(topology.as_variables(0)) == topology
+    assert local_rank(topology.as_variables(0)) == 0
+    assert "KVSTORE_SERVERS" not in Topology(0, 1, ()).as_variables(0)
