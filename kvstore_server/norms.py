@@ -90,13 +90,21 @@ def _blocks(values: Tensor) -> Sequence[Tensor]:
 def _sum_of_powers(values: Tensor, norm_type: float, divisor: float = 1.0) -> float:
     wide = (block.double() if block.dtype != torch.float64 else block.clone() for block in _blocks(values))
     some = wide if divisor == 1.0 else (block.div_(divisor) for block in wide)
-    return sum(_floats([_powers(block, norm_type).sum() for block in some]), 0.0)
+    return _in_order(_floats([_powers(block, norm_type).sum() for block in some]))
 
 
 def _floats(parts: Sequence[Tensor]) -> Iterable[float]:
     if parts and parts[0].device.type != "cpu":
         return torch.stack([*parts]).tolist()
     return (float(part) for part in parts)
+
+
+def _in_order(parts: Iterable[float]) -> float:
+    """Add numbers one by one. From Python 3.12 on `sum` compensates for rounding: other bits than before."""
+    total = 0.0
+    for part in parts:
+        total += part
+    return total
 
 
 def _root(total: float, norm_type: float) -> float:
@@ -126,7 +134,7 @@ def combine(partials: Iterable[float], norm_type: float) -> float:
     greatest = _greatest(all_partials)
     if norm_type == math.inf or greatest == 0.0 or not math.isfinite(greatest):
         return greatest
-    return greatest * _root(sum([(one / greatest) ** norm_type for one in all_partials], 0.0), norm_type)
+    return greatest * _root(_in_order((one / greatest) ** norm_type for one in all_partials), norm_type)
 
 
 UNCHANGED = Decision()
