@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import zip_longest
@@ -43,7 +42,7 @@ from kvstore_server.protocol.frames import (
 )
 from kvstore_server.rows import PACKED_ROWS
 from kvstore_server.shard import Leases
-from kvstore_server.tcp import ipc_address, prepare
+from kvstore_server.tcp import prepare
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def make_server(
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
-    return Server(engine, options, leases, clock, listener, ipc_address(config.run))
+    return Server(engine, options, leases, clock, listener)
 
 
 class Server:
@@ -123,7 +122,6 @@ class Server:
     Args:
         leases: Is told which buffers of the service wait to be sent.
         listener: Finds workers of this host, which then send and get messages through shared memory.
-        local: An address for workers of this host that want neither memory nor TCP; none where it is taken.
 
     Raises:
         ConfigurationError: the address is taken, or not one of this machine.
@@ -136,7 +134,6 @@ class Server:
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
         listener: Listener | None = None,
-        local: str = "",
     ) -> None:
         self.service = service
         self._options = options
@@ -168,9 +165,6 @@ class Server:
         if listener is not None:
             self._poller.register(listener.fileno(), zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
-        if local:
-            with suppress(zmq.ZMQError):  # a system without such names
-                self._socket.bind(local)
         try:
             self._socket.bind(options.bind)
         except zmq.ZMQError as error:

@@ -1,4 +1,4 @@
-"""Addresses and options of our sockets: a peer that is gone is noticed, and nobody can guess the name of a socket.
+"""Options and names of our sockets: a peer that is gone is noticed, and nobody can guess the name of a socket.
 
 It is TCP that notices, on both sides, not heartbeats of ZeroMQ: libzmq aborts the process if one is due on a connection
 that broke while it was not read, because as many messages as the socket takes wait already (`Assertion failed:
@@ -32,11 +32,6 @@ def prepare(socket: Any, address: str) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
     # Probes are sent on idle connections only; this is the limit where data is on its way.
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * _GONE_AFTER)
-
-
-def ipc_address(run: int) -> str:
-    """Return where the server of a run is on its host. The name is in no file system."""
-    return f"ipc://@kvstore-zmq-{run:016x}"
 
 
 def routing_id() -> bytes:

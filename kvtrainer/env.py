@@ -43,8 +43,8 @@ SLOW_AFTER = "KVSTORE_SLOW_AFTER"
 
 TRANSPORT = "KVSTORE_TRANSPORT"
 """How messages travel to servers of the same host, and numbers to ranks of it: one of TRANSPORTS."""
-TRANSPORTS = ("auto", "shm", "ipc", "tcp")
-"""Through shared memory where that can be; always; not at all, and to servers through Unix sockets; not at all."""
+TRANSPORTS = ("auto", "shm", "tcp")
+"""Through shared memory where that is possible; always; never."""
 
 PROGRESS = "KVSTORE_PROGRESS"
 """1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
@@ -362,6 +362,10 @@ def text_of(environ: Mapping[str, str], name: str) -> str:
 def transport_of(environ: Mapping[str, str]) -> str:
     """Return how messages travel, by KVSTORE_TRANSPORT, or "auto". Raises ConfigurationError for another word."""
     found = text_of(environ, TRANSPORT) or "auto"
+    if found == "ipc":
+        raise ConfigurationError(
+            f"{TRANSPORT}=ipc is no longer supported; use auto, which sends through shared memory on one host, or tcp"
+        )
     if found not in TRANSPORTS:
         raise ConfigurationError(f"{TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}")
     return found

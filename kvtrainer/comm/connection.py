@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -38,7 +37,7 @@ from kvstore_server.protocol.frames import (
     encode,
     encode_parts,
 )
-from kvstore_server.tcp import ipc_address, prepare, routing_id
+from kvstore_server.tcp import prepare, routing_id
 from kvtrainer.comm.parts import Window
 from kvtrainer.comm.session import Transport
 
@@ -53,7 +52,6 @@ _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _COPIED = 512 << 10
 """Bytes of a frame from which on the network reads it from where it is."""
-_SOCKETS_HERE = Path("/proc/net/unix")
 _FILES, _FILES_PER_SERVER = 8, 12
 """Files that a connection opens at most, and those for each server: sockets and what wakes them, and on one host a
 channel with its memory and the server's process."""
@@ -299,7 +297,7 @@ class Connection(Transport):
         return "" if process is None else process.how_ended()
 
     def is_far(self, server: int) -> bool:
-        return server not in self._channels and self._transport != "ipc" and not self._is_loopback(server)
+        return server not in self._channels and not self._is_loopback(server)
 
     def _is_loopback(self, server: int) -> bool:
         return is_loopback(self._addresses[server].rpartition("/")[2].rpartition(":")[0])
@@ -314,12 +312,10 @@ class Connection(Transport):
         """Share memory with servers of this host and watch them; begin to send signs of life to all.
 
         Raises:
-            ConfigurationError: the transport is "shm" or "ipc", and some server is not on this host.
+            ConfigurationError: the transport is "shm", and some server is not on this host.
         """
         for server, (run, session) in enumerate(sessions):
-            if self._transport == "ipc":
-                self._change_address(server, ipc_address(run))
-            elif self._transport != "tcp":
+            if self._transport != "tcp":
                 self._share_memory(server, run, session)
             self._watch(server, run, session)
         if len(self._channels) < self.num_servers:
@@ -348,18 +344,6 @@ class Connection(Transport):
             self._processes[server] = process
             self._ends[process.fileno()] = server
             self._poller.register(process.fileno(), _IN)
-
-    def _change_address(self, server: int, address: str) -> None:
-        """Reach a server of this host by another address. Raises ConfigurationError if it is not there."""
-        name = address.removeprefix("ipc://")
-        if not _SOCKETS_HERE.exists() or name not in _SOCKETS_HERE.read_text():
-            raise ConfigurationError(
-                f"{self.describe(server)} has no Unix socket {name} that this process finds; is it on this host? "
-                "(KVSTORE_TRANSPORT=auto goes over tcp where it is not)"
-            )
-        own = self._sockets[server]
-        own.disconnect(own.getsockopt_string(zmq.LAST_ENDPOINT))
-        own.connect(address)
 
     def _go_without_memory(self, server: int, error: OSError) -> None:
         """Go on over TCP with a server that shares no memory, if that is allowed; say so where it is on this host."""

@@ -12,7 +12,7 @@ from kvtrainer.comm.connection import Connection
 from kvtrainer.env import TRANSPORT
 from tests.support.processes import Members, Process, Processes
 
-WAYS = "auto", "ipc", "tcp"
+WAYS = "auto", "tcp"
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def way_of(test: pytest.Function) -> str:
     """Choose the way to servers of a test: those of a module take each in turn, and so do the cases of a test.
 
-    So each module meets every way, and each value of a parameter does where another parameter has three. All ways of
-    all tests (`make test-transports`) would take three times as long. What counts is where the test and its values
-    stand in the module, not which tests run, or in which process: so a test that fails does so when it runs alone.
+    So each module meets every way, and each value of a parameter does where another parameter has two. Both ways of
+    all tests (`make test-transports`) would take twice as long. What counts is where the test and its values stand in
+    the module, not which tests run, or in which process: so a test that fails does so when it runs alone.
     """
     name = test.originalname if test.cls is None else test.cls.__name__
     tests = [one for one in vars(test.module) if one.lower().startswith("test")]

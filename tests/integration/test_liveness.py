@@ -39,7 +39,7 @@ ENDS = {
 }
 
 
-@pytest.fixture(params=["auto", "ipc", "tcp"])
+@pytest.fixture(params=["auto", "tcp"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How all workers of a test reach servers."""
     monkeypatch.setenv(env.TRANSPORT, request.param)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 import kvtrainer
 from kvtrainer.comm import connection
@@ -62,11 +61,10 @@ def test_weights_are_the_same_to_the_bit_with_and_without_shared_memory(
 ) -> None:
     servers = jobs.of(2)
     found = {}
-    for transport in ("shm", "ipc", "tcp"):
+    for transport in ("shm", "tcp"):
         monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
         found[transport] = trained(servers)
     assert all(map(torch.equal, found["shm"], found["tcp"]))
-    assert all(map(torch.equal, found["ipc"], found["tcp"]))
 
 
 def test_a_long_gradient_may_be_part_of_a_graph_and_stays_as_it_is(jobs: Servers, members: Members) -> None:
@@ -320,33 +318,10 @@ def test_a_worker_that_cannot_share_memory_says_why(
             assert ["another user" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_messages_through_unix_sockets_need_neither_memory_nor_tcp(
-    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
-    [server] = jobs.of(1)
-    store = members.join([server], 0, 1, new_name())
-    transport: Any = store._client._session.transport
-    assert [one.getsockopt_string(zmq.LAST_ENDPOINT)[:6] for one in transport._sockets] == ["ipc://"]
-    assert channels_of(store) == {}
-    store.init("w", torch.ones(300_000))
-    assert set(round_of(store, "w", torch.ones(300_000)).tolist()) == {1.0}
-
-
-def test_a_server_of_another_host_cannot_be_reached_through_unix_sockets(
-    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    nothing = tmp_path / "unix"
-    nothing.write_text("")
-    monkeypatch.setattr(connection, "_SOCKETS_HERE", nothing)
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "ipc")
-    with Members() as members, pytest.raises(ConfigurationError, match="kvstore-zmq-"):
-        members.join(processes.servers(1), 0, 1, new_name())
-
-
+@pytest.mark.parametrize("transport", ["rdma", "ipc"])
 def test_a_transport_that_there_is_not_is_refused_with_its_name(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch
+    jobs: Servers, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setenv("KVSTORE_TRANSPORT", "rdma")
-    with Members() as members, pytest.raises(ConfigurationError, match="rdma"):
+    monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
+    with Members() as members, pytest.raises(ConfigurationError, match=transport):
         members.join(jobs.of(1), 0, 1, new_name())

@@ -47,7 +47,7 @@ WAY = "auto"
 """Servers share memory whatever way the other tests take."""
 
 
-@pytest.fixture(params=["auto", "ipc", "tcp"])
+@pytest.fixture(params=["auto", "tcp"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(TRANSPORT, request.param)
     return str(request.param)

@@ -10,6 +10,7 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import (
     DEFAULT_SECONDS,
     SOURCES,
+    TRANSPORTS,
     Topology,
     attempt_of_job,
     local_rank,
@@ -17,6 +18,7 @@ from kvtrainer.env import (
     read_place,
     read_timeout,
     read_topology,
+    transport_of,
     workers_of_job,
 )
 from kvtrainer.launcher.processes import inherited
@@ -127,6 +129,20 @@ def test_malformed_address_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)
+
+
+# The transport.
+
+
+@pytest.mark.parametrize("word", TRANSPORTS)
+def test_the_transport_is_the_one_of_the_variable_or_auto(word: str) -> None:
+    assert transport_of({"KVSTORE_TRANSPORT": f" {word} "}) == word
+    assert transport_of({"KVSTORE_TRANSPORT": ""}) == "auto"
+
+
+def test_the_removed_transport_ipc_is_refused_with_those_to_use_instead() -> None:
+    with pytest.raises(ConfigurationError, match=r"KVSTORE_TRANSPORT=ipc .*auto.*shared memory.*tcp"):
+        transport_of({"KVSTORE_TRANSPORT": "ipc"})
 
 
 # Launchers: the order, and one source for both numbers.

@@ -48,6 +48,7 @@ def test_a_variable_gives_a_flags_default_and_the_flag_wins(flag: str) -> None:
         (["--bind", "tcp://[::]:0"], "add --allow-public-bind"),
         (["--bind", "tcp://localhost.example.org:0"], "add --allow-public-bind"),
         (["--bind", "tcp://[::1"], "--bind tcp://[::1"),
+        (["--bind", "ipc:///tmp/server"], "tcp://HOST:PORT"),
         (["--http", "8000"], "--http 8000 is not HOST:PORT"),
         (["--http", "0.0.0.0:8000"], "add --allow-public-bind"),
         (["--ready-fd", "777"], "--ready-fd 777 is not open in this process"),
