@@ -5,7 +5,7 @@
 Memory: bytes that are read and written in a second by `a += b` of 64 MiB on all cores, payload bytes of a copy, and
 those of rows of 64 and of 256 bytes that are copied from anywhere in a table of 256 MiB.
 Loopback: bytes that one TCP connection moves in a second between two processes, and the time of a byte and its answer;
-and bytes that ZeroMQ moves over TCP and over a Unix socket, in frames of 1 MiB that are not copied to be handed over.
+and bytes that ZeroMQ moves over TCP, in frames of 1 MiB that are not copied to be handed over.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class Limits:
     loopback: float
     round_trip: float
     zmq_tcp: float
-    zmq_ipc: float
     rows_64: float = 0.0
     """Of rows of 64 bytes, at any place."""
     rows_256: float = 0.0
 
     def __str__(self) -> str:
-        rates = {"copy": self.copy, "add": self.add, "TCP": self.loopback}
-        rates |= {"ZeroMQ tcp": self.zmq_tcp, "ipc": self.zmq_ipc}
+        rates = {"copy": self.copy, "add": self.add, "TCP": self.loopback, "ZeroMQ tcp": self.zmq_tcp}
         rates |= {"rows of 64 bytes": self.rows_64, "of 256": self.rows_256}
         said = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in rates.items())
         return f"{said} GB/s, TCP round trip {self.round_trip * 1e6:.0f} µs"
@@ -71,9 +69,7 @@ def measure_limits() -> Limits:
 def _measure() -> Limits:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    over_tcp, over_ipc = map(
-        _measure_zmq, (f"tcp://127.0.0.1:{port}", f"ipc://@kvtrainer-limits-{os.getpid()}")
-    )
+    zmq_tcp = _measure_zmq(f"tcp://127.0.0.1:{port}")
     loopback, round_trip = _measure_loopback()
     a, b = np.ones((2, _BYTES // 4), np.float32)
     cores = len(os.sched_getaffinity(0))
@@ -82,7 +78,7 @@ def _measure() -> Limits:
         copy = _best(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))
         add = _best(lambda: list(pool.map(lambda part: np.add(*part, out=part[0]), parts)))
         rows = [_measure_rows(pool, cores, width) for width in (64, 256)]
-    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip, over_tcp, over_ipc, *rows)
+    return Limits(_BYTES / copy, 3 * _BYTES / add, loopback, round_trip, zmq_tcp, *rows)
 
 
 def _measure_rows(pool: ThreadPoolExecutor, cores: int, width: int) -> float:

@@ -1,10 +1,10 @@
-"""How long does the same step take through shared memory, Unix sockets and TCP, and how near to the limit of each?
+"""How long does the same step take through shared memory and TCP, and how near to the limit of each?
 
     python benchmarks/transport.py --out benchmarks/results/transport
 
 `Trainer.step` with SGD for models of several sizes, with each value of KVSTORE_TRANSPORT, beside gloo with one flat
 buffer and MXNet 1.9.1 over TCP and over Unix sockets. The limits are what a copy in memory, one TCP connection and
-ZeroMQ's sockets alone take for the bytes of a step: each worker's gradient to the servers, and the weights back.
+ZeroMQ over TCP alone take for the bytes of a step: each worker's gradient to the servers, and the weights back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import suite
 from limits import Limits
 from steps import Work
 
-TITLE = "The same step through shared memory, Unix sockets and TCP: kvtrainer, gloo and MXNet"
+TITLE = "The same step through shared memory and TCP: kvtrainer, gloo and MXNet"
 _NOTES = "Limits are of the bytes of a step: all gradients in, and the weights out to every worker."
 _MIB = 1 << 20
 
@@ -33,8 +33,7 @@ def main() -> int:
     sent = {work.name: 2 * options.workers * work.nbytes for work in works}
 
     def limits(case: harness.Case, system: str, found: Limits) -> dict[str, float]:
-        rates = {"memory copy": found.copy, "TCP stream": found.loopback}
-        rates |= {"ZeroMQ tcp": found.zmq_tcp, "ZeroMQ ipc": found.zmq_ipc}
+        rates = {"memory copy": found.copy, "TCP stream": found.loopback, "ZeroMQ tcp": found.zmq_tcp}
         return {name: sent[case.workload] / rate for name, rate in rates.items()}
 
     peers = ["gloo flat", step_jobs.MXNET, step_jobs.MXNET_IPC]
@@ -51,7 +50,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=suite.positive, default=2)
     parser.add_argument("--servers", type=suite.positive, default=2)
     parser.add_argument("--rounds", type=suite.positive, default=10, help="timed steps of a job")
-    return step_jobs.add_options(parser, transports="shm,ipc,tcp")
+    return step_jobs.add_options(parser, transports="shm,tcp")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ TINY = """
 import sys
 sys.path.insert(0, ".")
 import dense_sync, limits, suite
-suite.measure_limits = lambda: limits.Limits(*[1e9] * 8)  # of the machine: seconds of copying
+suite.measure_limits = lambda: limits.Limits(*[1e9] * 7)  # of the machine: seconds of copying
 sys.exit(dense_sync.main())
 """
 
