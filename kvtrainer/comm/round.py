@@ -362,8 +362,7 @@ class Round:
         self.is_read = is_read
         """Whether weights are only read."""
         self.is_given = True
-        """Whether this worker computes with the weights that come. Not with those that it only looks at, nor, before it
-        pulls them, with those that come along for a pull that may follow."""
+        """Whether this worker computes with the weights that come, and does not only look at them."""
         self.legs: list[Leg] = []
         self.open: list[Leg] = []
         """The legs on which something is still to be said."""
@@ -475,9 +474,8 @@ class Round:
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
-        if self.is_given or not self.is_read:
-            book.newest[leg.server, layout.index[read]] = came[read]
         if self.is_given:
+            book.newest[leg.server, layout.index[read]] = came[read]
             book.version[leg.server, layout.index[read]] = came[read]
         if self.contribution.is_kept or follows:
             book.held[leg.server, layout.index[read]] = came[read]

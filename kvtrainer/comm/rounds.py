@@ -50,15 +50,6 @@ class Rounds:
         """Table (index) → its round that is under way."""
         self._ahead: dict[int, Ahead] = {}
         """Table (index) → what goes ahead of its rounds."""
-        self._pulled: set[int] = set()
-        """Tables (index) that were pulled since this worker's last round of them."""
-        self.may_foresee = True
-        """Whether new weights may come along for a pull that may follow. Servers take them for what this worker
-        computes with, which matters to some optimizers."""
-        self._rooms: dict[int, Arenas] = {}
-        """Table (index) → where new weights come to that are asked for with a round, to be pulled."""
-        self._filled: set[int] = set()
-        """Tables (index) of which those of this worker's last round have come there."""
         self._layouts: dict[tuple[int, ...], list[Layout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
 
@@ -70,24 +61,13 @@ class Rounds:
         overtakes earlier ones.
         """
         session, tables = self._session, contribution.tables
-        goes_far = session.is_far and not is_read
-        asks_along = goes_far and self._is_pulled_next(contribution)
-        if asks_along:
-            for table in tables:
-                if table.index not in self._rooms:
-                    self._rooms[table.index] = table.new_arenas()
-            contribution = contribution._replace(outs=[self._rooms[table.index] for table in tables])
         is_encoded = bool(contribution.rows)
         for table in tables:
             if table.index in self.open or self.tables.broken:
                 self.settle(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
-        round_.is_given = not asks_along
         key = tuple([table.index for table in tables])
-        if goes_far:
-            self._pulled.difference_update(key)
-            self._filled.difference_update(key)
         try:
             self.open.update(dict.fromkeys(key, round_))
             ahead = self._ahead.get(key[0]) if len(key) == 1 and not is_read else None
@@ -107,7 +87,7 @@ class Rounds:
                 round_.legs.append(leg)
                 if leg.open:
                     round_.open.append(leg)
-            if goes_far and len(tables) == 1:
+            if session.is_far and not is_read and len(tables) == 1:
                 self._announce(round_, ahead)
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
@@ -123,8 +103,6 @@ class Rounds:
         except BaseException as error:
             self._end(round_, error)
             raise
-        if asks_along:
-            session.take_what_came()  # so that what waits for answers goes
         return round_
 
     def _announce(self, round_: Round, ahead: Ahead | None) -> None:
@@ -245,9 +223,6 @@ class Rounds:
         ahead = self._ahead.pop(table.index, None)
         for leg in () if ahead is None or ahead.early is None else ahead.early.legs:
             self._session.forget(leg.number)
-        self._rooms.pop(table.index, None)
-        self._filled.discard(table.index)
-        self._pulled.discard(table.index)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -357,21 +332,8 @@ class Rounds:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write whole tables' present weights into arenas, after this worker's rounds; it then computes with them.
-
-        Over a network those that were pulled after one round are asked for with the next one, so that they come while
-        gradients of other tables are on their way. Until this worker begins another round nobody can change them.
-        """
-        if self._rooms and self._have_come(tables):
-            here = [table.index for table in tables]
-            self.tables.version[:, here] = self.tables.newest[:, here]
-            for table, out in zip(tables, outs, strict=True):
-                for dtype, flat in self._rooms[table.index].items():
-                    out[dtype].copy_(flat[: len(out[dtype])])
-        else:
-            self.wait(self.start(Contribution(tables, None, outs), is_read=True))
-        if self._session.is_far:
-            self._pulled.update([table.index for table in tables])
+        """Write whole tables' present weights into arenas, after this worker's rounds; it then computes with them."""
+        self.wait(self.start(Contribution(tables, None, outs), is_read=True))
 
     def look(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
         """Write a table's present weights into an arena, after this worker's rounds. What it computes with stays.
@@ -382,23 +344,6 @@ class Rounds:
         round_.is_given = False
         self.wait(round_)
         return {leg.server: leg.came[at] for leg, at in round_.legs_of(table)}
-
-    def _have_come(self, tables: Sequence[RemoteTable]) -> bool:
-        """Wait for rounds of tables that are under way; tell whether their new weights have all come with them.
-
-        Raises:
-            KVStoreError: as `settle`.
-        """
-        for table in tables:
-            self.settle(table)
-        return self._filled.issuperset([table.index for table in tables])
-
-    def _is_pulled_next(self, contribution: Contribution) -> bool:
-        """Tell whether new weights that are not wanted are likely to be pulled: those of the last round were."""
-        if contribution.values is None or contribution.outs is not None or not self.may_foresee:
-            return False
-        is_plain = _is_plain(contribution._replace(outs=contribution.values))
-        return is_plain and self._pulled.issuperset([table.index for table in contribution.tables])
 
     # ---------------------------------------------------------------- sending
 
@@ -583,9 +528,6 @@ class Rounds:
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         book.round[applied] += 1
         book.is_initialised[applied] = True
-        if not round_.is_given:
-            vetoed = {table.index for table in tables if table.name in round_.vetoes}
-            self._filled.update(set(applied.tolist()) - vetoed)
         for table in tables if round_.encoded else ():
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:

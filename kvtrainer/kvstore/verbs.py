@@ -283,8 +283,6 @@ class TableKVStore(KVStoreBase):
         """
         self._optimizer = create_optimizer(optimizer)
         self._send_optimizer(self._optimizer)
-        is_sync = self._connected.options.mode.is_sync
-        self._client.rounds.may_foresee = is_sync or self._optimizer.delay_state is None
         if not self._optimizer.elementwise:
             self._bring_together()
         if self._engine is not None:
