@@ -19,6 +19,7 @@ import numpy as np
 from kvstore_server import slicewise
 from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandContext, Commands
+from kvstore_server.debug_log import Peer
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -167,6 +168,11 @@ class Engine:
             return self._sessions.find(peer, token).token == token
         except KVStoreError:
             return False
+
+    def name_of(self, peer: bytes) -> Peer:
+        """Return who sends from the socket `peer`, for the debug log; a process without a session has no name."""
+        session = self._sessions.of_socket(peer)
+        return Peer() if session is None else Peer(f"worker:{session.hello.rank}", session.hello.namespace)
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
@@ -365,6 +371,7 @@ class Engine:
         if verdicts is not None:
             some = space.together(some.tables[verdicts == Verdict.ACCEPTED])
             out += self._answer_others(sender, book, commits, verdicts, body)
+        space.log_rounds("committed", book, some.named, rank)
         for table in some.named if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
@@ -451,6 +458,7 @@ class Engine:
             answers += _answers(book, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
+        space.log_rounds("applied", book, ended.named)
         book.finish(ended.tables, ended.slots)
         for rank, given in book.given.items() if not is_shared else ():
             for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
@@ -490,6 +498,7 @@ class Engine:
             if rest is not None or self._apply(space, book, table, decision):
                 out += rest or ()
                 return True
+            space.log_rounds("held", book, [table])
             for given in book.given.values():  # those that wait for a decision, and have data
                 waiter, said = given.waiters[number], given.said[number]
                 if waiter is not None and said is not None and said.hold and table.held:
@@ -585,6 +594,7 @@ class Engine:
         """Fail the open round of a table for its members, and tell those who wait for it."""
         number = book.number(table.number)
         space.note_failure(error)
+        space.log_rounds("failed", book, [table], error=error)
         space.forget_absent([table.number])
         if book is space.rounds.shared:
             slicewise.take_back(space, table)
@@ -611,6 +621,7 @@ class Engine:
             out += self._fail(space, book, table, error)
         elif abort.undo and abort.round == number - 1 and stands and table.undo(whose):
             book.undo(table.number, error)
+            space.log_rounds("undone", book, [table], rank, error, back=1)
         for wait in space.waits.take(
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):

@@ -45,7 +45,8 @@ class _Place:
 class LogLimit(logging.Filter):
     """A filter of lines above `lines` in `seconds` seconds of one place. It says how many it left out.
 
-    Add it to a handler. It touches what this package logs, and nothing else.
+    Add it to a handler. It touches what this package logs, and nothing else. Debug lines all pass: who asks for them
+    wants every one.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let a line pass, or leave it out and count it; the next one that passes says how many were."""
-        if not record.name.startswith(__package__ or ""):
+        if not record.name.startswith(__package__ or "") or record.levelno <= logging.DEBUG:
             return True
         now = self._clock()
         place = self._places.setdefault((record.pathname, record.lineno), _Place(now))

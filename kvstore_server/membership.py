@@ -44,7 +44,7 @@ _NAMED = 8
 """Of how many ranks a message tells more than their number."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Session:
     """A process that stands for a rank."""
 
@@ -63,6 +63,13 @@ class Session:
     """What is known about that."""
     is_logged: bool = False
     """The log says that the process is dead."""
+
+    def __repr__(self) -> str:
+        hello, ended = self.hello, f", {self.how_ended}" if self.how_ended else ""
+        who = f"rank {hello.rank} of {hello.namespace!r} ({hello.address})"  # the token and the sockets are secret
+        return (
+            f"<{type(self).__name__} of {who}: {self.state.name}, last heard at {self.last_heard:.3f}{ended}>"
+        )
 
     @property
     def last_sign(self) -> float:
@@ -120,6 +127,10 @@ class Sessions:
         if session is None or peer not in session.hello.sockets:
             reason = "it has no session there"
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
+
+    def of_socket(self, peer: bytes) -> Session | None:
+        """Return the newest open session that has the socket `peer`. It searches all, so only the debug log asks."""
+        return next((one for one in reversed(self._live.values()) if peer in one.hello.sockets), None)
 
     def repeated(self, peer: bytes, hello: Hello) -> Session | None:
         """Return the session that the same Hello of the process has opened, if any.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
+from kvstore_server.debug_log import debug_log
 from kvstore_server.errors import (
     ConfigurationError,
     KVStoreError,
@@ -156,6 +157,8 @@ class Namespace:
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
+        self.log = debug_log("kvstore_server.debug")
+        """Where to log rounds; None unless that logger shows debug lines."""
         self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
         """When the waits are to be looked at again."""
@@ -183,6 +186,46 @@ class Namespace:
         self._claimed = 0
         self._footprints = 0
         """What is claimed for all tables."""
+
+    def __repr__(self) -> str:
+        shared = self.rounds.shared
+        waiting = [
+            f"{self.open_round(at)} waits for ranks {shared.missing_ranks(at)}" for at in shared.oldest()
+        ]
+        waiting += [f"{len(self.waits.all)} requests wait"] if self.waits.all else []
+        sizes = f"{self.membership.num_workers} workers, {len(self.tables)} tables"
+        return f"<{type(self).__name__} {self.name!r}, {self.mode}, {sizes}: {', '.join(waiting) or 'nothing waits'}>"
+
+    def log_rounds(
+        self,
+        state: str,
+        book: Book,
+        tables: Sequence[Table],
+        rank: int | None = None,
+        error: KVStoreError | None = None,
+        back: int = 0,
+    ) -> None:
+        """Log a transition of the open round of some tables, or of a rank's part in it; nothing without a debug log.
+
+        Args:
+            book: The book in which the round is open.
+            error: Why it failed.
+            back: The round is not the open one, but so many before it.
+        """
+        if self.log is None or not tables:
+            return
+        numbers, is_shared = [table.number for table in tables], book is self.rounds.shared
+        missing = book.missing_ranks(numbers[0]) if is_shared and state in ("begun", "committed") else []
+        self.log.round(
+            state,
+            self.name,
+            numbers,
+            [book.number(number) - back for number in numbers],
+            [table.name for table in tables],
+            rank if is_shared or len(book.given) != 1 else next(iter(book.given)),
+            [f"worker:{one}" for one in missing],
+            error,
+        )
 
     def register(self, rank: int, register: m.Register) -> Table | int:
         """Return the table of that name, made now if this rank is the first to name it.

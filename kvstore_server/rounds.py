@@ -271,6 +271,11 @@ class Given:
         self._num_buffers = 0
         self.fit()
 
+    def __repr__(self) -> str:
+        committed = np.flatnonzero(self.committed[: self._slots.num_tables]).tolist()
+        here, growing = int(np.count_nonzero(self.marks)), len(self.growing)
+        return f"<{type(self).__name__}: committed tables {committed}, {here} slices are here, {growing} in part>"
+
     def fit(self) -> None:
         """Make room for tables that were added."""
         tables, slots = self._slots.num_tables, len(self._slots.table)
@@ -414,6 +419,17 @@ class Book:
         self._failures: dict[int, dict[int, KVStoreError]] = {}
         """Table → failed round → why."""
         self.fit()
+
+    def __repr__(self) -> str:
+        waiting = np.flatnonzero(self.num_committed[: self._slots.num_tables]).tolist()
+        rounds = [
+            f"round {self.number(t)} of table {t} waits for ranks {self.missing_ranks(t)}"
+            for t in waiting[:3]
+        ]
+        rounds += [f"{len(waiting) - 3} more wait"] if len(waiting) > 3 else []
+        return (
+            f"<{type(self).__name__} of {self.num_members} members: {', '.join(rounds) or 'nothing waits'}>"
+        )
 
     def fit(self) -> None:
         """Make room for tables that were added."""
@@ -836,7 +852,7 @@ class Rounds:
         return rank not in self.joined(table) and rank not in self.left
 
 
-@dataclass
+@dataclass(repr=False)
 class Wait:
     """A request that is answered when other ranks have come far enough: a read that is too far ahead, or a join."""
 
@@ -850,6 +866,11 @@ class Wait:
     answer: Callable[[], list[m.Outgoing]]
     round: int = -1
     """The round of the commit that waits; -1: it is a request to read."""
+
+    def __repr__(self) -> str:
+        what = "the end of joining" if self.is_join else "a read" if self.round < 0 else f"round {self.round}"
+        request = f"request {self.waiter.number} of rank {self.rank}"  # the waiter's routing id is secret
+        return f"<{type(self).__name__} of {request} for {what} of table {self.table}, until {self.deadline:.3f}>"
 
     @property
     def since(self) -> float:

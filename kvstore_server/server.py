@@ -22,6 +22,7 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.channel import Listener
+from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.engine import Engine
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
 from kvstore_server.memory import available_memory, return_free_memory
@@ -113,7 +114,7 @@ def make_server(
     except OSError as error:
         _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
-    return Server(engine, options, leases, clock, listener)
+    return Server(engine, options, leases, clock, listener, engine.name_of)
 
 
 class Server:
@@ -122,6 +123,7 @@ class Server:
     Args:
         leases: Is told which buffers of the service wait to be sent.
         listener: Finds workers of this host, which then send and get messages through shared memory.
+        name_of: Says for the debug log which worker has a routing id.
 
     Raises:
         ConfigurationError: the address is taken, or not one of this machine.
@@ -134,6 +136,7 @@ class Server:
         leases: Leases | None = None,
         clock: Callable[[], float] = time.monotonic,
         listener: Listener | None = None,
+        name_of: Callable[[bytes], Peer] = lambda _: Peer(),
     ) -> None:
         self.service = service
         self._options = options
@@ -142,6 +145,9 @@ class Server:
         self._leases = Leases() if leases is None else leases
         self._listener = listener
         self._channels = {} if listener is None else listener.channels
+        self._debug_log = debug_log("kvstore_server.debug")
+        """Where to log messages; None unless that logger shows debug lines."""
+        self._name_of = name_of
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
@@ -294,6 +300,8 @@ class Server:
         if isinstance(message, list):
             message.clear()
         body = request.body
+        if self._debug_log is not None:
+            self._debug_log.message("received", self._name_of(peer), request.number, body)
         if is_shared and isinstance(body, m.Contribute) and body.form not in (b"", PACKED_ROWS):
             # What a codec reads is checked now, and must still hold when it is used. Of rows the ids are copied.
             own = tuple(payload.clone() for payload in body.payloads)
@@ -334,6 +342,8 @@ class Server:
             for payload in _payloads_of(reply):
                 self._leases.hold(payload)
             waiting.append(reply)
+            if self._debug_log is not None:
+                self._debug_log.message("queued", self._name_of(peer), reply.number, reply.body)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
         """Drop from replies weights that wait for their peer. A repeated request asks for them again."""
@@ -384,6 +394,8 @@ class Server:
             self._listener.drop(peer)  # ended by the worker, which may have others
             return _Sent.LATER
         self._budget -= _size_of(reply)
+        if self._debug_log is not None:
+            self._debug_log.message("sent", self._name_of(peer), reply.number, body)
         return _Sent.NOW
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:

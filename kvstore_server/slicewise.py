@@ -125,6 +125,7 @@ def _begin(space: Namespace, table: Table) -> None:
         left = range(table.unit.first, table.unit.end)
         table.begun = Begun(optimizer, hyper, hypers, said, dict.fromkeys(left, 0))
         space.rounds.begun.add(number)
+        space.log_rounds("begun", book, [table])
 
 
 def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
@@ -311,6 +312,7 @@ def take_back(space: Namespace, table: Table) -> None:
     if begun is not None and begun.undo is not None:
         table.shard.restore(table.unit, begun.undo)
         table.version += 1  # also the way back is a change
+        space.log_rounds("taken_back", space.rounds.shared, [table])
 
 
 def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:

@@ -161,6 +161,17 @@ class Table:
         self._changed: tuple[tuple[int, int], list[RowPart]] | None = None
         """What a worker was sent last: the version that it had and the one it got, and the parts."""
 
+    def __repr__(self) -> str:
+        states = {
+            "in conflict": self.conflict is not None,
+            "held": self.held is not None,
+            "begun": self.begun is not None,
+        }
+        state = ", ".join([name for name, holds in states.items() if holds]) or (
+            "ready" if self.is_initialised else "not initialised"
+        )
+        return f"<{type(self).__name__} {self.number} {self.name!r}, version {self.version}: {state}>"
+
     def begin_round(self, whose: int) -> None:
         """Make the last round of a rank, or of all, final. A slice of the next one has come."""
         if self._last_rank in (ALL, whose):

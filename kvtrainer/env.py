@@ -49,6 +49,10 @@ TRANSPORTS = ("auto", "shm", "tcp")
 PROGRESS = "KVSTORE_PROGRESS"
 """1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
 
+LOG = "KVSTORE_LOG"
+"""debug: a line for each message and each transition of a round; servers know more levels."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 60.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -369,6 +373,14 @@ def transport_of(environ: Mapping[str, str]) -> str:
     if found not in TRANSPORTS:
         raise ConfigurationError(f"{TRANSPORT} is {found!r:.40}; it must be one of {', '.join(TRANSPORTS)}")
     return found
+
+
+def shows_debug_log(environ: Mapping[str, str]) -> bool:
+    """Return whether KVSTORE_LOG asks for debug lines. Raises ConfigurationError for what is no level."""
+    level = text_of(environ, LOG)
+    if level and level.lower() not in LOG_LEVELS:
+        raise ConfigurationError(f"{LOG} is {level!r:.40}; it must be one of {', '.join(LOG_LEVELS)}")
+    return level.lower() == "debug"
 
 
 def as_int(value: object, what: str) -> int:

@@ -95,6 +95,19 @@ class Leg:
         self.complete: set[int] = set()
         """Tables of which all has come, except for what was measured."""
 
+    def __repr__(self) -> str:
+        tables = ", ".join([f"{self.layout.tables[at].name!r}" for at in sorted(self.open)[:3]])
+        more = f" and {len(self.open) - 3} more" if len(self.open) > 3 else ""
+        state = f"awaits the end for tables {tables}{more}" if self.open else "is over"
+        failed = f", {len(self.failed)} tables failed" if self.failed else ""
+        held = f", {len(self.held)} tables are held" if self.held else ""
+        coming = sum(self.coming)
+        slices = f", {coming} slices are to come" if coming else ""
+        return (
+            f"<{type(self).__name__} for server {self.server}, request {self.number}, "
+            f"{len(self.layout.tables)} tables: {state}{slices}{held}{failed}>"
+        )
+
     def _make_commits(self, round_: Round, book: Tables) -> m.Matrix:
         """Make each table's commit. It says how many slices, computed with which version, and what is wanted."""
         contribution, layout = round_.contribution, self.layout
@@ -387,6 +400,34 @@ class Round:
         self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
         """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
         Only where workers keep what they have."""
+
+    def __repr__(self) -> str:
+        names = [table.name for table in self.contribution.tables]
+        shown = f"{names[:3]!r:.200}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        rounds = sorted({int(one) for leg in self.legs for one in leg.rounds})
+        number = "?" if not rounds else str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]}..{rounds[-1]}"
+        awaited = ", ".join([f"server {leg.server} (request {leg.number})" for leg in self.open])
+        state = "over" if self.is_over else f"awaits {awaited}" if awaited else "all answers are here"
+        error = "" if self.error is None else f", failed with {type(self.error).__name__}"
+        return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
+
+    def log(self, state: str, error: BaseException | None = None) -> None:
+        """Log a transition of the round; nothing happens unless the session has a debug log."""
+        log = self.session.log
+        if log is None:
+            return
+        legs = [leg for leg in self.legs if leg.server == self.legs[0].server]
+        state = {"started": "reading", "applied": "read"}.get(state, state) if self.is_read else state
+        log.round(
+            state,
+            self.session.options.namespace,
+            [number for leg in legs for number in leg.layout.commits[:, 0].tolist()],
+            [number for leg in legs for number in leg.rounds.tolist()],
+            [table.name for table in self.contribution.tables],
+            self.session.options.rank,
+            [f"server:{server}" for server in sorted({leg.server for leg in self.open})],
+            error,
+        )
 
     def written(self) -> dict[tuple[int, int], Tensor | None]:
         """Tell which rows of each key, or of the first key of each slice, came; None: all."""

@@ -89,6 +89,7 @@ class Rounds:
                     round_.open.append(leg)
             if session.is_far and not is_read and len(tables) == 1:
                 self._announce(round_, ahead)
+            round_.log("started")
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
                 for leg in round_.open[first : first + session.num_servers]:
@@ -261,6 +262,7 @@ class Rounds:
             return
         if anew:
             round_.started = self._session.clock()
+        round_.log("waiting")
         waiting = round_.open if holds is None else _Those(round_.open, holds)
         try:
             again = partial(self._send_again, round_, given=())
@@ -447,6 +449,7 @@ class Rounds:
             norm = combine((value for _, value in partials), guard.norm_type)
             measured = Measured(norm, all(one.is_finite for one in said))
             round_.decided[table.name] = (measured, guard.decide(measured))
+            round_.log("decided")
             self._resolve(round_, table, places)
         if at in leg.complete:
             round_.finish(leg, [at])
@@ -490,6 +493,7 @@ class Rounds:
         for index in own if round_.is_read else ():  # nothing hangs on its end
             del self.open[index]
         round_.is_over = True
+        round_.log("applied" if error is None else "failed", error)
         lost: set[int] = set()
         for leg in round_.legs:
             self._session.forget(leg.number)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvstore_server.channel import Arena, Channel
+from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
@@ -231,9 +232,12 @@ class Session:
         """Bytes from which on servers want a Trainer's table to be spread over all of them."""
         self.trace: SessionTrace | None = None
         """Where to note what happens, while somebody wants to know."""
+        self.log = debug_log("kvtrainer.debug")
+        """Where to log messages and rounds; None unless that logger shows debug lines."""
         self.report = Report(clock)
         """What servers are told about this worker."""
         self.transport = transport
+        self._peers = [Peer(f"server:{at}", options.namespace) for at in range(transport.num_servers)]
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
         self._heard = [clock()] * transport.num_servers
@@ -251,6 +255,16 @@ class Session:
         self._reasons: list[str] = []
         """Why servers have not answered yet, as they said since requests were last repeated."""
         self._has_repeated = False
+
+    def __repr__(self) -> str:
+        o, open_ = self.options, sorted(self._handlers)
+        shown = f"{', '.join(map(str, open_[:5]))}{f' and {len(open_) - 5} more' if len(open_) > 5 else ''}"
+        state = "closed" if self.is_closed else f"awaits answers to requests {shown}" if open_ else "idle"
+        gone = "".join([f", {self.describe(server)} is gone" for server in sorted(self._gone)])
+        return (
+            f"<Session of rank {o.rank} of {o.num_workers} in {o.namespace!r} with {self.num_servers} servers: "
+            f"{state}{gone}>"
+        )
 
     def connect(self) -> None:
         """Say hello to every server; blocks up to `connect_timeout`.
@@ -320,6 +334,8 @@ class Session:
             raise KVStoreError("this kvstore is closed; create a new one")
         if self.trace is not None and number in self._handlers:
             self.trace.sent(server, number, body)
+        if self.log is not None:
+            self.log.message("sent", self._peers[server], number, body)
         run, session = self._tokens[server]
         self.transport.send(server, m.Request(run, session, number, body), priority)
 
@@ -563,6 +579,8 @@ class Session:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has nothing to leave
                     self.transport.send(server, leave)
+                    if self.log is not None:
+                        self.log.message("sent", self._peers[server], leave.number, leave.body)
         self.is_closed = True
         self.transport.close()
 
@@ -584,6 +602,8 @@ class Session:
         self._gone.discard(server)
         if self.trace is not None:
             self.trace.received(reply)
+        if self.log is not None:
+            self.log.message("received", self._peers[server], reply.number, reply.body)
         if reply.number == 0 and isinstance(reply.body, m.Failed):
             error = from_wire(reply.body.code, reply.body.text)
             if not isinstance(error, ServerStoppingError):

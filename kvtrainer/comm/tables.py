@@ -188,6 +188,12 @@ class RemoteTable:
         self._at: dict[int, int] | None = None
         """Slice → its position among those of its server, once somebody has asked."""
 
+    def __repr__(self) -> str:
+        state = "initialised" if self.is_initialised else "not initialised"
+        broken = f", broken by {type(self.broken).__name__}" if self.broken is not None else ""
+        where = f"next round {self.round}, {state}, numbers {self.numbers}"
+        return f"<{type(self).__name__} {self.name!r}, {where}{broken}>"
+
     def new_arenas(self) -> dict[str, Tensor]:
         """Make room for all values that are not row-sparse, as the Plan lays them out; zeros."""
         sizes = self.plan.resident_sizes

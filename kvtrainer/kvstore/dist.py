@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -91,6 +92,7 @@ class DistKVStore(TableKVStore):
         """When pushes count."""
         self._water_mark = water_mark_of(type, os.environ)
         self._transport = env.transport_of(os.environ)
+        is_debugging = env.shows_debug_log(os.environ)
         topology = env.find_topology(
             os.environ,
             rank=rank,
@@ -121,6 +123,8 @@ class DistKVStore(TableKVStore):
             # The last: a store that is refused does not count.
             namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
+        if is_debugging:
+            _show_debug_log(topology.rank)
         self.servers = topology.servers
         """Where the servers listen, by their index."""
         self._clients: list[Client] = []
@@ -164,6 +168,17 @@ class DistKVStore(TableKVStore):
             client.close(error)
             raise
         return client
+
+
+def _show_debug_log(rank: int) -> None:
+    """Have messages and rounds logged: by the handlers of the script if it has any, otherwise on standard error."""
+    logger = logging.getLogger("kvtrainer.debug")
+    logger.setLevel(logging.DEBUG)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"%(asctime)s worker {rank} %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False  # else each line comes twice once the script sets up handlers
 
 
 def _leave(clients: Sequence[Client]) -> None:

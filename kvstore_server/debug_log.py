@@ -1,0 +1,198 @@
+"""What KVSTORE_LOG=debug shows, on workers and on servers: a line for each message and each transition of a round.
+
+Both kinds of lines have a fixed list of key=value pairs, separated by spaces; "-" stands where there is no value:
+
+    message direction kind peer request table slots round bytes detail namespace
+    round state table round rank waiting_for error namespace name
+
+Tables and slots have the numbers that the server gave them. Several are written as 0,2 or 0..7, many as 0,2,5,…(40).
+Names are in quotes. docs/debugging.md explains every key.
+
+Lines are made of what is listed here and of nothing else: no values of tensors, no routing ids, tokens or nonces, no
+contents of commands. Heartbeats and queries of a server's status are left out, as they come every second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kvstore_server.protocol import messages as m
+from kvstore_server.tracing import payload_in, payload_out
+
+MESSAGE_KEYS = (
+    "direction", "kind", "peer", "request", "table", "slots", "round", "bytes", "detail", "namespace",
+)  # fmt: skip
+ROUND_KEYS = ("state", "table", "round", "rank", "waiting_for", "error", "namespace", "name")
+_REQUESTS_KEPT = 1024
+"""Of so many requests the table and the round are remembered, because answers do not always name them."""
+_LISTED = 4
+"""So many numbers, or names, are listed one by one."""
+
+
+class Peer(NamedTuple):
+    """The other side of a message."""
+
+    name: str = "-"
+    """server:INDEX, worker:RANK, or "-" for a process without a session."""
+    namespace: str | None = None
+
+
+class DebugLog:
+    """Writes the lines of one process, or of one session, to a logger."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._requests: OrderedDict[tuple[Peer, int], tuple[str, str]] = OrderedDict()
+        """(peer, request) → the text of its tables and rounds."""
+
+    def message(self, direction: str, peer: Peer, number: int, body: m.RequestBody | m.ReplyBody) -> None:
+        """Log one message.
+
+        Args:
+            direction: "sent", "received", or "queued" if the peer is slow; it is then sent later.
+            number: The number of the request, which its answers have, too.
+        """
+        if _is_routine(peer, body):
+            return
+        if isinstance(body, m.Hello):  # the server does not know its sender yet
+            peer = peer if peer.namespace else Peer(f"worker:{body.rank}", body.namespace)
+        table, round_ = _table_of(body), _round_of(body)
+        if table != "-":
+            self._requests[peer, number] = table, round_
+            if len(self._requests) > _REQUESTS_KEPT:
+                self._requests.popitem(last=False)
+        else:
+            table, known = self._requests.get((peer, number), ("-", "-"))
+            round_ = known if round_ == "-" else round_
+        values = (
+            direction, type(body).__name__, peer.name, number, table, _slots_of(body), round_, _bytes_of(body),
+            _detail_of(body), _quoted(peer.namespace),
+        )  # fmt: skip
+        self._logger.debug("message %s", _pairs(MESSAGE_KEYS, values))
+
+    def round(
+        self,
+        state: str,
+        namespace: str,
+        tables: Iterable[int],
+        rounds: Iterable[int],
+        names: Sequence[str],
+        rank: int | None = None,
+        waiting_for: Iterable[str] = (),
+        error: BaseException | None = None,
+    ) -> None:
+        """Log one transition of a round of some tables.
+
+        Args:
+            state: What the round, or the part of a rank in it, has become.
+            rank: Whose transition it is; None for one of all ranks.
+            waiting_for: Peers, as in messages.
+            error: Why it failed; only the class is logged, for the text is in the exception.
+        """
+        shown = ",".join(map(repr, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
+        waiting = ",".join(waiting_for)
+        values = (
+            state, _span(tables), _span(rounds), "-" if rank is None else rank, waiting or "-",
+            "-" if error is None else type(error).__name__, _quoted(namespace), shown or "-",
+        )  # fmt: skip
+        self._logger.debug("round %s", _pairs(ROUND_KEYS, values))
+
+
+def debug_log(name: str) -> DebugLog | None:
+    """Return the log of the logger `name`, or None if it shows no debug lines.
+
+    Whoever logs keeps the result, so that a process without the log pays for one comparison with None.
+    """
+    logger = logging.getLogger(name)
+    return DebugLog(logger) if logger.isEnabledFor(logging.DEBUG) else None
+
+
+def _pairs(keys: Sequence[str], values: Sequence[object]) -> str:
+    return " ".join([f"{key}={value}" for key, value in zip(keys, values, strict=True)])
+
+
+def _quoted(name: str | None) -> str:
+    return "-" if name is None else f"{name!r:.200}"
+
+
+def _span(numbers: Iterable[int]) -> str:
+    """Write distinct numbers in ascending order: few of them one by one, a contiguous range by its ends."""
+    found = sorted(set(map(int, numbers)))
+    if not found:
+        return "-"
+    if len(found) > 2 and found[-1] - found[0] == len(found) - 1:
+        return f"{found[0]}..{found[-1]}"
+    listed = ",".join(map(str, found[:_LISTED]))
+    return listed if len(found) <= _LISTED else f"{listed},…({len(found)})"
+
+
+def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
+    """Return whether a message comes every second: a heartbeat, a query of the status, or the answer to one."""
+    if isinstance(body, m.Heartbeat | m.Look):
+        return True
+    is_heartbeat = isinstance(body, m.Pending) and not body.why
+    return is_heartbeat or (isinstance(body, m.Info) and peer.namespace is None)
+
+
+def _table_of(body: Any) -> str:
+    if isinstance(body, m.Contribute):
+        return _span(body.commits[:, 0].tolist())
+    if isinstance(body, m.Done):
+        return _span(body.rounds[:, 0].tolist())
+    if isinstance(body, m.Pull):
+        return _span(body.tables)
+    table = getattr(body, "table", -1)
+    if isinstance(table, str):  # of a Register, before the table has a number
+        return repr(table)
+    return "-" if table < 0 else str(table)
+
+
+def _round_of(body: Any) -> str:
+    if isinstance(body, m.Contribute):
+        return _span([*body.commits[:, 1].tolist(), *body.pushes[:, 1].tolist()])
+    if isinstance(body, m.Done):
+        return _span(body.rounds[:, 1].tolist())
+    if isinstance(body, m.Registered):
+        return str(body.next_round)
+    round_ = getattr(body, "round", -1)
+    return "-" if round_ < 0 else str(round_)
+
+
+def _slots_of(body: Any) -> str:
+    words: list[int] = []
+    if isinstance(body, m.Contribute):
+        words = body.pushes[:, 0].tolist()
+    elif isinstance(body, m.Weights):
+        words = [*body.parts[:, 0].tolist(), *body.places[:, 0].tolist()]
+    elif isinstance(body, m.Missing):
+        words = list(body.slots)
+    return _span(m.place_of(word)[0] for word in words)
+
+
+_DATA: dict[type[Any], Callable[[Any], int]] = {
+    m.Contribute: payload_in,
+    m.Weights: payload_out,
+    m.State: lambda body: len(body.data),
+    m.Gather: lambda body: len(body.data),
+    m.Gathered: lambda body: sum(map(len, body.parts)),
+    m.PullRows: lambda body: len(body.ids),
+    m.Command: lambda body: len(body.body),
+}
+
+
+def _bytes_of(body: Any) -> int:
+    """Return the bytes of data in a message; 0 for one that only controls."""
+    size = _DATA.get(type(body))
+    return 0 if size is None else size(body)
+
+
+def _detail_of(body: Any) -> str:
+    """Return what matters most of a message that says why something does not go on."""
+    if isinstance(body, m.Failed):
+        return body.code if body.code.isidentifier() else "-"  # a peer may have written anything there
+    if isinstance(body, m.Pending):
+        return ",".join([f"worker:{rank}" for rank in body.waiting_for]) or "-"
+    return ",".join([f"worker:{rank}" for rank in body.ranks]) or "-" if isinstance(body, m.Vetoed) else "-"
