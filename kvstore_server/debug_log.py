@@ -6,7 +6,7 @@ Both kinds of lines have a fixed list of key=value pairs, separated by spaces; "
     round state table round rank waiting_for error namespace name
 
 Tables and slots have the numbers that the server gave them. Several are written as 0,2 or 0..7, many as 0,2,5,…(40).
-Names are in quotes. docs/debugging.md explains every key.
+Names are strings of JSON. docs/debugging.md explains every key.
 
 Lines are made of what is listed here and of nothing else: no values of tensors, no routing ids, tokens or nonces, no
 contents of commands. Heartbeats and queries of a server's status are left out, as they come every second.
@@ -14,6 +14,7 @@ contents of commands. Heartbeats and queries of a server's status are left out, 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,10 @@ _REQUESTS_KEPT = 1024
 """Of so many requests the table and the round are remembered, because answers do not always name them."""
 _LISTED = 4
 """So many numbers, or names, are listed one by one."""
+
+
+_LONGEST = 200
+"""Characters of a name."""
 
 
 class Peer(NamedTuple):
@@ -92,7 +97,7 @@ class DebugLog:
             waiting_for: Peers, as in messages.
             error: Why it failed; only the class is logged, for the text is in the exception.
         """
-        shown = ",".join(map(repr, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
+        shown = ",".join(map(_quoted, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
         waiting = ",".join(waiting_for)
         values = (
             state, _span(tables), _span(rounds), "-" if rank is None else rank, waiting or "-",
@@ -115,7 +120,7 @@ def _pairs(keys: Sequence[str], values: Sequence[object]) -> str:
 
 
 def _quoted(name: str | None) -> str:
-    return "-" if name is None else f"{name!r:.200}"
+    return "-" if name is None else json.dumps(name[:_LONGEST])
 
 
 def _span(numbers: Iterable[int]) -> str:
@@ -146,7 +151,7 @@ def _table_of(body: Any) -> str:
         return _span(body.tables)
     table = getattr(body, "table", -1)
     if isinstance(table, str):  # of a Register, before the table has a number
-        return repr(table)
+        return _quoted(table)
     return "-" if table < 0 else str(table)
 
 

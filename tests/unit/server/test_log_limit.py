@@ -10,7 +10,9 @@ import pytest
 from kvstore_server.log_limit import LogLimit, limited_log
 
 
-def logged(times: list[float], *, name: str = "kvstore_server.test") -> tuple[list[str], LogLimit]:
+def logged(
+    times: list[float], *, name: str = "kvstore_server.test", level: int = logging.WARNING
+) -> tuple[list[str], LogLimit]:
     """What a handler writes when one line is logged at these times, and the limit, of three lines in ten seconds."""
     now = 0.0
     limit = LogLimit(3, 10.0, lambda: now)
@@ -20,7 +22,7 @@ def logged(times: list[float], *, name: str = "kvstore_server.test") -> tuple[li
     log = logging.Logger(name)
     log.addHandler(handler)
     for now in times:  # noqa: B007
-        log.warning("refused %s", "it")
+        log.log(level, "refused %s", "it")
     return stream.getvalue().splitlines(), limit
 
 
@@ -42,6 +44,10 @@ def test_lines_at_a_reasonable_distance_are_all_written() -> None:
 
 def test_lines_of_others_are_not_touched() -> None:
     assert len(logged([0.0] * 50, name="mine")[0]) == 50
+
+
+def test_debug_lines_are_all_written() -> None:
+    assert len(logged([0.0] * 50, level=logging.DEBUG)[0]) == 50
 
 
 @pytest.mark.parametrize("is_set_up", [True, False])
