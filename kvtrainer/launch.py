@@ -57,6 +57,7 @@ environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (60); servers read it too
   KVSTORE_SLOW_AFTER       a wait for other workers that takes longer is logged, in seconds (10); servers read it too
   KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: do not begin without it; tcp: never
+  KVSTORE_LOG              debug: a line for each message and each transition of a round; servers read it too
 
 hosts: a line of HOSTFILE is HOST, HOST slots=N or HOST:N, where HOST may be USER@HOST; '#' begins a comment.
 Every host takes as many consecutive ranks as it has slots (1), in the order of the file, which begins anew when all

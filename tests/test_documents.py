@@ -179,10 +179,12 @@ def test_every_public_error_and_warning_has_its_place_in_troubleshooting() -> No
     assert {name for name in classes if re.search("Error$|Warning$|State$", name)} == placed
 
 
-@pytest.mark.parametrize(("name", "least"), [("troubleshooting.md", 50), ("operations.md", 20)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("troubleshooting.md", 50), ("operations.md", 20), ("debugging.md", 1)]
+)
 def test_the_messages_that_a_page_quotes_are_those_of_the_product(name: str, least: int) -> None:
     text = (DOCS / name).read_text()
-    quoted = re.findall(r"^(?:> |\| `\w+` \| )`(.*?)`(?:$| \|)", text, re.MULTILINE)
+    quoted = re.findall(r"^ *(?:> |\| `\w+` \| )`(.*?)`(?:$| \|)", text, re.MULTILINE)
     sources = re.sub("%(d|s|r|g|[.]0f)", "…", _sources())
     parts = [part.strip(" ;:().?,") for quote in quoted for part in quote.split("…")]
     assert len(quoted) >= least

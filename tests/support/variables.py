@@ -35,6 +35,7 @@ WORKER = {
     "KVSTORE_DEAD_AFTER": ("", "a peer not heard from for so many seconds counts as dead"),
     "KVSTORE_SLOW_AFTER": ("", "a wait for other workers that takes longer is logged, in seconds"),
     "KVSTORE_TRANSPORT": ("auto", "`shm` or `tcp` force a way to servers of the same host"),
+    "KVSTORE_LOG": ("warning", "debug: a line for each message and each transition of a round; others: servers alone"),
     "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
     "KVSTORE_COMPAT": (
         "mxnet2",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.kvstore.dist import DistKVStore, mode_of, water_mark_of
+from kvtrainer.kvstore.dist import DistKVStore, _show_debug_log, mode_of, water_mark_of
 
 NOBODY = {"rank": 0, "num_workers": 1, "servers": "127.0.0.1:1", "connect_timeout": 600.0}
 """An address at which nobody listens: a store that asked there would wait for ten minutes."""
@@ -103,3 +105,34 @@ def test_unknown_values_of_the_variables_are_named(environ: dict[str, str], text
 def test_wrong_argument_is_named_without_asking_a_server(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DistKVStore(**{**NOBODY, **given})
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The log of messages and rounds, in a process whose script has set up no handlers."""
+    logger = logging.getLogger("kvtrainer.debug")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    yield logger
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def test_a_worker_shows_its_debug_log_on_standard_error_once(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        _show_debug_log(3)
+    logger.debug("round state=started")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" worker 3 DEBUG round state=started")
+
+
+def test_a_worker_leaves_its_debug_log_to_the_handlers_of_the_script(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger().addHandler(caplog.handler)
+    _show_debug_log(3)
+    logger.debug("round state=started")
+    assert logger.handlers == []
+    assert caplog.messages == ["round state=started"]

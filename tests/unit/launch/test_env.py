@@ -18,6 +18,7 @@ from kvtrainer.env import (
     read_place,
     read_timeout,
     read_topology,
+    shows_debug_log,
     transport_of,
     workers_of_job,
 )
@@ -253,6 +254,19 @@ def test_a_bad_file_of_servers_is_refused(tmp_path: Path, text: str | None, mess
 )
 def test_where_no_launcher_places_this_process_the_size_is_unknown(environ: dict[str, str]) -> None:
     assert workers_of_job(environ) is None
+
+
+# The log.
+
+
+@pytest.mark.parametrize(("level", "shows"), [("debug", True), ("DEBUG", True), ("info", False), ("", False)])
+def test_only_debug_shows_messages_and_rounds(level: str, shows: bool) -> None:
+    assert shows_debug_log({"KVSTORE_LOG": level}) is shows
+
+
+def test_a_level_that_the_log_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="KVSTORE_LOG is 'verbose'; it must be one of debug, info"):
+        shows_debug_log({"KVSTORE_LOG": "verbose"})
 
 
 # Time limits.
