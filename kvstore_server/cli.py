@@ -64,8 +64,8 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--http", "KVSTORE_HTTP", "", str, "HOST:PORT of a page that shows what this server does, with /metrics for "
      "Prometheus; a process of its own serves it"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
-    ("--log", "KVSTORE_LOG", "warning", str, "debug (a line for each message and each transition of a round), info, warning or error; "
-     "goes to standard error"),
+    ("--log", "KVSTORE_LOG", "warning", str, 
+     "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
 """Flag, its twin in the environment, default, type and explanation."""
 

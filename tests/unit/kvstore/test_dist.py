@@ -108,10 +108,9 @@ def test_wrong_argument_is_named_without_asking_a_server(given: dict[str, Any], 
 
 
 @pytest.fixture
-def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The log of messages and rounds, in a process whose script has set up no handlers."""
+def logger() -> Iterator[logging.Logger]:
+    """The log of messages and rounds, which is as before afterwards."""
     logger = logging.getLogger("kvtrainer.debug")
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     yield logger
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)
@@ -119,8 +118,9 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
 
 
 def test_a_worker_shows_its_debug_log_on_standard_error_once(
-    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for _ in range(2):
         _show_debug_log(3)
     logger.debug("round state=started")
@@ -131,7 +131,6 @@ def test_a_worker_shows_its_debug_log_on_standard_error_once(
 def test_a_worker_leaves_its_debug_log_to_the_handlers_of_the_script(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger().addHandler(caplog.handler)
     _show_debug_log(3)
     logger.debug("round state=started")
     assert logger.handlers == []
