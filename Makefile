@@ -10,8 +10,10 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 SOURCES := kvtrainer kvstore_server tests benchmarks examples docs/pictures
 
-.PHONY: demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
+.PHONY: setup demo flights embeddings cnn gan characters uneven ray examples figures lint types imports wheel docs bench clean
 .PHONY: test test-transports test-full test-mxnet test-mmengine test-frameworks test-deploy test-image test-ray test-slurm
+
+setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/kvlaunch -n 2 -s 2 -- $(BIN)/python examples/digits.py
