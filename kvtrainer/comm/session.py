@@ -172,6 +172,14 @@ class Calls:
         self.waiting: dict[int, _Call] = {}
         """Those that are to be answered, by position."""
 
+    def __repr__(self) -> str:
+        waiting = [
+            f"server {one.server} ({type(one.body).__name__} {one.number})" for one in self.waiting.values()
+        ]
+        more = f" and {len(waiting) - 3} more" if len(waiting) > 3 else ""
+        state = f"awaits {', '.join(waiting[:3])}{more}" if waiting else "nothing is awaited"
+        return f"<{type(self).__name__}, {len(self.requests)} requests: {state}>"
+
     def take(self, at: int, _: int, reply: m.ReplyBody) -> None:
         """Note what a server answered to one of them."""
         if not isinstance(reply, m.Pending):

@@ -53,6 +53,16 @@ def test_a_workers_session_and_table_show_where_they_stand() -> None:
     assert "closed" in repr(bench.session)
 
 
+def test_requests_for_rows_and_control_show_which_servers_have_not_answered() -> None:
+    session = Bench(2, lambda server, commit: []).session
+    calls = session.begin([(0, m.Stats()), (1, m.Stats())])
+    first, second = calls.numbers
+    calls.take(0, first, m.Info())
+    assert repr(calls) == f"<Calls, 2 requests: awaits server 1 (Stats {second})>"
+    calls.take(1, second, m.Info())
+    assert repr(calls) == "<Calls, 2 requests: nothing is awaited>"
+
+
 def test_a_server_shows_who_is_missing_from_a_round() -> None:
     job = EngineJob(2, SYNCHRONOUS)
     job.commit(0, 1, 1.0)
