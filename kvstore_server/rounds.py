@@ -397,7 +397,8 @@ class Book:
         num_committed: How many members have committed the open round of each table.
         mismatches: Table → different payloads that arrived under an identity that had one already.
         num_ended: How many rounds were applied, those that end together as one.
-        lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`.
+        lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`. Where each
+            rank has rounds of its own, see `Waits.contributed`.
         durations: From the end of a table's round to the end of its next one.
     """
 
@@ -866,6 +867,8 @@ class Wait:
     answer: Callable[[], list[m.Outgoing]]
     round: int = -1
     """The round of the commit that waits; -1: it is a request to read."""
+    late: Sequence[int] = ()
+    """The ranks that a read has waited for since it began."""
 
     def __repr__(self) -> str:
         what = "the end of joining" if self.is_join else "a read" if self.round < 0 else f"round {self.round}"
@@ -888,13 +891,17 @@ class Waits:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
         self.all: dict[tuple[int, int, bytes, int], Wait] = {}
+        self._late_until: dict[int, float] = {}
+        """Rank → the time up to which it is counted how long others have waited for it."""
 
     def add(self, wait: Wait) -> None:
         """Keep a request until it can be answered; one that is repeated has no more time than it had."""
         key = (wait.table, wait.rank, *wait.waiter)
         known = self.all.get(key)
         if known is not None:
-            wait.deadline = known.deadline
+            wait.deadline, wait.late = known.deadline, known.late
+        elif not wait.is_join:
+            wait.late = wait.missing(self._rounds)
         self.all[key] = wait
 
     def remove(self, wait: Wait) -> None:
@@ -902,12 +909,22 @@ class Waits:
         del self.all[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
-        """Note a contribution: its rank waits no more for all to join, and whoever does has all its time again."""
+        """Note a contribution: its rank waits no more for all to join, and whoever does has all its time again.
+
+        The rank was late for as long as another one could not read because of it. Of several waits at a time each
+        second counts once.
+        """
         for key, wait in list(self.all.items()):
-            if wait.is_join and wait.table == table:
+            if wait.table != table:
+                continue
+            if wait.is_join:
                 if wait.rank == rank:
                     del self.all[key]
                 wait.deadline = now + wait.timeout
+            elif rank in wait.late and rank not in wait.missing(self._rounds):
+                begin = max(wait.since, self._late_until.get(rank, -math.inf))
+                self._rounds.shared.lateness[rank] += max(now - begin, 0.0)
+                self._late_until[rank] = now
 
     def take_ready(self) -> list[Wait]:
         """Take out the waits that are over."""

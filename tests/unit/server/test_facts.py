@@ -11,7 +11,7 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.membership import FRESH, read_report
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
-from kvstore_server.rounds import ASYNC, SYNCHRONOUS, Mode
+from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from tests.support.engines import EngineJob
 
 STRANGER = b"nobody knows me"
@@ -71,6 +71,19 @@ def test_each_contribution_is_a_round_where_they_count_one_by_one() -> None:
     assert found["rounds"] == 3
     assert [worker["round"] for worker in found["workers"]] == [0, 2]
     assert [worker["late"] for worker in found["workers"]] == [0.0, 0.0]
+
+
+def test_a_rank_is_late_while_others_are_too_far_ahead_of_it_to_read() -> None:
+    job = EngineJob(3, Mode(SSP, 1))
+    for rank, seconds in ((0, 2.0), (1, 3.0)):  # rank 0 waits for both at first
+        for round_ in (1, 2):
+            job.commit(rank, round_, 1.0, flags=m.WANTS_WEIGHTS, number=70 + rank)
+        job.tick(seconds, alive=(0, 1, 2))
+    assert [one["missing"] for one in job_in(facts_of(job))["waits"]] == [[2]] * 2
+    job.commit(2, 1, 1.0)
+    found = job_in(facts_of(job))
+    assert found["waits"] == []
+    assert [worker["late"] for worker in found["workers"]] == pytest.approx([0.0, 2.0, 5.0 + FRESH])
 
 
 def test_an_open_round_waits_for_the_ranks_that_are_missing() -> None:

@@ -226,7 +226,7 @@ def test_a_rank_is_not_red_where_the_others_wait_for_it_now_and_then() -> None:
 def test_a_browser_shows_how_far_the_last_worker_is_behind() -> None:
     with showing(apart()) as page:
         text = re.sub(r"<[^>]+>", " ", in_browser(page.url))
-    assert re.search(r"rounds of the last worker behind the first:\s+5 ", text)
+    assert re.search(r"last worker behind the first, in rounds:\s+5 ", text)
 
 
 def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
