@@ -338,7 +338,7 @@ class OptimizerStates:
                 for name, value in own.items():
                     live.setdefault(name, value)
             made.param_groups = groups.live
-        return JointUpdate(device, made, lambda: groups.live, optimizer.multi_precision)
+        return JointUpdate(device, made, lambda: groups.live, optimizer)
 
 
 def _check_form(groups: Any, states: Any) -> None:
@@ -419,7 +419,8 @@ class JointUpdate:
         device: The parameters, whose data lie in its arena.
         instance: The optimizer, over these parameters.
         groups: The groups whose options count.
-        multi_precision: Whether half-precision parameters have float32 copies, which are what the optimizer sees.
+        optimizer: Describes the class. Where it has `multi_precision`, half-precision parameters have float32 copies,
+            which are what the class sees.
     """
 
     def __init__(
@@ -427,13 +428,13 @@ class JointUpdate:
         device: DeviceMemory,
         instance: torch.optim.Optimizer,
         groups: Callable[[], Sequence[Group]],
-        multi_precision: bool = False,
+        optimizer: TorchOptimizer,
     ) -> None:
         self.instance = instance
         self._device = device
         self._parameters = device.parameters
         self._groups = groups
-        self._multi_precision = multi_precision
+        self._optimizer = optimizer
         self._counts = [0] * len(device.parameters)
         self.was_undone = False
         """Whether the last `apply` has broken off, and all is as it was before."""
@@ -517,7 +518,7 @@ class JointUpdate:
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
         state: dict[str, Any] = cloned(self.instance.state_dict())
-        return state
+        return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
         """Let the optimizer itself take over its state; return how many updates each key has had.
@@ -641,7 +642,7 @@ class JointUpdate:
         if not is_half(place):
             return parameter
         weights = place.float()
-        if self._multi_precision:
+        if self._optimizer.multi_precision:
             held = self._masters.get(key)
             weights = self._masters[key] = weights if held is None else follow(held, place)
         self._wide[key] = wide = Parameter(weights)
@@ -657,22 +658,23 @@ class JointUpdate:
         for key, spec in enumerate(self._device.plan.specs):
             members[spec.group].setdefault(id(hypers[key]), []).append(key)
         used: list[tuple[Group, Group, Group]] = []
+        made: list[dict[str, Tensor]] = []
         for group, by_row in zip(live, members, strict=True):
             for keys in by_row.values():
                 numbers = {name: hypers[keys[0]][name] for name in group if name in hypers[keys[0]]}
-                given = {
-                    **group,
-                    **numbers,
-                    "params": [self._wide.get(key, self._parameters[key]) for key in keys],
-                }
+                given = self._optimizer.with_tensors({**group, **numbers})
+                given["params"] = [self._wide.get(key, self._parameters[key]) for key in keys]
                 used.append((group, given, dict(given)))
+                made.append({n: given[n].clone() for n in numbers if isinstance(given[n], Tensor)})
         self.instance.param_groups = [now for _, now, _ in used]
         try:
             yield
-            for group, now, before in used:
+            for (group, now, before), tensors in zip(used, made, strict=True):
                 for name in now.keys() - set(_LISTS):
                     if name not in before or now[name] is not before[name]:
                         group[name] = now[name]
+                    elif name in tensors and not torch.equal(now[name], tensors[name]):  # changed in place
+                        group[name] = now[name].item()
                 for name in before.keys() - now.keys():
                     group.pop(name, None)
         finally:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvstore_server import lr_scheduler
 from kvstore_server.check import is_number
 from kvstore_server.optimizer import Optimizer
-from kvstore_server.optimizer.torch_family import OWN_COUNT
+from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
 from kvstore_server.optimizer.trees import decode, unflatten
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.groups import kept_entries, option_problems, plain
@@ -153,6 +153,8 @@ def _section(device: int) -> str:
 def _description(optimizer: Optimizer) -> dict[str, Any]:
     """Return what `Optimizer.spec` has, also where the scheduler is code."""
     described = optimizer.without_scheduler().spec()
+    # Of a class's own options only its groups, which are saved beside this, must be plain.
+    described["hyper"] = {name: value for name, value in described["hyper"].items() if is_plain(value)}
     if optimizer.lr_scheduler is not None:
         try:
             described["lr_scheduler"] = optimizer.lr_scheduler.spec()

@@ -85,6 +85,7 @@ class TorchOptimizer(Optimizer):
             )
         self._template = self.instance_of([torch.zeros(1 if self.elementwise else (1, 1), device="cpu")])
         self.hyper = _group_of(self._template)
+        self._tensor_options = _tensors_of(self._template)
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         self.is_foreign = not is_torchs_own(cls)
@@ -117,6 +118,7 @@ class TorchOptimizer(Optimizer):
         template.__dict__.update(instance.__dict__)
         template.param_groups, template.state = [{"params": [], **found}], defaultdict(dict)
         made._template, made._instance, made.hyper = template, instance, _group_of(template)
+        made._tensor_options = _tensors_of(instance)
         return made
 
     @cached_property
@@ -162,6 +164,14 @@ class TorchOptimizer(Optimizer):
             return super().spec()
         present = {name: value for name, value in self.plain_hyper().items() if name in self._options}
         return {**super().spec(), "hyper": {**self._options, **present}}
+
+    def with_tensors(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with new tensors for the numbers of options that a foreign class itself keeps as tensors."""
+        found = dict(group)
+        for name, like in self._tensor_options.items() if self.is_foreign else ():
+            if isinstance(found.get(name), int | float):
+                found[name] = torch.full_like(like, found[name])
+        return found
 
     def check_foreign(self, options: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if a foreign constructor refuses a group's options."""
@@ -324,6 +334,7 @@ class TorchOptimizer(Optimizer):
         group = {key: hyper.get(key, value) for key, value in self._template.param_groups[0].items()}
         if self.is_foreign:
             group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}
+            group = self.with_tensors(group)
         group["params"] = [weight]
         if grad.is_sparse:
             group |= {key: False for key in ("fused", "foreach") if key in group}
@@ -403,6 +414,16 @@ def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
 
 def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
     return {key: _number(value) for key, value in instance.param_groups[0].items() if key != "params"}
+
+
+def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
+    """Return the options of the first group that are tensors of one element, such as torchao's learning rate."""
+    group = instance.param_groups[0]
+    return {
+        name: value.detach().clone()
+        for name, value in group.items()
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
 
 
 def _number(value: Any) -> Any:
