@@ -526,7 +526,8 @@ class JointUpdate:
         Raises:
             StateMismatchError: it does not take it.
         """
-        states, taken = dict(given.get("state", {})), _Snapshot(self.instance)
+        # Copied, because torch goes on in the memory of what it is given.
+        states, taken = cloned(dict(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}

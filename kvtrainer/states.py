@@ -27,7 +27,7 @@ from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.base import MAX_COUNT
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, unflatten
+from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, is_composed, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.file_io import replacing, write_tensors
@@ -417,6 +417,11 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         row = {"name": name, **vars(parameter)}
         entries = flatten(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
+        for entry in [entry for entry, value in found.items() if is_composed(value)]:
+            raise StateFileError(
+                f"the state {entry!r} of {name!r} cannot be saved, because it is of class {type(found[entry]).__name__}, "
+                "which is made of several tensors; torch.save can save what state_dict() of the Trainer returns"
+            )
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
         rows.append({**row, "numbers": {entry: encoded(name, entry, one) for entry, one in others.items()}})

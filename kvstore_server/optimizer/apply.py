@@ -27,7 +27,7 @@ from kvstore_server.optimizer.gathering import (
 )
 from kvstore_server.optimizer.state import RESERVED, State, own
 from kvstore_server.optimizer.torch_family import TorchOptimizer
-from kvstore_server.optimizer.trees import flatten, is_plain_leaf, unflatten
+from kvstore_server.optimizer.trees import flatten, is_composed, is_plain_leaf, unflatten
 from kvstore_server.plan import ALIGNMENT
 
 Room = Callable[[str, Tensor], Tensor]
@@ -204,6 +204,11 @@ def _entry(
     """
     fits = is_plain_leaf(value)
     got = type(value).__name__
+    if isinstance(value, Tensor) and is_composed(value):
+        raise OptimizerError(
+            f"optimizer {optimizer.registered_name} put a tensor of class {got} into its state as {name!r}, which is "
+            "made of several tensors and can be kept in no store; give the Trainer update_on_kvstore=False"
+        )
     if isinstance(value, Tensor):
         fits = not value.is_sparse and (not value.dim() or shape in (None, value.shape))
         got = "sparse tensor" if value.is_sparse else f"tensor of shape {tuple(value.shape)}"

@@ -151,8 +151,8 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
     known = _registry.get(split_name(name)[0].lower(), cls)
     if known is not cls:
         raise ConfigurationError(
-            f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give the class a name of its "
-            "own, and register it"
+            f"a store would take {name!r} for {_where(known)}, and not for {_where(cls)}; give "
+            "update_on_kvstore=False, which updates in the workers, or give the class a name of its own and register it"
         )
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         torch_family.check_supported(optimizer.cls)

@@ -76,7 +76,23 @@ def map_tree(function: Any, tree: Any) -> Any:
 
 def cloned(tree: Any) -> Any:
     """Make a copy that shares no tensor."""
-    return map_tree(lambda one: one.detach().clone() if isinstance(one, Tensor) else copy.copy(one), tree)
+    return map_tree(lambda one: copied(one) if isinstance(one, Tensor) else copy.copy(one), tree)
+
+
+def is_composed(value: object) -> bool:
+    """Return whether a tensor is of a class that is made of other tensors, as torchao's quantised ones are."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Make a copy of a tensor that shares no memory; one that is `is_composed` may have no clone of its own."""
+    if not is_composed(tensor):
+        return tensor.detach().clone()
+    composed: Any = tensor
+    names, context = composed.__tensor_flatten__()
+    inner = {name: copied(getattr(tensor, name)) for name in names}
+    made: Tensor = type(composed).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
 
 
 def encode(value: Any) -> Any:

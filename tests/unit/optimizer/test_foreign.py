@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from kvtrainer import DataParallel, Trainer
-from kvtrainer.errors import ConfigurationError, OptimizerError, StateMismatchError, UnknownNameError
+from kvtrainer.errors import (
+    ConfigurationError,
+    OptimizerError,
+    StateFileError,
+    StateMismatchError,
+    UnknownNameError,
+)
 from kvtrainer.registry import OPTIMIZERS
 from tests.support.pairwise import pairwise
 
@@ -704,3 +711,179 @@ def test_modes_in_a_store_are_refused() -> None:
     trainer = Trainer([w], Averaged, kvstore="local", update_on_kvstore=True)
     with trainer, pytest.raises(ConfigurationError):
         trainer.train()
+
+
+class TensorRate(torch.optim.Optimizer):
+    """Keeps options as tensors and insists on them, as torchao's classes do; one of them it changes in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "scale": 1.0})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.update({name: torch.as_tensor(group[name], dtype=torch.float32) for name in ("lr", "scale")})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert isinstance(group["lr"], Tensor) and isinstance(group["scale"], Tensor)
+            group["scale"].mul_(0.5)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * group["scale"] * p.grad)
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])
+def test_a_class_that_keeps_options_as_tensors_is_given_tensors_and_may_change_them(way: str) -> None:
+    expected, model = net(), net()
+    oracle = TensorRate(expected.parameters(), lr=LR)
+    trainer = (
+        Trainer(model, TensorRate, {"lr": LR})
+        if way == "class"
+        else Trainer(model, TensorRate(model.parameters(), LR))
+    )
+    for rate in (LR, LR, LR / 2):
+        oracle.param_groups[0]["lr"].fill_(rate)
+        trainer.set_learning_rate(rate)
+        for one, step in ((expected, oracle.step), (model, trainer.step)):
+            one.zero_grad()
+            loss_of(one).backward()
+            step()
+    assert all(map(torch.equal, weights(model), weights(expected)))
+    assert trainer.param_groups[0]["scale"] == 1 / 8
+    TensorRate(net().parameters()).load_state_dict(trainer.state_dict())
+    assert all(isinstance(trainer.state_dict()["param_groups"][0][name], Tensor) for name in ("lr", "scale"))
+
+
+def test_a_store_gives_a_class_the_tensors_that_it_keeps_as_options() -> None:
+    OPTIMIZERS.register_module(force=True)(Fixed)
+    model = net()
+    before = weights(model)
+    with Trainer(model, Fixed, {"lr": 0.5}, kvstore="local", update_on_kvstore=True) as trainer:
+        (model.weight.sum() + model.bias.sum()).backward()
+        trainer.step()
+    assert all(torch.equal(now, former - 0.5) for now, former in zip(weights(model), before, strict=True))
+
+
+class Fixed(TensorRate):
+    """Changes nothing but the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"].mul(p.grad))
+
+
+class Configured(Averaging):
+    """Has an attribute that is no plain value, as bitsandbytes' 8-bit classes have."""
+
+    def __init__(self, params: Any, lr: float = 0.1, args: Any = None) -> None:
+        super().__init__(params, lr=lr)
+        self.args = args or object()
+
+
+def test_an_instance_with_an_argument_that_is_no_plain_value_is_saved(tmp_path: Path) -> None:
+    first, second = net(), net()
+    trainer, resumed = (Trainer(one, Configured(one.parameters(), LR)) for one in (first, second))
+    for at in range(3):
+        trainer.update_params(loss_of(first, at))
+    trainer.save_states(tmp_path / "states")
+    second.load_state_dict(first.state_dict())
+    resumed.load_states(tmp_path / "states")
+    for model, one in ((first, trainer), (second, resumed)):
+        one.update_params(loss_of(model, 3))
+    assert all(map(torch.equal, weights(first), weights(second)))
+
+
+class Halves(Tensor):
+    """A tensor made of two others, which knows no operation, as torchao's quantised ones know few."""
+
+    high: Tensor
+    low: Tensor
+
+    @staticmethod
+    def __new__(cls, high: Tensor, low: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, high.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, high: Tensor, low: Tensor) -> None:
+        self.high, self.low = high, low
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["high", "low"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Halves:
+        return Halves(inner["high"], inner["low"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return Halves(args[0].high, args[0].low)
+        raise NotImplementedError(func)
+
+
+class Composing(torch.optim.Optimizer):
+    """Keeps its momentum in such a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["momentum"] = Halves(torch.zeros_like(p), torch.zeros_like(p))
+                    momentum = state["momentum"]
+                    momentum.high.add_(p.grad)
+                    momentum.low.add_(p.grad, alpha=0.5)
+                    p.sub_(group["lr"] * (momentum.high + momentum.low))
+
+
+def test_state_in_tensors_made_of_others_is_trained_and_resumed_as_in_torch(tmp_path: Path) -> None:
+    expected, first, second = net(), net(), net()
+    oracle = Composing(expected.parameters(), lr=LR)
+    for at in range(4):
+        oracle.zero_grad()
+        loss_of(expected, at).backward()
+        oracle.step()
+    trainer, resumed = (Trainer(one, Composing, {"lr": LR}) for one in (first, second))
+    for at in range(2):
+        trainer.update_params(loss_of(first, at))
+    second.load_state_dict(first.state_dict())
+    saved = trainer.state_dict()
+    with pytest.raises(StateFileError, match="Halves"):
+        trainer.save_states(tmp_path / "states")
+    resumed.load_state_dict(saved)
+    for model, one in ((first, trainer), (second, resumed)):
+        for at in range(2, 4):
+            one.update_params(loss_of(model, at))
+        assert all(map(torch.equal, weights(model), weights(expected)))
+
+
+def test_a_store_refuses_state_in_tensors_made_of_others() -> None:
+    OPTIMIZERS.register_module(force=True)(Composing)
+    model = net()
+    with Trainer(model, Composing, {"lr": LR}, kvstore="local", update_on_kvstore=True) as trainer:
+        loss_of(model).backward()
+        with pytest.raises(OptimizerError, match="Halves"):
+            trainer.step()
+
+
+def test_training_on_leaves_a_state_dict_that_was_loaded_as_it_was() -> None:
+    model = net()
+    trainer = Trainer(model, Averaging, {"lr": LR})
+    trainer.update_params(loss_of(model))
+    saved, before = trainer.state_dict(), copy.deepcopy(trainer.state_dict())
+    resumed = Trainer(net(), Averaging, {"lr": LR})
+    resumed.load_state_dict(saved)
+    for parameter in resumed.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    resumed.step()
+    for mine, theirs in zip(saved["state"].values(), before["state"].values(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(torch.as_tensor(mine[n]), torch.as_tensor(theirs[n])) for n in mine)
