@@ -77,6 +77,8 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
     total = _sum_of_powers(values, norm_type)
     if _LEAST < total < math.inf or math.isnan(total):
         return _root(total, norm_type)
+    if total == 0.0 and norm_type <= 2.0 and values.dtype != torch.float64:
+        return 0.0  # squares of narrower numbers do not vanish in float64
     greatest = partial_norm(values, math.inf)
     if greatest == 0.0 or greatest == math.inf:
         return greatest

@@ -18,7 +18,7 @@ from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
-from kvstore_server.optimizer.trees import cloned, flatten, map_tree
+from kvstore_server.optimizer.trees import cloned, flatten, is_composed, map_tree
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import Contribution, Run
 from kvstore_server.rows import RowSet
@@ -514,11 +514,40 @@ class JointUpdate:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what the optimizer itself says, with the options that count."""
+        """Copy what the optimizer itself says, with the options that count; before its first step with a `_room`."""
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
         state: dict[str, Any] = cloned(self.instance.state_dict())
+        if not self.instance.state and state.get("state") == {}:
+            state["state"] = self._room()
         return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
+
+    def _room(self) -> dict[int, State]:
+        """Find what the first step will keep, by number of the parameter, as room to load into; nothing changes.
+
+        It has a count of 0, or where the class keeps none negative zeros, by which loading knows that it is no state.
+        Empty if the class does not take a step of zeros.
+        """
+        taken = _Snapshot(self.instance)
+        groups = [self._optimizer.with_tensors(group) for group in self.instance.param_groups]
+        for group in groups:
+            members = [
+                torch.zeros_like(p, dtype=torch.float32 if is_half(p) else p.dtype) for p in group["params"]
+            ]
+            rows = zip(members, group["params"], strict=True)
+            group["params"] = [Parameter(zeros, p.requires_grad) for zeros, p in rows]
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        try:
+            self.instance.param_groups = groups
+            with torch.random.fork_rng(devices=[]):
+                self.instance.step()
+            states = cloned(self.instance.state_dict()["state"])
+        except Exception:  # as `trial_state`
+            return {}
+        finally:
+            taken.restore()
+        return {at: _emptied(state) for at, state in states.items() if state}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
         """Let the optimizer itself take over its state; return how many updates each key has had.
@@ -529,6 +558,8 @@ class JointUpdate:
         # Copied, because torch goes on in the memory of what it is given.
         states, taken = cloned(dict(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
+        made_first = {at for key, at in enumerate(order) if key in self._first}
+        states = {at: one for at, one in states.items() if at in made_first or not _is_room(one)}
         own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
         first = {at: cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
@@ -710,6 +741,30 @@ def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}
     return entries if state[OWN_COUNT] is None else {**entries, "step": state[OWN_COUNT]}
+
+
+def _emptied(state: State) -> State:
+    """Return entries without what makes them a state; see `_is_room`."""
+    if "step" in state:
+        step = state["step"]
+        return {**state, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0}
+
+    def emptied(one: Any) -> Any:
+        is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed(one)
+        return torch.full_like(one, -0.0) if is_filled else one
+
+    made: State = map_tree(emptied, state)
+    return made
+
+
+def _is_room(state: Any) -> bool:
+    """Return whether entries are of no step: their count is 0, or there is none and all numbers are negative zeros."""
+    if not isinstance(state, Mapping):
+        return False
+    if "step" in state:
+        return _count(state["step"]) == 0
+    numbers = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
+    return bool(numbers) and all(bool((one.signbit() & (one == 0)).all()) for one in numbers)
 
 
 def _as_given(kept: Any, given: Any) -> Any:

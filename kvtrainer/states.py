@@ -418,9 +418,10 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         entries = flatten(row.pop("state"))
         found = {entry: value for entry, value in entries.items() if isinstance(value, Tensor)}
         for entry in [entry for entry, value in found.items() if is_composed(value)]:
+            kind = type(found[entry]).__name__
             raise StateFileError(
-                f"the state {entry!r} of {name!r} cannot be saved, because it is of class {type(found[entry]).__name__}, "
-                "which is made of several tensors; torch.save can save what state_dict() of the Trainer returns"
+                f"the state {entry!r} of {name!r} cannot be saved, because it is of class {kind}, which is made of "
+                "several tensors; torch.save can save what state_dict() of the Trainer returns"
             )
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}

@@ -161,7 +161,7 @@ class DistKVStore(TableKVStore):
         """Connect a client with the store's namespace, or one beside it."""
         options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
         client = Client(Connection(self.servers, self._water_mark, self._transport), options, time.monotonic)
-        self._clients.append(client)
+        self._clients[:] = [known for known in self._clients if not known.is_closed] + [client]
         try:
             client.connect()
         except BaseException as error:

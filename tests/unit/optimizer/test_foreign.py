@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from kvtrainer import DataParallel, Trainer
 from kvtrainer.errors import (
@@ -727,7 +730,7 @@ class TensorRate(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            assert isinstance(group["lr"], Tensor) and isinstance(group["scale"], Tensor)
+            assert all(isinstance(group[name], Tensor) for name in ("lr", "scale"))
             group["scale"].mul_(0.5)
             for p in group["params"]:
                 if p.grad is not None:
@@ -844,6 +847,22 @@ class Composing(torch.optim.Optimizer):
                     p.sub_(group["lr"] * (momentum.high + momentum.low))
 
 
+class Momentum(torch.optim.Optimizer):
+    """Begins with its first gradient itself, as torch's SGD does, and keeps no count."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["buffer"] = state["buffer"].add(p.grad, alpha=0.5) if state else p.grad.clone()
+                    p.sub_(group["lr"] * state["buffer"])
+
+
 def test_state_in_tensors_made_of_others_is_trained_and_resumed_as_in_torch(tmp_path: Path) -> None:
     expected, first, second = net(), net(), net()
     oracle = Composing(expected.parameters(), lr=LR)
@@ -887,3 +906,44 @@ def test_training_on_leaves_a_state_dict_that_was_loaded_as_it_was() -> None:
     for mine, theirs in zip(saved["state"].values(), before["state"].values(), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(torch.as_tensor(mine[n]), torch.as_tensor(theirs[n])) for n in mine)
+
+
+@pytest.mark.parametrize("cls", [Averaging, Stateless, OwnAdam, OwnAdagrad, Momentum])
+@pytest.mark.parametrize("writer", ["torch", "trainer"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_loads_into_a_trainer_that_has_not_stepped(
+    cls: Any, writer: str, tmp_path: Path
+) -> None:
+    expected, model = net(), net()
+    oracle: Any = cls(expected.parameters(), lr=LR)
+    first: Any = oracle if writer == "torch" else Trainer(expected.parameters(), cls, {"lr": LR})
+    for at in range(2):
+        loss_of(expected, at).backward()
+        first.step()
+        first.zero_grad()
+    save({"state": get_optimizer_state_dict(expected, first)}, checkpoint_id=tmp_path, no_dist=True)
+    model.load_state_dict(expected.state_dict())
+    trainer = Trainer(model.parameters(), cls, {"lr": LR})
+    room = {"state": get_optimizer_state_dict(model, trainer)}  # type: ignore[arg-type]
+    load(room, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(model, trainer, room["state"])  # type: ignore[arg-type]
+    for one, optimizer in ((expected, first), (model, trainer)):
+        for at in range(2, 4):
+            loss_of(one, at).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, weights(model), weights(expected)))
+
+
+@pytest.mark.parametrize("cls", [Averaging, Stateless, OwnAdam, OwnAdagrad, Composing, Momentum])
+def test_a_state_dict_of_a_trainer_that_has_not_stepped_is_no_state(cls: Any) -> None:
+    expected, model = net(), net()
+    oracle = cls(expected.parameters(), lr=LR)
+    trainer = Trainer(model, cls, {"lr": LR})
+    trainer.load_state_dict(Trainer(net(), cls, {"lr": LR}).state_dict())
+    for at in range(2):
+        for one, optimizer in ((expected, oracle), (model, trainer)):
+            loss_of(one, at).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, weights(model), weights(expected)))
