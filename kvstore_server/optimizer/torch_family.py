@@ -327,8 +327,8 @@ class TorchOptimizer(Optimizer):
         if changed:
             raise OptimizerError(
                 f"{self.registered_name} changes its {', '.join(changed)}, which all parameters share; a store updates "
-                "each key on its own, so it runs only optimizers that keep everything in the state of a parameter; give "
-                "the Trainer update_on_kvstore=False, which updates all parameters together"
+                "each key on its own, so it runs only optimizers that keep everything in the state of a parameter; "
+                "give the Trainer update_on_kvstore=False, which updates all parameters together"
             )
 
     def _group(self, weight: Tensor, grad: Tensor, hyper: Hyper) -> dict[str, Any]:

@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 
 import kvtrainer
 from kvtrainer import kvstore
-from kvtrainer.errors import ConfigurationError, RoundAbortedError, StateFileError, StateMismatchError
+from kvtrainer.errors import (
+    ConfigurationError,
+    RoundAbortedError,
+    StateFileError,
+    StateMismatchError,
+    WorkerLostError,
+)
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from kvtrainer.optimizer import create
@@ -347,6 +353,43 @@ def test_states_that_one_worker_cannot_read_are_loaded_by_none(
     for one in jobs.results(2, 2, body):
         for a, b in zip(one, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_states_that_one_worker_is_interrupted_in_reading_can_be_loaded_again(
+    jobs: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
+        path = tmp_path / f"{rank}"
+        started(kv, "sgd").save_optimizer_states(path)
+        kv.barrier()
+        with monkeypatch.context() as patched:
+            if rank == 1:
+                patched.setattr(kv, "_fitting_states", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt if rank == 1 else WorkerLostError):
+                kv.load_optimizer_states(path)
+        kv.load_optimizer_states(path)
+        return steps(kv, range(2), range(rank, rank + 1))
+
+    expected = steps(started(kvstore.create("local"), "sgd"), range(2), range(2))
+    for one in jobs.results(2, 2, body):
+        for a, b in zip(one, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def raising(error: BaseException) -> Any:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_a_store_forgets_the_clients_of_what_was_agreed_on(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> int:
+        for _ in range(3):
+            kv.open_agreement().close()
+        return len(kv._clients)
+
+    assert jobs.results(2, 1, body) == [2, 2], "its own and the last"
 
 
 @pytest.mark.parametrize("dump_optimizer", [True, False])
