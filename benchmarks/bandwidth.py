@@ -6,9 +6,9 @@
 each way, by a token bucket. `Trainer.step` with SGD, also with what travels compressed in both directions, beside gloo
 with one flat buffer. The limit is the time in which a link carries the model once. "overlapped" is a loop that computes
 for as long: it pushes layer by layer while it computes backwards, and computes each layer forwards as soon as that is
-there, the first layers with the highest priority, or all with the same ("fifo"); or a Trainer, plain or with overlap,
-overlap_pull or both. Needs root, to make the network, which goes when the program does, however that ends. The table
-says what the default leaves out, and how to ask for that.
+there, the first layers with the highest priority, or all with the same ("fifo"); or a Trainer, plain or with overlap.
+Needs root, to make the network, which goes when the program does, however that ends. The table says what the default
+leaves out, and how to ask for that.
 """
 
 from __future__ import annotations
@@ -35,18 +35,10 @@ TITLE = (
     "A synchronous step over slow links, 4 workers and 4 servers on hosts of their own: kvtrainer and gloo"
 )
 FIFO, GLOO = "kvtrainer fifo", "gloo flat"
-PLAIN, OVERLAP, PULL = "kvtrainer plain", "kvtrainer overlap", "kvtrainer overlap_pull"
-BOTH = "kvtrainer both overlaps"
+PLAIN, OVERLAP = "kvtrainer plain", "kvtrainer overlap"
 BY_HOST = "kvtrainer by host"
 STEPS = {suite.OURS: "trainer", **{f"kvtrainer {one}": one for one in CODECS}, GLOO: "flat"}
-OVERLAPPED = {
-    suite.OURS: "urgent first",
-    FIFO: "fifo",
-    PLAIN: "plain",
-    OVERLAP: "overlap",
-    PULL: "pull",
-    BOTH: "both",
-}
+OVERLAPPED = {suite.OURS: "urgent first", FIFO: "fifo", PLAIN: "plain", OVERLAP: "overlap"}
 HOSTS = {suite.OURS: "trainer", BY_HOST: "by host"}
 TOPK = "kvtrainer topk"
 _LINE, _LONGER = 1024, 3
@@ -64,8 +56,8 @@ def main() -> int:
     torch.set_num_threads(1)
     systems = suite.choose(dict.fromkeys([*STEPS, *OVERLAPPED, BY_HOST], ""), options.systems)
     notes = _NOTES
-    for one in (TOPK, PULL, BOTH) if not options.systems else ():
-        systems[one] = f"left out of the default: --systems '{one}'"
+    if not options.systems:
+        systems[TOPK] = f"left out of the default: --systems '{TOPK}'"
     if options.megabits == _RATES:
         notes += f" Links of 200 Mb/s are left out of the default: --megabits {_ALL_RATES}"
     jobs, topology = _jobs(options), f"{options.workers} x {options.servers}"

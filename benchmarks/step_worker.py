@@ -210,13 +210,12 @@ class Overlapped(PushPull):
 
 
 class OverlappedTrainer(TrainerStep):
-    """A Trainer with such options, and a model of layers that sleep, as of `Overlapped`; forwards they read weights."""
+    """A Trainer with or without `overlap`, and a model of layers that sleep, as of `Overlapped`."""
 
     is_continuous = True
 
-    def __init__(self, seconds: float, overlap: bool = True, overlap_pull: bool = False) -> None:
+    def __init__(self, seconds: float, overlap: bool = True) -> None:
         super().__init__(overlap=overlap)
-        self._options["overlap_pull"] = overlap_pull
         self._seconds = seconds
         self._grads: list[Tensor] = []
 
@@ -230,7 +229,7 @@ class OverlappedTrainer(TrainerStep):
     def step(self) -> None:
         x, pause = torch.zeros((), requires_grad=True), self._seconds / 3 / len(self.parameters)
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
-            x = _Layer.apply(x, parameter.view(-1), grad, pause)  # which waits for its weights
+            x = _Layer.apply(x, parameter.view(-1), grad, pause)
         x.backward()
         super().step()
 
@@ -396,8 +395,6 @@ OVERLAPPED: dict[str, Callable[[float], Store]] = {
     "fifo": functools.partial(Overlapped, False),
     "plain": functools.partial(OverlappedTrainer, overlap=False),
     "overlap": OverlappedTrainer,
-    "pull": functools.partial(OverlappedTrainer, overlap=False, overlap_pull=True),
-    "both": functools.partial(OverlappedTrainer, overlap_pull=True),
 }
 
 if __name__ == "__main__":

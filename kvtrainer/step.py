@@ -271,10 +271,7 @@ class StepPipeline:
         Raises:
             NotInitializedError: a parameter that takes part has no shape yet; names all of them.
             ConfigurationError: one got its shape too late for the store; or as `follow_groups`.
-            KVStoreError: the round of the last step, which had returned before it was over, has failed.
         """
-        if self.link.awaited is not None:
-            self.link.settle()
         self.follow_groups()
         if not self.memory.is_settled:
             self.memory.settle()
@@ -333,10 +330,8 @@ class StepPipeline:
         Raises:
             ConfigurationError: it is in a block of `join`.
             WeightsWrittenError: the loop has written weights that the store would replace.
-            KVStoreError: as `ready`.
         """
         self.refuse_in_join(what)
-        self.link.settle()
         return self.link.check_growth(self.memory)
 
     def lay_out(self, names: list[list[str]]) -> None:
@@ -605,12 +600,7 @@ class StepPipeline:
         if limits.checks_finite and not self.link.checks_sums(memory.arena.grads):
             veto = veto or not memory.is_finite()
         options = self._numbers(fresh if self.link.num_workers == 1 else None)  # other workers may add keys
-        try:
-            outcome = self.link.round(memory, options, scale, absent, veto, limits)
-        except BaseException:
-            if self.link.is_lost:
-                self.count_lost()
-            raise
+        outcome = self.link.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
@@ -759,7 +749,7 @@ class StepPipeline:
         limits, is_skipped = self.limits, updated is None
         if undone != 1.0:
             for device, own in zip(self.memory.devices, self.memory.own_present, strict=True):
-                device.unscale(own, undone, may_write=self.link.awaited is None)
+                device.unscale(own, undone)
         for device in self.memory.devices:
             device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
@@ -805,14 +795,6 @@ class StepPipeline:
             self.link.is_torn = False
             raise
         self.link.is_torn = False
-
-    def count_lost(self) -> None:
-        """Count a round that failed while this worker waited. Only where steps of others may have returned before.
-
-        Or counts, and what schedules make of them, would differ from then on, and with them every round would fail.
-        """
-        if self.link.selection.overlaps_pull and self.limits.guard is None:
-            self.count([True] * len(self.memory.names))
 
     def count(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
@@ -877,7 +859,6 @@ def _follow_others(pipeline: StepPipeline) -> None:
             shadowed = link.shadow(memory.arena)
         except BaseException as error:
             link.is_torn = not isinstance(error, Exception)
-            pipeline.count_lost()
             raise
         is_over = shadowed.is_over
         # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.

@@ -38,7 +38,6 @@ from kvtrainer.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.states import SavedStates, State, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline, join
 from kvtrainer.sync.binding import BUCKETS, Binding
-from kvtrainer.sync.overlap import wait_before
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
 from kvtrainer.uncompiled import uncompiled
@@ -92,9 +91,7 @@ class Trainer(torch.optim.Optimizer):
             during the backward pass, as they become complete, and not only in `step`. The results are the same to the
             bit; of more than two ranks that share no memory, to rounding. What the loop changes before `step`, by
             clipping say, is sent a second time.
-        overlap_pull: Whether `step` returns when the gradients are on their way to the servers of "dist_sync", and each
-            parameter waits for its new values when it is first read, as by the next forward pass. The results are the
-            same to the bit; an error of the round is raised there. See `wait`.
+        overlap_pull: Has been removed; True raises a ConfigurationError that names `overlap`, and False has no effect.
         hierarchy: Whether workers of one host sum their gradients in memory, so that with "dist_sync" one gradient of
             each host goes to the servers, and the new weights come once. Sums are then made within a host first, which
             can change their last bits; all workers must say the same.
@@ -105,8 +102,7 @@ class Trainer(torch.optim.Optimizer):
     The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
     optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
     must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; small ones to more than 8 MiB may be found later, or never, on CUDA, with overlap_pull and
-    without zero_copy.
+    `p.data` or NumPy; small ones to more than 8 MiB may be found later, or never, on CUDA and without zero_copy.
     Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:
@@ -140,10 +136,15 @@ class Trainer(torch.optim.Optimizer):
         detect_anomalous_params: bool | str = False,
         on_nonfinite: str | None = None,
         overlap: bool = False,
-        overlap_pull: bool = False,
+        overlap_pull: bool | None = False,
         hierarchy: bool = False,
         zero_copy: bool = True,
     ) -> None:
+        if overlap_pull is not None and overlap_pull is not False:
+            raise ConfigurationError(
+                f"overlap_pull={overlap_pull!r:.80}: this option was removed; leave it out, and give overlap=True, "
+                "which has gradients travel during the backward pass"
+            )
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
         options = {} if optimizer_params is None else check.as_mapping(optimizer_params)
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -157,7 +158,6 @@ class Trainer(torch.optim.Optimizer):
                 "wd_mult decides. Leave it out, and set wd_mult = 0 on the parameters that shall not decay"
             )
         self._param_report: ParamReport | None = None
-        module = params
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups, are_named = make_groups(params, built, optimizer)
@@ -176,7 +176,6 @@ class Trainer(torch.optim.Optimizer):
             replicas=policy_of(groups),
             is_joint=isinstance(built, TorchOptimizer) and built.is_joint,
             overlap=overlap,
-            overlap_pull=overlap_pull,
             hierarchy=hierarchy,
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
@@ -200,8 +199,6 @@ class Trainer(torch.optim.Optimizer):
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
             parameter.claim(self, name)
-        if overlap_pull:
-            wait_before(module, self._pipeline.link.settle)
 
     def __repr__(self) -> str:
         """Show the optimizer, the store and the accumulation, and what torch's show."""
@@ -287,8 +284,7 @@ class Trainer(torch.optim.Optimizer):
         With a batch size b, gradients are summed over workers, each divided by the b of its worker: pass the
         global batch size for a mean. It may differ from step to step and from worker to worker. Without one they are
         averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass,
-        without the loss scale, whoever put that in; only those that a round with `overlap_pull` still reads are dropped
-        where they were scaled.
+        without the loss scale, whoever put that in.
         Replicas are summed or averaged as workers are, and are equal afterwards; with kvstore=None each has its own
         update and state. Where backward passes are accumulated, it does nothing until there were enough of them.
 
@@ -309,8 +305,7 @@ class Trainer(torch.optim.Optimizer):
             WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
             NonFiniteGradientError: a gradient is not finite on any worker, and `on_nonfinite` is "raise"; on every
                 worker, and nothing has changed.
-            KVStoreError: the round failed on every worker; weights and optimizer state are as before. With
-                `overlap_pull` it may be that of the step before, and then nothing of this one was sent.
+            KVStoreError: the round failed on every worker; weights and optimizer state are as before.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -373,19 +368,12 @@ class Trainer(torch.optim.Optimizer):
             if value is not None and not math.isnan(value):
                 writer.add_scalar(f"train/{name}", value, report.steps)
 
-    @by_one_thread
-    def wait(self) -> None:
-        """Block until the new weights of the last step are here. `overlap_pull` lets them come later.
-
-        Whatever reads parameters through torch waits by itself. Call this before a fork; before code that does not ask
-        torch's dispatch: C++ extensions, modules of torch.jit, and transforms of torch.func that take the parameters
-        themselves; and before compiled code, which runs uncompiled while some are to come. A module that
-        `torch.compile` made waits by itself, if the Trainer was given it.
-
-        Raises:
-            KVStoreError: the round of the last step failed on every worker.
-        """
-        self._pipeline.link.settle()
+    def wait(self) -> NoReturn:
+        """Raise ConfigurationError: this method was removed with the option `overlap_pull`, for which alone it was."""
+        raise ConfigurationError(
+            "Trainer.wait() was removed together with overlap_pull: when step() returns, the new weights are here; "
+            "leave the call out"
+        )
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
         """Make a step for a GradScaler: all workers skip it if gradients overflow on any.
@@ -959,11 +947,7 @@ class Trainer(torch.optim.Optimizer):
                 pipeline.memory.share_weights()
             return
         pipeline.memory.check_in_place()
-        try:
-            pipeline.link.assign(pipeline.memory)
-        except BaseException:
-            pipeline.count_lost()
-            raise
+        pipeline.link.assign(pipeline.memory)
         pipeline.memory.share_weights()
         pipeline.memory.accept_writes(pipeline.link.has_weights)
 
@@ -1104,11 +1088,7 @@ class Trainer(torch.optim.Optimizer):
         return self._pipeline.link.stats()
 
     def close(self) -> None:
-        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail.
-
-        Raises:
-            KVStoreError: the round of the last step, which had returned before it was over, has failed.
-        """
+        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
         self._leave(None)
 
     def __enter__(self) -> Trainer:
@@ -1118,17 +1098,15 @@ class Trainer(torch.optim.Optimizer):
         self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        link = self._pipeline.link
         try:
             if error is None:
                 self._warn_of_what_had_no_effect()
-                link.settle()
         except BaseException as found:
             error = found
             raise
         finally:
             self._pipeline.memory.close()
-            link.close(error)
+            self._pipeline.link.close(error)
 
     def _warn_of_what_had_no_effect(self) -> None:
         """Training ends: log what was asked for and never came to anything."""

@@ -279,9 +279,6 @@ class Connection(Transport):
                 self._poller.modify(channel.fileno(), _IN | (_OUT if is_full else 0))
             self._poller.modify(self._sockets[server], _IN | (_OUT if waits_for_socket else 0))
 
-    def is_queueing(self, server: int) -> bool:
-        return bool(self._queues[server])
-
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
 

@@ -258,10 +258,6 @@ class Layout:
             (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.pieces, strict=True))
         }
 
-    def place_of(self, table: RemoteTable, piece: Slice) -> int:
-        """Find the position of a slice of one of the tables."""
-        return self._place[table.index, piece.index]
-
     def itemsize(self, form: bytes, slot: int) -> int | None:
         """Return the bytes of an element of a slice in a form, as of Contribute; None if it cannot be cut."""
         at = self.slots[slot]

@@ -395,8 +395,6 @@ class Round:
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
         self.is_over = False
-        self.early: set[int] = set()
-        """Slices (by index) of the only table whose new weights were written before the round was over."""
         self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
         """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
         Only where workers keep what they have."""
@@ -448,11 +446,6 @@ class Round:
         """Say what servers have yet to do."""
         tables = sorted({leg.layout.tables[at].name for leg in self.open for at in leg.open})
         return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
-
-    def note(self, error: BaseException) -> None:
-        """Keep the error that has ended the round here, for those who ask later."""
-        if self.error is None and isinstance(error, KVStoreError):
-            self.error = error
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Tell whether a table's finished round was not applied on every server. As far as is known."""
@@ -520,23 +513,6 @@ class Round:
             book.version[leg.server, layout.index[read]] = came[read]
         if self.contribution.is_kept or follows:
             book.held[leg.server, layout.index[read]] = came[read]
-
-    def write_early(self, leg: Leg, book: Tables) -> None:
-        """Bring those new weights to their places that are here while the round goes on."""
-        layout, outs = leg.layout, self.contribution.outs
-        assert outs is not None
-        if layout.takes_deltas:
-            book.held[leg.server, layout.index] = -1  # until the round is over
-        for at in leg.gathered:
-            _part(outs[layout.at[layout.table[at]]], layout.pieces[at]).copy_(leg.memory.views[at])
-        for at, kind, raw, begin in leg.staged:
-            of = layout.table[at]
-            table, piece = layout.tables[of], layout.pieces[at]
-            _write_staged(table, outs[layout.at[of]], piece, kind, raw, begin, leg.came[of])
-        self.early.update([layout.pieces[at].index for at in leg.gathered])
-        self.early.update([layout.pieces[at].index for at, *_ in leg.staged])
-        leg.gathered.clear()
-        leg.staged.clear()
 
     def _map(self, mapped: MappedWeights | SeenWeights, leg: Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""

@@ -8,7 +8,7 @@ commit, see `Ahead`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -240,18 +240,10 @@ class Rounds:
             read = contribution.of(known)
             self.pull(read.tables, read.outs or ())
 
-    def wait(
-        self,
-        round_: Round,
-        anew: bool = False,
-        holds: Callable[[Leg], bool] | None = None,
-        may_wait_again: bool = False,
-    ) -> None:
+    def wait(self, round_: Round, may_wait_again: bool = False) -> None:
         """Block until the round is over; new weights are then in `outs`.
 
         Args:
-            anew: Servers have their time from now on, not since the start: nobody has listened to them meanwhile.
-            holds: Only while this holds of a leg on which something is still to be said; the round may go on then.
             may_wait_again: An interrupt does not give the round up: the call that began it has returned.
 
         Raises:
@@ -260,56 +252,23 @@ class Rounds:
         """
         if round_.is_over:
             return
-        if anew:
-            round_.started = self._session.clock()
         round_.log("waiting")
-        waiting = round_.open if holds is None else _Those(round_.open, holds)
         try:
             again = partial(self._send_again, round_, given=())
-            if not self._session.wait(waiting, again, round_.started):
-                raise self._session.late(waiting, round_.describe_end())
+            if not self._session.wait(round_.open, again, round_.started):
+                raise self._session.late(round_.open, round_.describe_end())
         except BaseException as error:
             if may_wait_again and not isinstance(error, Exception):
                 round_.resume()
                 raise
             self._end(round_, error)
-            round_.note(error)
             raise
-        if holds is not None:
-            return
         self._end(round_, round_.error)
         if round_.error is not None:
             raise round_.error
         for table in round_.contribution.tables if self.tables.broken else ():
             if table.broken is not None:
                 raise table.broken
-
-    def send_off(self, round_: Round) -> None:
-        """Block until all that this worker gives to a round has left its queues. Raises as `wait`."""
-        is_queueing = self._session.transport.is_queueing
-        self.wait(round_, anew=True, holds=lambda leg: is_queueing(leg.server))
-
-    def wait_for(self, round_: Round, key: int) -> None:
-        """Block until new weights of a key (by index) of the only table are in `outs`; the round may go on.
-
-        Those of others that are here are written as well, although the round may still fail. For rounds of which all
-        weights come as whole slices to where they are copied.
-
-        Raises:
-            KVStoreError: as `wait`; the round is over then.
-        """
-        [table] = round_.contribution.tables
-        layouts = {leg.server: leg.layout for leg in round_.legs}
-        places: dict[int, list[int]] = {server: [] for server in layouts}
-        for piece in table.plan.slices_with(key):
-            places[piece.server].append(layouts[piece.server].place_of(table, piece))
-        self.wait(round_, anew=True, holds=partial(_lacks, places))
-        if round_.error is not None or not round_.open:
-            self.wait(round_)
-            return
-        for leg in round_.legs:
-            if not leg.may_go:
-                round_.write_early(leg, self.tables)
 
     def settle(self, table: RemoteTable) -> None:
         """Wait for the round of a table that is under way, if there is one.
@@ -584,28 +543,6 @@ class Rounds:
             else isinstance(answer, m.Info) and bool(answer.values.get("applied"))
             for (table, server), answer in zip(rounds, answers, strict=True)
         }
-
-
-class _Those(Collection[Leg]):
-    """Those of some legs, maybe fewer later, for which something holds now."""
-
-    def __init__(self, legs: Collection[Leg], holds: Callable[[Leg], bool]) -> None:
-        self._legs, self._holds = legs, holds
-
-    def __iter__(self) -> Iterator[Leg]:
-        return filter(self._holds, self._legs)
-
-    def __len__(self) -> int:
-        return sum(map(self._holds, self._legs))
-
-    def __contains__(self, leg: object) -> bool:
-        return any(one is leg for one in self)
-
-
-def _lacks(places: Mapping[int, Sequence[int]], leg: Leg) -> bool:
-    """Tell whether new weights of slices are still to come, or may yet go. By server and position there."""
-    here = places[leg.server]
-    return bool(here) and (leg.may_go or any([leg.is_coming[at] for at in here]))
 
 
 def _take_early(leg: Leg, _: int, reply: m.ReplyBody) -> None:

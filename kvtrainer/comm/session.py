@@ -69,10 +69,6 @@ class Transport(ABC):
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
         """Wait up to `timeout` seconds for a reply of any server."""
 
-    def is_queueing(self, server: int) -> bool:
-        """Tell whether requests for a server still queue here; they leave while somebody receives."""
-        return False
-
     @abstractmethod
     def describe(self, server: int) -> str:
         """Return the server's name in error messages."""

@@ -149,9 +149,6 @@ class DistKVStore(TableKVStore):
 
     def close(self) -> None:
         try:
-            for client in self._clients:
-                if not client.is_closed:
-                    client.settle()  # the last round of a Trainer may be under way
             super().close()
         finally:
             for client in self._clients:

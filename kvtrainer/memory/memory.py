@@ -123,15 +123,11 @@ class DeviceMemory:
                 )
 
     @torch.no_grad()
-    def unscale(self, present: Sequence[bool], factor: float, may_write: bool) -> None:
-        """Multiply the gradients that a step has used, where they are.
-
-        Args:
-            may_write: False drops them, because a round still reads them.
-        """
+    def unscale(self, present: Sequence[bool], factor: float) -> None:
+        """Multiply the gradients that a step has used, where they are."""
         used = [p for p, is_in in zip(self.parameters, present, strict=True) if is_in and p.grad is not None]
         self.tracker.forget()  # some may be replaced
-        for parameter in [p for p in used if not may_write or p.grad.is_inference()]:  # type: ignore[union-attr]
+        for parameter in [p for p in used if p.grad.is_inference()]:  # type: ignore[union-attr]
             parameter.grad = None
         grads = {id(p.grad): p.grad for p in used if p.grad is not None}  # parameters may share one
         dense = [grad._values() if grad.is_sparse else grad for grad in grads.values()]

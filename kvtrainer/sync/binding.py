@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +42,7 @@ from kvtrainer.sync.exchange import (
     Shadowed,
     StoreExchange,
 )
-from kvtrainer.sync.overlap import Awaited, Overlap
+from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
 
@@ -140,8 +139,6 @@ class Binding:
         """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
         """Sends gradients during the backward pass; None where they are sent by the step."""
-        self.awaited: Awaited | None = None
-        """New weights of the last round that are still to come."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
         self.is_torn = False
@@ -149,8 +146,6 @@ class Binding:
 
         It is set before the first change and taken back after the last: whatever interrupts them in between leaves it.
         """
-        self.is_lost = False
-        """Whether the last call of `round` raised when servers and other workers may have had something of it."""
 
     @property
     def is_alone(self) -> bool:
@@ -228,8 +223,8 @@ class Binding:
         has_replicas = is_on_cpu and layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and not has_replicas:
             if self.zero_copy:
-                self.exchange.map(arena.weights, not self.selection.overlaps_pull)
-            if not (self.selection.overlaps or self.selection.overlaps_pull):
+                self.exchange.map(arena.weights)
+            if not self.selection.overlaps:
                 self.exchange.bear(arena.long, bears=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
             try:
@@ -250,10 +245,7 @@ class Binding:
         if self.holder is not None and self.holder.born is not None and is_on_cpu:
             layout.devices[0].tracker.births = self.holder.born.births()
         if self.selection.overlaps and self.holder is not None:
-            self._overlap = Overlap(self.holder, layout.devices[0], self.settle, self._foresee)
-        if self.selection.overlaps_pull and self.holder is not None:
-            # What is on its way when a step returns may be written to by the loop.
-            self.holder.lendable = frozenset()
+            self._overlap = Overlap(self.holder, layout.devices[0], self._foresee)
         if isinstance(self.exchange, GroupExchange):
             self.exchange.listen(layout.devices[0])
         if self._awaited is not None:
@@ -296,7 +288,7 @@ class Binding:
         veto: bool,
         limits: Limits,
     ) -> Outcome:
-        """Run one round of the gradients that were gathered, scaled; or begin it, where its outcome is known now.
+        """Run one round of the gradients that were gathered, scaled.
 
         It raises before or after the round, never in the middle.
 
@@ -310,17 +302,13 @@ class Binding:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
         """
         assert self.exchange is not None
-        self.is_lost = False
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
-        is_plain = gradients.guard is None and not (absent or gradients.rows or veto)
         self.exchange.was_missed = False
         self.is_torn = True
         try:
-            if self.selection.overlaps_pull and is_plain:
-                return self._begin(layout, gradients)
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
@@ -398,7 +386,6 @@ class Binding:
         """Note what a round that broke off may have left behind, here or on other workers."""
         assert self.exchange is not None
         # Interrupted, it may have left some of the new weights here.
-        self.is_lost = True
         layout.accept_writes(self.has_weights)
         # The others may make an update of which this worker lacks the sum. What a store updates comes with the next
         # round: after an error, which tells the loop. An interrupt tells it nothing.
@@ -420,33 +407,6 @@ class Binding:
         if self._is_told and options == former:
             return b""
         return pack_hypers(**options, update_on_kvstore=self.updates_weights, limits=limits.summary)
-
-    def _begin(self, layout: Memory, gradients: Gradients) -> Outcome:
-        """Begin a round of which nothing has to be known but the new weights; these are awaited."""
-        assert self.holder is not None
-        round_ = self.holder.begin(gradients, layout.arena.weights)
-        ended = partial(self._take_awaited, layout)
-        self.awaited = Awaited(self.holder, round_, layout.parameters, layout.keys, ended)
-        return Outcome(frozenset(), False)
-
-    def _take_awaited(self, layout: Memory, came: set[int], error: BaseException | None) -> None:
-        """Take in the round that was begun and is over; some weights (by key) had come before."""
-        self.awaited = None
-        if error is not None:
-            layout.accept_writes(self.has_weights)
-            return
-        arena = layout.arena
-        self._is_told = True
-        arena.mark_updated([key not in came for key in range(len(layout.names))])
-        arena.writes.count_own()
-        arena.zeros = frozenset()
-        if self.holder is not None and self.holder.shown is not None:
-            self._watch(arena, self.holder.shown)
-
-    def settle(self) -> None:
-        """Wait for new weights that are still to come. Raises what has become of their round."""
-        if self.awaited is not None:
-            self.awaited.wait()
 
     def _watch(self, arena: Arena, shown: MappedWeights | OwnWeights) -> None:
         """Have the system's page map tell what is written to weights that are shown."""
@@ -587,8 +547,6 @@ class Binding:
                 stack.callback(self.exchange.close)
             if self.holder is not None and self.holder.shown is not None:
                 stack.callback(self.holder.shown.release)
-            if self.awaited is not None:
-                stack.callback(self.awaited.end, error or KVStoreError("this Trainer was closed"))
 
     def worker(self) -> tuple[int, int]:
         """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""

@@ -31,7 +31,6 @@ from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights, OwnWeights, SeenWeights, put_pages
-from kvtrainer.comm.round import Round
 from kvtrainer.comm.row_pulls import TableRows
 from kvtrainer.comm.tables import Compressor
 from kvtrainer.errors import ConfigurationError, KVStoreError
@@ -129,8 +128,8 @@ class Exchange(ABC):
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
     was_missed = False
-    """Whether the last call of `run` or `begin` has begun what others may count, and has not raised since in a way that
-    says that they do not."""
+    """Whether the last call of `run` has begun what others may count, and has not raised since in a way that says that
+    they do not."""
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -236,7 +235,7 @@ class StoreExchange(Exchange):
                 "here"
             )
 
-    def map(self, weights: Mapping[str, Tensor], is_at_once: bool) -> None:
+    def map(self, weights: Mapping[str, Tensor]) -> None:
         """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
 
         Weights of an engine in this process stay where they are: forked processes keep them as they were. So do those
@@ -245,8 +244,6 @@ class StoreExchange(Exchange):
 
         Args:
             weights: Flat, laid out by the plan, on the CPU in pages of their own.
-            is_at_once: Whether all new weights are here when a step returns. If not, the loop may write to a page to
-                which a neighbour's weights have yet to come, and which would not show them.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
         self.own = self.mapped = self.seen = None
@@ -260,7 +257,7 @@ class StoreExchange(Exchange):
         try:
             if is_whole and self._client.shares_memory:
                 self.mapped = MappedWeights(weights)
-            elif is_at_once:
+            else:
                 self.own = OwnWeights(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
@@ -320,28 +317,18 @@ class StoreExchange(Exchange):
                 self._staging.see(self.seen)
                 self.seen = None
 
-    def _tell_torn(self, error: BaseException, early: Collection[int] = ()) -> None:
-        """Have an error name the parameters whose weights here are not of the last round.
-
-        Args:
-            early: Slices (by index) that were written although the round was not over.
-        """
-        torn = set(early)
-        if self.mapped is not None:
-            self.mapped.copy_ends()  # or they would seem to have been written here
-            torn |= self.mapped.torn()
-        keys = self.keys_of(torn)
+    def _tell_torn(self, error: BaseException) -> None:
+        """Have an error name the parameters whose weights here are not of the last round."""
+        if self.mapped is None:
+            return
+        self.mapped.copy_ends()  # or they would seem to have been written here
+        keys = self.keys_of(self.mapped.torn())
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
-            who, way_out = (
-                ("", "without overlap_pull")
-                if early
-                else ("servers have begun to write ", "by zero_copy=False")
-            )
             error.args = (
-                f"{error}. The weights here are of two rounds, for {who}those of {len(names)} parameters"
-                f"{' have come' if early else ''}: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}; go on from "
-                f"saved states, or have weights that stay whole {way_out}",
+                f"{error}. The weights here are of two rounds, for servers have begun to write those of {len(names)} "
+                f"parameters: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}; go on from saved states, or "
+                "have weights that stay whole by zero_copy=False",
             )
 
     def keys_of(self, slices: Collection[int]) -> set[int]:
@@ -406,66 +393,6 @@ class StoreExchange(Exchange):
     def _may_count(self, number: int) -> bool:
         """Tell whether a round that has raised here may count for others: it stands, or was interrupted as it ended."""
         return self._table.index in self._client.rounds.open or self._table.stands(number)
-
-    def begin(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Round:
-        """Begin a round of dense gradients whose new weights go to `weights`; returns when all is on its way.
-
-        Then `end` it; the gradients must not change before.
-        """
-        self._forget_read()
-        rounds = self._client.rounds
-        contribution = Contribution(
-            [self._table],
-            [grads.arenas],
-            [self._places(weights)],
-            grads.scale,
-            grads.hyper,
-            mapped=self.mapped,
-        )
-        number, self.was_missed = self._table.round, True
-        try:
-            round_ = rounds.start(contribution)
-            rounds.send_off(round_)
-        except BaseException as error:
-            self._tell_torn(error)
-            self.was_missed = self._may_count(number)
-            raise
-        return round_
-
-    def wait_for(self, round_: Round, key: int) -> bool:
-        """Block until new weights of a key (by index) are here. Return whether the round is over. Raises as `end`.
-
-        Weights that are mapped do not come one by one, so it waits for all.
-        """
-        if self.mapped is not None and self.mapped.is_on:
-            self.end(round_)
-        try:
-            self._client.rounds.wait_for(round_, key)
-        except BaseException as error:
-            self._tell_torn(error, round_.early)
-            raise
-        return round_.is_over
-
-    def end(self, round_: Round) -> None:
-        """Block until a round that was begun is over, and all new weights are here.
-
-        Raises:
-            KVStoreError: it failed; says of which parameters new weights are here all the same.
-        """
-        try:
-            self._client.rounds.wait(round_, anew=True)
-            if round_.error is not None:
-                raise round_.error
-            if self._name in round_.vetoes:
-                raise KVStoreError(
-                    f"another worker has skipped a step of {self._name!r} that this one has counted, because it alone "
-                    "looks at gradients; give all workers the same clip_grad, amp, on_nonfinite and GradScaler"
-                )
-        except BaseException as error:
-            self._tell_torn(error, round_.early)
-            raise
-        if round_.contribution.outs is not None:
-            self._check_places(round_.contribution.outs[0])
 
     @property
     def plan(self) -> Plan:

@@ -102,7 +102,6 @@ class Selection:
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
         overlaps: Whether gradients go to the store during the backward pass.
-        overlaps_pull: Whether new weights come back during the next forward pass.
         sums_hosts: Whether workers of one host sum their gradients before one of them gives the sum to the store.
     """
 
@@ -117,7 +116,6 @@ class Selection:
     is_alone_by_name: bool = False
     pull_codec: Codec | None = None
     overlaps: bool = False
-    overlaps_pull: bool = False
     sums_hosts: bool = False
 
 
@@ -132,7 +130,6 @@ def select_store(
     replicas: ReplicaPolicy = LISTS,
     is_joint: bool = False,
     overlap: bool = False,
-    overlap_pull: bool = False,
     hierarchy: bool = False,
 ) -> Selection:
     """Check the Trainer's arguments about its store and select one; opens nothing.
@@ -142,7 +139,7 @@ def select_store(
     always runs there, whatever the environment says.
 
     Args:
-        kvstore, update_on_kvstore, compression_params, overlap, overlap_pull, hierarchy: as of the Trainer.
+        kvstore, update_on_kvstore, compression_params, overlap, hierarchy: as of the Trainer.
         aggregate_num: of the optimizer.
         largest: elements of the largest parameter.
         has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
@@ -157,7 +154,7 @@ def select_store(
     """
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
     store, asked = None if kvstore is None else traits_of(kvstore), update_on_kvstore
-    _check_ways(store, devices, overlap, overlap_pull, hierarchy)
+    _check_ways(store, devices, overlap, hierarchy)
     if has_row_sparse:
         _check_for_rows(store, asked)
         asked = True
@@ -170,7 +167,6 @@ def select_store(
         reducer=_reducer_for(kvstore, replicas, devices),
         pull_codec=pull_codec,
         overlaps=overlap,
-        overlaps_pull=overlap_pull,
         sums_hosts=hierarchy,
     )
     _check_pull(wanted, store, asked)
@@ -218,11 +214,6 @@ def _over(
     """Use a store, and decide whether the optimizer runs there."""
     updates = _updates_weights(store, asked, aggregate_num, largest)
     _check_pull(wanted, store, updates)
-    if wanted.overlaps_pull and not updates:
-        raise ConfigurationError(
-            "overlap_pull=True needs an optimizer that runs on the servers, whose new weights come later; with "
-            "update_on_kvstore=False step() needs the sums to update"
-        )
     return replace(wanted, updates_weights=updates, allows_halves=not updates)
 
 
@@ -278,7 +269,6 @@ def _check_ways(
     store: Traits | None,
     devices: Sequence[torch.device],
     overlap: bool,
-    overlap_pull: bool,
     hierarchy: bool,
 ) -> None:
     """Raise ConfigurationError unless gradients and weights can go as asked. The ways must go together.
@@ -291,12 +281,7 @@ def _check_ways(
     elif overlap:
         lack = "nothing that could be sent during the backward pass and still be changed before step()"
         _check_rounds(store, "overlap", ", or several ranks of torch.distributed", lack)
-        _check_one_cpu("overlap", devices)
-    if check.boolean("overlap_pull", overlap_pull):
-        _check_rounds(
-            store, "overlap_pull", "", "no new weights that could come while the next forward pass computes"
-        )
-        _check_one_cpu("overlap_pull", devices)
+        _check_one_cpu(devices)
     if not check.boolean("hierarchy", hierarchy):
         return
     _check_rounds(
@@ -306,11 +291,6 @@ def _check_ways(
         raise ConfigurationError(
             "overlap=True sends every worker's gradient before a step could sum it with those of its host; give "
             "hierarchy=True or overlap=True"
-        )
-    if overlap_pull:
-        raise ConfigurationError(
-            "overlap_pull=True lets a step return before there are weights that it could hand on to the workers of its "
-            "host; give hierarchy=True or overlap_pull=True"
         )
 
 
@@ -323,11 +303,11 @@ def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> 
         )
 
 
-def _check_one_cpu(option: str, devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless all parameters are on one CPU device."""
+def _check_one_cpu(devices: Sequence[torch.device]) -> None:
+    """Raise ConfigurationError unless all parameters are on one CPU device, for overlap over servers."""
     if [device.type for device in devices] != ["cpu"]:
         names = ", ".join(map(str, devices))
-        raise ConfigurationError(f"{option}=True needs all parameters on one CPU device, they are on {names}")
+        raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
 
 
 def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:

@@ -30,7 +30,6 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8": ("sgd", {"compression_params": {"type": "int8"}}),
     "topk": ("sgd", {"compression_params": {"type": "topk", "ratio": 0.1}}),
     "overlap": ("adam", {"overlap": True}),
-    "overlap_pull": ("adam", {"overlap": True, "overlap_pull": True}),
     "copied": ("adam", {"zero_copy": False}),
     "hierarchy": ("adam", {"hierarchy": True}),
 }
@@ -40,7 +39,7 @@ SPARSE: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": ("adam", {}),
     "clipped": ("adagrad", {"clip_grad": {"max_norm": 0.1}, "detect_anomalous_params": True}),
 }
-IN_PROCESS = [name for name in DENSE if name not in ("overlap", "overlap_pull", "hierarchy")]
+IN_PROCESS = [name for name in DENSE if name not in ("overlap", "hierarchy")]
 
 
 class Net(nn.Module):

@@ -104,8 +104,6 @@ def trained(kv: DistKVStore, rank: int, **options: Any) -> list[Tensor]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
-    "overlap_pull": {"overlap_pull": True},
-    "both": {"overlap": True, "overlap_pull": True},
     "compressed": {},
     "clipped": {"clip_grad": {"max_norm": 1e9}},
 }

@@ -78,7 +78,6 @@ CASES: dict[str, dict[str, Any]] = {
     "on servers": {},
     "on workers": {"update_on_kvstore": False},
     "overlap": {"overlap": True},
-    "overlap_pull": {"overlap_pull": True},
     "compression": {"compression_params": {"type": "2bit", "threshold": 0.5}},
     "both ways": {"compression_params": {"type": "int8", "pull": "int8"}},
     "overlap with compression": {"overlap": True, "compression_params": {"type": "int8"}},
@@ -131,21 +130,6 @@ def test_a_first_step_that_was_interrupted_anywhere_is_made_by_the_next_call_or_
         went_on += made != set()
         assert made in (set(), {-111.0}, {-110.0}), (at, made)
     assert went_on > 0
-
-
-def test_weights_that_come_later_are_read_although_their_arrival_was_interrupted_anywhere(
-    jobs: Servers,
-) -> None:
-    """A parameter that was left half a plain one called itself without an end."""
-    wanted, lines = train(jobs, None, CASES["overlap_pull"], workers=1)
-    ends = [line for line in lines if line[0].endswith("overlap.py")]
-    assert len(ends) > 10
-    outcomes = [train(jobs, line, CASES["overlap_pull"], workers=1)[0] for line in ends]
-    assert [
-        line
-        for line, one in zip(ends, outcomes, strict=True)
-        if one[0] is not None and not all(map(torch.equal, one[0], wanted[0] or ()))
-    ] == []
 
 
 # ---------------------------------------------------------------- verbs

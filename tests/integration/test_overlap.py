@@ -172,3 +172,30 @@ def test_of_a_worker_that_ends_between_its_backward_pass_and_its_step_nothing_co
         return [row["version"] for one in loop.trainer.server_stats() for row in one["tables"]]
 
     assert jobs.results(2, 2, body)[0] == [1, 1]
+
+
+# torch hides this warning, but not from those who want errors: tensors with a graph wait between compiled graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loop_that_is_compiled_with_its_steps_trains_as_a_plain_one(jobs: Servers, overlap: bool) -> None:
+    def body(kv: DistKVStore, rank: int, is_compiled: bool) -> list[Tensor]:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+        for p in net.parameters():
+            nn.init.constant_(p, 0.5)
+        trainer = kvtrainer.Trainer(net, "sgd", {"learning_rate": 0.25}, kv, overlap=overlap)
+
+        def run(x: Tensor) -> None:
+            net(x).sum().backward()
+            trainer.step(2)
+
+        call = torch.compile(run, backend="aot_eager") if is_compiled else run
+        for at in range(3):
+            call(torch.full((2, 3), 0.1 * (at + 1)))
+        trainer.close()
+        return [p.detach().clone() for p in net.parameters()]
+
+    torch._dynamo.reset()
+    for found, expected in zip(
+        *(jobs.results(1, 2, lambda kv, rank, on=on: body(kv, rank, on)) for on in (True, False)), strict=True
+    ):
+        assert all(map(torch.equal, found, expected))

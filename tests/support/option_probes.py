@@ -211,17 +211,6 @@ def overlapped(bench: Bench, options: Mapping[str, Any]) -> Any:
         return [ahead > before, gone() == ahead, *bench.weights()]
 
 
-def arriving(bench: Bench, options: Mapping[str, Any]) -> Any:
-    """How many updates are in the weights here behind the second step, and when they were read."""
-    bench.build(**options)
-    bench.push(1.0)
-    bench.weights()
-    bench.push(1.0)
-    before = bench.trainer.version
-    weights = bench.weights()
-    return [before, bench.trainer.version, *weights]
-
-
 def epochs(bench: Bench, options: Mapping[str, Any]) -> Any:
     bench.build(**options)
     for _ in range(2):
@@ -432,10 +421,6 @@ PROBES = (
     Probe(
         "overlap", "all of a gradient has gone before the step, which sends no more of it",
         overlapped, lambda: {"overlap": True}, [True, True, -3.0, 0.0, 0.0],
-    ),
-    Probe(
-        "overlap_pull", "a step returns before the new weights are here, and who reads them waits",
-        arriving, lambda: {"overlap_pull": True}, [1, 2, -2.0, 0.0, 0.0],
     ),
     Probe(
         "optimizer_params: lr_scheduler", "each update is half of the last one",

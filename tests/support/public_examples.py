@@ -18,15 +18,17 @@ def without_example(listed: str, pages: Iterable[Path]) -> list[str]:
     """Return the public names, as `tests/data/api.txt` lists them, that no block of these pages uses.
 
     A member of a class counts on a page alone whose blocks use the class as well, so that it can be the one of that
-    name. A constructor is called by the name of its class, so it has no example of its own.
+    name. A constructor is called by the name of its class, so it has no example of its own; nor has what only raises,
+    as methods that were removed do.
     """
     used = [frozenset().union(*map(names_used, python_of(page))) for page in pages]
     classes = set(re.findall(r"^([\w.]+) class\(", listed, re.MULTILINE))
     missing = []
-    for full in re.findall(r"^[\w.]+", listed, re.MULTILINE):
+    for full, rest in re.findall(r"^([\w.]+)(.*)$", listed, re.MULTILINE):
         parent, _, name = full.rpartition(".")
         wanted = {name, parent.rpartition(".")[2]} if parent in classes else {name}
-        if name != "__init__" and not any(wanted <= names for names in used):
+        only_raises = rest.endswith("-> 'NoReturn'")
+        if name != "__init__" and not only_raises and not any(wanted <= names for names in used):
             missing.append(full)
     return missing
 

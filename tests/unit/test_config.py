@@ -107,7 +107,7 @@ def test_arguments_of_a_trainer_are_passed_on_by_their_own_names() -> None:
         "on_nonfinite": "skip",
         "accumulate": 2,
         "overlap": True,
-        "overlap_pull": True,
+        "overlap_pull": False,
         "hierarchy": False,
     }
     assert arguments(**own) == own

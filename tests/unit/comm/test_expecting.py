@@ -18,12 +18,11 @@ from torch import Tensor
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import pack_hypers
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rounds import Rounds
 from kvtrainer.errors import RoundAbortedError
-from tests.support.scripted import SLOT, Scripted, add_table, is_announcement, is_commit
+from tests.support.scripted import is_announcement, is_commit
 from tests.support.switchboard import connected, line_of, play
 
 NUMEL = 140_000
@@ -182,25 +181,6 @@ def test_of_a_table_that_a_worker_leaves_no_gradients_and_weights_are_kept(job: 
     job.outs = []
     gc.collect()
     assert out() is None
-
-
-def test_weights_that_may_be_taken_back_are_not_used_before_the_others_have_committed() -> None:
-    plan = make_plan([TensorSpec(name, (1 << 15,), "float32") for name in "ab"], 1)
-    servers = Scripted(1)
-    rounds = Rounds(servers.session())
-    table = add_table(rounds, "w", plan, 5, 3)
-    values, out = torch.ones(1 << 16), torch.zeros(1 << 16)
-    round_ = rounds.start(Contribution([table], [{"float32": values}], [{"float32": out}]))
-    pieces = plan.slices_of(0)
-    half = len(pieces) // 2
-    for after, kind, some in ((0.0, m.MAY_GO, range(half)), (5.0, 0, range(half, len(pieces) - 1))):
-        rows = [(SLOT + at, 4, m.WHOLE | kind, 4 * pieces[at].length) for at in some]
-        new = tuple([torch.full((pieces[at].length,), 2.0) for at in some])
-        servers.reply(0, round_.legs[0].number, m.Weights(m.matrix(rows, 4), new), after)
-    began = servers.now
-    rounds.wait_for(round_, 0)
-    assert servers.now == began + 5.0
-    assert out[: 1 << 15].unique().tolist() == [2.0]
 
 
 def test_keys_without_elements_go_ahead_as_others_do() -> None:

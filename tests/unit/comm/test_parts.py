@@ -419,7 +419,7 @@ def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wai
             connection.send(0, m.Request(1, 1, 1, part(9)))
             assert connection.receive(0.0) is not None
             assert connection.receive(0.0) is None
-            assert connection.is_queueing(0)
+            assert connection._queues[0]
         finally:
             connection.close()
 
@@ -489,8 +489,8 @@ def test_what_short_parts_a_worker_leaves_behind_go_when_it_looks_in() -> None:
         try:
             for body in (ANNOUNCEMENT, *[part(0, 4096, slot) for slot in range(12)]):
                 connection.send(0, m.Request(1, 1, 1, body))
-            assert connection.is_queueing(0)
+            assert connection._queues[0]
             assert connection.receive(0.0) is None
-            assert not connection.is_queueing(0)
+            assert not connection._queues[0]
         finally:
             connection.close()

@@ -96,7 +96,7 @@ def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_envi
         select_store(type, False)
 
 
-WAYS = {"overlap": "overlaps", "overlap_pull": "overlaps_pull", "hierarchy": "sums_hosts"}
+WAYS = {"overlap": "overlaps", "hierarchy": "sums_hosts"}
 """Options about the ways of gradients and weights, and where a selection says so."""
 way = pytest.mark.parametrize("option", WAYS)
 
@@ -111,15 +111,6 @@ def test_gradients_and_weights_go_another_way_only_where_that_is_asked_for(given
 
 def test_gradients_go_during_the_backward_pass_whoever_updates() -> None:
     assert all(select_store("dist_sync", asked, overlap=True).overlaps for asked in (None, False))
-
-
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_weights_come_later_only_from_servers_that_update_them(
-    monkeypatch: pytest.MonkeyPatch, by_environment: bool
-) -> None:
-    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    with pytest.raises(ConfigurationError, match="overlap_pull=True needs an optimizer that runs on"):
-        select_store("dist_sync", None if by_environment else False, overlap_pull=True)
 
 
 @way
@@ -138,11 +129,10 @@ def test_another_way_needs_synchronous_rounds(type: str, option: str) -> None:
         select_store(type, **{option: True})
 
 
-@pytest.mark.parametrize("option", ["overlap", "overlap_pull"])
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cpu")])
-def test_overlap_needs_one_cpu_device(devices: tuple[str, ...], option: str) -> None:
+def test_overlap_needs_one_cpu_device(devices: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="on one CPU device"):
-        select_store("dist_sync", devices=[torch.device(name) for name in devices], **{option: True})
+        select_store("dist_sync", devices=[torch.device(name) for name in devices], overlap=True)
 
 
 @way
@@ -152,10 +142,9 @@ def test_another_way_is_true_or_false(given: Any, option: str) -> None:
         select_store("dist_sync", **{option: given})
 
 
-@pytest.mark.parametrize("other", ["overlap", "overlap_pull"])
-def test_sums_of_hosts_and_overlap_exclude_each_other(other: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"hierarchy=True or {other}=True"):
-        select_store("dist_sync", hierarchy=True, **{other: True})  # type: ignore[arg-type]
+def test_sums_of_hosts_and_overlap_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="hierarchy=True or overlap=True"):
+        select_store("dist_sync", hierarchy=True, overlap=True)
 
 
 def test_environment_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
