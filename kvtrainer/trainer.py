@@ -6,15 +6,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.optim
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, spec_for_store
@@ -840,8 +839,7 @@ class Trainer(torch.optim.Optimizer):
 
         Raises:
             KVStoreError: a step was interrupted in its update, so weights and state may have only a part of it; `step`
-                says so, too, and `state_dict` and `snapshot`. A Trainer without a store saves what there is, and logs
-                that.
+                says so, too, and `state_dict`. A Trainer without a store saves what there is, and logs that.
             StateFileError: the file cannot be written; the former one is unchanged.
         """
         write_state_file(fname, self.export_saved_states())
@@ -969,30 +967,12 @@ class Trainer(torch.optim.Optimizer):
             if not spec.row_sparse and spec.shape == p.shape
         }
 
-    @contextmanager
-    def snapshot(self) -> Iterator[dict[str, Tensor]]:
-        """Give copies of the weights by name, as the last step left them. A thread or child process may read them.
-
-        Parameters change while another thread is in `step`, and a forked process sees those move that are mapped; the
-        copies stay as they are until the block ends, and then are given back. Call it between steps. Parameters without
-        a shape are not among them, nor row-sparse ones, which live in the store.
-
-            with trainer.snapshot() as state:
-                pool.submit(evaluate, state).result()
-        """
-        state = self._copy_weights()
-        try:
-            yield state
-        finally:
-            state.clear()
-
-    @by_one_thread
-    def _copy_weights(self) -> dict[str, Tensor]:
-        self._pipeline.link.check_whole(_SAVED)
-        self._pipeline.follow_groups()
-        memory = self._pipeline.memory
-        rows = zip(memory.names, memory.parameters, strict=True)
-        return {name: p.detach().clone() for name, p in rows if not (is_row_sparse(p) or is_lazy(p))}
+    def snapshot(self) -> NoReturn:
+        """Raise ConfigurationError: this method was removed; `p.detach().clone()` of each parameter takes its place."""
+        raise ConfigurationError(
+            "Trainer.snapshot() was removed; between two steps, copies of the weights by name are "
+            "{name: p.detach().clone() for name, p in model.named_parameters()}"
+        )
 
     @by_one_thread
     def prefetch(self, row_ids: Any) -> None:

@@ -250,7 +250,7 @@ class Arena:
             raise ParameterMovedError(
                 f"share_memory() has moved the data of {len(lost)} of {len(self._names)} parameters after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(lost)}. The Trainer needs them where "
-                "they were: build a new one now, and give other processes the copies of trainer.snapshot()"
+                "they were: build a new one now, and give other processes copies, as of p.detach().clone()"
             )
         if lost:
             are_alike = all([self._has_form(keys[at]) for at in moved])

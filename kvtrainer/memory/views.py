@@ -49,7 +49,7 @@ class FormerMemory:
             f"the Trainer has moved the data of its parameters to memory of its own, but something else still sees "
             f"where those of {len(found)} of {len(names)} were, with the values from before: parameters "
             f"{', '.join([repr(names[at]) for at in found])}. That is {what}. Make views when the Trainer is built, "
-            "and again after its groups were changed; give other processes the copies of trainer.snapshot()",
+            "and again after its groups were changed; give other processes copies, as of p.detach().clone()",
             SharedWeightsWarning,
             stacklevel=level_of_user(),
         )

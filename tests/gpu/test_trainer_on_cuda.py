@@ -255,19 +255,6 @@ def test_overlap_with_servers_is_refused_with_the_reason(jobs: Servers) -> None:
     jobs.results(1, 1, body)
 
 
-def test_a_snapshot_is_of_a_whole_round_and_on_the_device(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> bool:
-        net = Net("cuda")
-        trainer = kvtrainer.Trainer(net, "sgd", {"lr": 0.01}, kv)
-        train(net, trainer, rank)
-        with trainer.snapshot() as state:
-            before = {name: value.clone() for name, value in state.items()}
-            train(net, trainer, rank, first=STEPS)
-            return all(state[name].equal(before[name]) and value.is_cuda for name, value in state.items())
-
-    assert jobs.results(2, 2, body) == [True, True]
-
-
 def test_new_weights_given_to_the_store_reach_every_worker(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> list[float]:
         w = nn.Parameter(torch.zeros(70_000, device="cuda"))

@@ -88,8 +88,7 @@ def reads_all(worker: Worker, folder: Path) -> None:
     """All that only reads."""
     looks(worker)
     saves_states(worker, folder)
-    with worker.trainer.snapshot():
-        worker.trainer.state_dict()
+    worker.trainer.state_dict()
     worker.trainer.server_stats()
     kept = worker.weight.detach().clone()
     with torch.no_grad():

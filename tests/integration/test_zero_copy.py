@@ -11,7 +11,6 @@ import itertools
 import logging
 import mmap
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -364,32 +363,6 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     worker.steps(2)
     assert not is_mapped(worker.parameters[0])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-@on_every_way
-def test_a_forked_process_reads_a_snapshot_of_one_round_while_training_goes_on(
-    jobs: Servers, members: Members
-) -> None:
-    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
-    worker.steps(2)
-    before = worker.weights()
-    fork = multiprocessing.get_context("fork")
-    goes_on = fork.Event()
-    with worker.trainer.snapshot() as state:
-        found = [state[f"p{at}"].numpy() for at in range(len(SHAPES))]
-        numbers = [weight.numpy() for weight in before]
-
-        def look() -> None:
-            goes_on.wait(LIMIT)
-            os._exit(0 if all(map(np.array_equal, found, numbers)) else 1)
-
-        child = fork.Process(target=look)
-        child.start()
-        worker.steps(2)
-        goes_on.set()
-        child.join(LIMIT)
-    assert child.exitcode == 0
-    assert not any(map(torch.equal, before, worker.weights()))
 
 
 @on_every_way

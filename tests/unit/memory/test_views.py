@@ -65,5 +65,5 @@ def test_share_memory_after_the_trainer_is_refused_with_a_way_out() -> None:
     net.share_memory()
     for p in net.parameters():
         backward(p)
-    with pytest.raises(ParameterMovedError, match=r"share_memory\(\).*weight, bias.*snapshot\(\)"):
+    with pytest.raises(ParameterMovedError, match=r"share_memory\(\).*weight, bias.*clone\(\)"):
         trainer.step(1)

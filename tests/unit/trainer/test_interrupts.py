@@ -145,16 +145,10 @@ def save(trainer: Any, folder: Path) -> None:
     trainer.save_states(folder / "x.states")
 
 
-def copy_weights(trainer: Any, _: Path) -> None:
-    with trainer.snapshot():
-        pass
-
-
 SAVES = {
     "save_states": save,
     "state_dict": lambda trainer, _: trainer.state_dict(),
     "export_own_states": lambda trainer, _: trainer.export_own_states(),
-    "snapshot": copy_weights,
 }
 
 

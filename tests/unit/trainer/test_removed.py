@@ -43,3 +43,8 @@ def test_overlap_pull_may_be_said_to_be_off(given: bool | None, recwarn: pytest.
 def test_wait_says_that_there_is_nothing_to_wait_for() -> None:
     with pytest.raises(ConfigurationError, match=r"step\(\)"):
         Trainer(nn.Linear(2, 1), "sgd").wait()
+
+
+def test_snapshot_says_how_weights_are_copied() -> None:
+    with pytest.raises(ConfigurationError, match=r"p\.detach\(\)\.clone\(\)"):
+        Trainer(nn.Linear(2, 1), "sgd").snapshot()
