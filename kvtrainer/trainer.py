@@ -857,6 +857,7 @@ class Trainer(torch.optim.Optimizer):
             StateFileError: it cannot be read, or is no file of saved states, or a damaged one.
             StateMismatchError: it belongs to another model or optimizer; names every difference.
             RoundAbortedError: another worker cannot read it, or it does not fit there; says which and why.
+            ConfigurationError: several workers have a third-party store, over which they cannot agree.
             In each case nothing has changed, on any worker.
         """
         with closing(self._pipeline.link.open_agreement()) as agreement:

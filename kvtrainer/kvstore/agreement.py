@@ -1,7 +1,7 @@
-"""Exchange bytes between workers, over any store: from one to all, or all to all.
+"""Exchange bytes between workers, over any store of ours: from one to all, or all to all.
 
 Every call is collective: all workers make it, in the same order, and it blocks. Where there are several workers it goes
-the way that the store goes: over the process group, over a server, or by a third-party store's own verbs.
+the way that the store goes: over the process group, or over a server.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from kvstore_server.protocol.frames import MAX_PAYLOAD
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.errors import RoundAbortedError
-from kvtrainer.kvstore.base import KVStoreBase
 
 _HEAD = 8
 """Bytes before a message that say how long it is."""
 _FIRST = 4096
 """Bytes of the first piece that is given to servers; most messages are no longer."""
-_SMALL, _LARGE = 4096, 256 * 1024
-"""Numbers under the two keys of a third-party store; a message begins in the small one."""
 
 
 class Agreement:
@@ -121,48 +118,6 @@ class OverServers(Agreement):
             self._client.gather(message[at : at + limit], reads) for at in range(first, longest, limit)
         ]
         return [b"".join(its)[_HEAD:] for its in zip(*pieces, strict=True)] if reads else []
-
-
-class OverVerbs(Agreement):
-    """The workers of a third-party store, over two keys of its own: 'kvtrainer agreement' and a number.
-
-    In every round one worker gives a piece of its bytes, each as a number, and the others give zeros.
-    """
-
-    def __init__(self, store: KVStoreBase) -> None:
-        self.rank, self.size = store.rank, store.num_workers
-        self._store = store
-        self._known: set[int] = set()
-
-    def broadcast(self, data: bytes) -> bytes:
-        return self._from(0, data)
-
-    def all_gather(self, mine: bytes) -> list[bytes]:
-        return [self._from(rank, mine) for rank in range(self.size)]
-
-    def _from(self, root: int, data: bytes) -> bytes:
-        """Return the bytes of one rank."""
-        message = _with_length(data) if self.rank == root else b""
-        parts = [self._piece(_SMALL, message)]
-        length = _HEAD + int.from_bytes(parts[0][:_HEAD], "little")
-        for at in range(_SMALL, length, _LARGE):
-            parts.append(self._piece(_LARGE, message[at : at + _LARGE]))
-        return b"".join(parts)[_HEAD:length]
-
-    def _piece(self, count: int, data: bytes) -> bytes:
-        """Sum what all give under a key of so many numbers."""
-        key = f"kvtrainer agreement {count}"
-        if count not in self._known:
-            self._store.broadcast(
-                key,
-                torch.zeros(count, dtype=torch.float32, device="cpu"),
-                torch.zeros(count, dtype=torch.float32, device="cpu"),
-            )
-            self._known.add(count)
-        full = bytearray(data[:count].ljust(count, b"\0"))
-        out = torch.zeros(count, dtype=torch.float32, device="cpu")
-        self._store.pushpull(key, torch.frombuffer(full, dtype=torch.uint8).float(), out)
-        return out.to(torch.uint8).numpy().tobytes()
 
 
 def _with_length(data: bytes) -> bytes:

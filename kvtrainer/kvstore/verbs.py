@@ -34,7 +34,7 @@ from kvtrainer.comm.rank_group import RankGroup
 from kvtrainer.comm.round import Round
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
-from kvtrainer.kvstore.agreement import Agreement, OverRanks, OverVerbs
+from kvtrainer.kvstore.agreement import Agreement, OverRanks
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.replicas import (
     ReplicaCompressor,
@@ -868,10 +868,21 @@ class TableKVStore(KVStoreBase):
 
 
 def agreement_of(store: KVStoreBase | None) -> Agreement:
-    """Return how the workers of a store agree; for one worker, or no store, this process alone."""
+    """Return how the workers of a store agree; for one worker, or no store, this process alone.
+
+    Raises:
+        ConfigurationError: a third-party store has several workers: it adds up tensors, and carries no bytes.
+    """
     if store is None or store.num_workers == 1:
         return Agreement()
-    return store.open_agreement() if isinstance(store, TableKVStore) else OverVerbs(store)
+    if not isinstance(store, TableKVStore):
+        raise ConfigurationError(
+            f"the {store.num_workers} workers of kvstore {store.type!r} cannot agree on anything but sums, because it "
+            "is a third-party store. load_states(), a Strategy, and workers of other frameworks need 'dist_sync', or "
+            "'device' over torch.distributed; a Trainer steps without, and takes over the state of its optimizer by "
+            "load_state_dict() on every worker"
+        )
+    return store.open_agreement()
 
 
 class _Holder:

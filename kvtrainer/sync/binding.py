@@ -557,6 +557,9 @@ class Binding:
         """Return how all workers agree on something beside training; makes the store as `_open_store` does.
 
         Collective. Close it when that is done.
+
+        Raises:
+            ConfigurationError: as `agreement_of`.
         """
         self.check_open()
         self._open_store()

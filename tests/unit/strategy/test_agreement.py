@@ -1,4 +1,4 @@
-"""Workers that agree over a store of somebody else, which can only broadcast and sum."""
+"""Workers that agree; over a third-party store several have no way to, and are refused what needs one."""
 
 from __future__ import annotations
 
@@ -11,59 +11,84 @@ import pytest
 import torch
 from torch import nn
 
-from kvtrainer.errors import KVStoreError, RoundAbortedError, StateFileError, StateMismatchError
+from kvtrainer import Trainer
+from kvtrainer.errors import (
+    ConfigurationError,
+    KVStoreError,
+    RoundAbortedError,
+    StateFileError,
+    StateMismatchError,
+)
+from kvtrainer.integrations.workers import Workers
 from kvtrainer.kvstore import KVStoreBase, create
-from kvtrainer.strategy import Strategy, agreement_of
+from kvtrainer.strategy import Agreement, Strategy, agreement_of
 from kvtrainer.strategy.parts import share_weights
 from tests.support.limits import LIMIT
 from tests.support.processes import raised, together
-from tests.support.strategies import SGD, Net, same, steps, weights
+from tests.support.strategies import Net, same, weights
 
 
-class Sums:
-    """What the members of a job of two add up."""
+class Meeting:
+    """Where the members of a job of two exchange what they have."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=LIMIT)
-        self.values: dict[int, torch.Tensor] = {}
+        self.values: dict[int, Any] = {}
 
-    def exchange(self, rank: int, value: torch.Tensor) -> dict[int, torch.Tensor]:
-        self.values[rank] = value.clone()
+    def exchange(self, rank: int, value: Any) -> dict[int, Any]:
+        self.values[rank] = value
         self.barrier.wait()
         found = dict(self.values)
         self.barrier.wait()
         return found
 
 
-class Member(KVStoreBase):
-    def __init__(self, sums: Sums, rank: int) -> None:
-        self._sums, self._rank = sums, rank
+class Member(Agreement):
+    size = 2
 
-    type = "sums"
-    num_workers = 2
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
 
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def broadcast(self, data: bytes) -> bytes:
+        return self.all_gather(data)[0]
+
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        found = self.meeting.exchange(self.rank, mine)
+        return [found[0], found[1]]
+
+
+class Store(KVStoreBase):
+    """A third-party store of two workers."""
+
+    type, num_workers, rank = "sums", 2, 0
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        out.copy_(self._sums.exchange(self._rank, value)[0])
+        out.copy_(self.meeting.exchange(self.rank, value.clone())[0])
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        found = self._sums.exchange(self._rank, value)
+        found = self.meeting.exchange(self.rank, value.clone())
         (value if out is None else out).copy_(found[0] + found[1])
 
 
 @pytest.fixture
 def members() -> list[Member]:
-    sums = Sums()
-    return [Member(sums, rank) for rank in (0, 1)]
+    meeting = Meeting()
+    return [Member(meeting, rank) for rank in (0, 1)]
+
+
+@pytest.fixture
+def stores() -> list[Store]:
+    meeting = Meeting()
+    return [Store(meeting, rank) for rank in (0, 1)]
 
 
 def share_weights_of(models: Sequence[nn.Module], members: list[Member]) -> list[Any]:
     """What comes of sharing the weights of each worker's model."""
     pairs = zip(models, members, strict=True)
-    return together(*(lambda a=a, b=b: share_weights(a, agreement_of(b)) for a, b in pairs))
+    return together(*(lambda a=a, b=b: share_weights(a, b) for a, b in pairs))
 
 
 def test_one_worker_agrees_with_itself() -> None:
@@ -72,18 +97,6 @@ def test_one_worker_agrees_with_itself() -> None:
         assert (agreement.rank, agreement.size) == (0, 1)
         assert agreement.broadcast(b"a") == b"a"
         assert agreement.gather(b"b") == agreement.all_gather(b"b") == [b"b"]
-
-
-@pytest.mark.parametrize("length", [0, 1, 3 * 4096 - 8, 3 * 4096 - 7, 3 * 262144 + 3 * 4096])
-def test_bytes_of_every_value_and_length_arrive(members: list[Member], length: int) -> None:
-    data = bytes(at * 7 % 256 for at in range(length))
-
-    def talk(member: Member) -> Any:
-        agreement = agreement_of(member)
-        told = agreement.broadcast(data if member.rank == 0 else b"")
-        return told, agreement.all_gather(data[: member.rank])
-
-    assert together(*(lambda m=m: talk(m) for m in members)) == [(data, [b"", data[:1]])] * 2
 
 
 def test_weights_that_have_no_shape_yet_wait_for_the_first_batch(members: list[Member]) -> None:
@@ -103,7 +116,7 @@ def test_a_worker_with_another_model_fails_on_all(members: list[Member]) -> None
 
 def test_a_worker_that_fails_is_named_to_the_others(members: list[Member]) -> None:
     def fail_on_0(member: Member) -> None:
-        with agreement_of(member).all_or_none("write"):
+        with member.all_or_none("write"):
             if member.rank == 0:
                 raise ValueError("full")
 
@@ -112,33 +125,16 @@ def test_a_worker_that_fails_is_named_to_the_others(members: list[Member]) -> No
     assert raised([second], RoundAbortedError) == ["rank 0 could not write: ValueError: full"]
 
 
-def strategy_of(member: Member, folder: Path) -> Strategy:
-    log = {"name": f"member {member.rank}", "log_level": "ERROR"}
-    return Strategy(kvstore=member, work_dir=str(folder / str(member.rank)), log_kwargs=log)
+class Met(Strategy):
+    """A strategy whose workers agree by a member."""
 
+    def __init__(self, member: Member, folder: Path) -> None:
+        self.member = member
+        log = {"name": f"member {member.rank}", "log_level": "ERROR"}
+        super().__init__(kvstore=None, work_dir=str(folder / str(member.rank)), log_kwargs=log)
 
-def test_strategy_over_such_a_store_shares_names_weights_and_checkpoints(
-    members: list[Member], tmp_path: Path
-) -> None:
-    path = str(tmp_path / "a.pt")
-
-    def run(member: Member) -> Any:
-        strategy = strategy_of(member, tmp_path)
-        model, trainer = strategy.prepare(Net(), optim_wrapper=SGD)
-        steps(model, trainer, 2)
-        strategy.save_checkpoint(path)
-        expected = weights(model)
-        steps(model, trainer, 1)
-        rest = strategy.resume(path)
-        alike = [strategy.world_size, strategy.timestamp, strategy.seed, rest["meta"]["world_size"]]
-        strategy.close()
-        return (strategy.rank, alike), expected, weights(model)
-
-    first, second = together(*(lambda m=m: run(m) for m in members))
-    assert (first[0], second[0]) == ((0, first[0][1]), (1, first[0][1]))
-    assert (first[0][1][0], first[0][1][3]) == (2, 2)
-    for expected in (*first[1:], *second[1:]):
-        assert all(torch.equal(a, b) for a, b in zip(expected, first[1], strict=True))
+    def _meet(self) -> Agreement:
+        return self.member
 
 
 def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
@@ -148,7 +144,7 @@ def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
     (tmp_path / "1.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-1])
 
     def run(member: Member) -> Any:
-        strategy = strategy_of(member, tmp_path)
+        strategy = Met(member, tmp_path)
         model = strategy.prepare(Net())
         before = weights(model)
         try:
@@ -160,3 +156,44 @@ def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
 
     found = together(*(lambda m=m: run(m) for m in members))
     assert found == [(RoundAbortedError, True), (StateFileError, True)]
+
+
+# ---------------------------------------------------------------- a third-party store
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda store, folder: agreement_of(store),
+        lambda store, folder: Workers(store),
+        lambda store, folder: Strategy(kvstore=store, work_dir=str(folder)),
+        lambda store, folder: Trainer(Net(), "sgd", kvstore=store).load_states(folder / "x.states"),
+    ],
+    ids=["agreement_of", "Workers", "Strategy", "load_states"],
+)
+def test_what_needs_an_agreement_is_refused_before_anything_is_exchanged(
+    stores: list[Store], tmp_path: Path, use: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match="2 workers of kvstore 'sums'"):
+        use(stores[0], tmp_path)
+    assert stores[0].meeting.values == {}
+
+
+def test_steps_and_states_of_each_worker_need_no_agreement(stores: list[Store], tmp_path: Path) -> None:
+    def run(store: Store) -> Any:
+        def train(net: Net, trainer: Trainer) -> None:
+            for _ in range(2):
+                trainer.update_params(net(torch.full((4, 2), 1.0 + store.rank)).square().mean())
+
+        net, again = Net(), Net()
+        trainer, resumed = (Trainer(one, "adam", {"lr": 0.1}, store) for one in (net, again))
+        train(net, trainer)
+        trainer.save_states(tmp_path / f"{store.rank}.states")
+        again.load_state_dict(net.state_dict())
+        resumed.load_state_dict(trainer.state_dict())
+        train(net, trainer)
+        train(again, resumed)
+        return weights(net), weights(again)
+
+    (first, first_again), (second, second_again) = together(*(lambda one=one: run(one) for one in stores))
+    assert all(same(first, other) for other in (first_again, second, second_again))
