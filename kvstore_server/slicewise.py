@@ -168,9 +168,7 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
-    # Also the commit of a rank that has said only what is to be expected may be another one.
-    may_go = not all([one.is_firm for one in begun.said.values()])
-    return _weights(space, table, ready, begun.said.values(), may_go)
+    return _weights(space, table, ready, begun.said.values())
 
 
 def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
@@ -236,17 +234,15 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
 
 
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced], may_go: bool
+    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
 ) -> list[m.Outgoing]:
-    """Send portions of weights, which may go again or not, to ranks that want bytes."""
+    """Send portions of weights to ranks that want bytes."""
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
-    bodies = {half: _message(space, table, portions, half, may_go) for half in {half for _, half in told}}
+    bodies = {half: _message(space, table, portions, half) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
 
 
-def _message(
-    space: Namespace, table: Table, portions: Sequence[Portion], half: bool, may_go: bool
-) -> m.Weights:
+def _message(space: Namespace, table: Table, portions: Sequence[Portion], half: bool) -> m.Weights:
     """Put together the new weights of some portions; parts of slots are copied, for the rest is yet to change."""
     storage, version = space.shard.storage, table.version + 1
     parts, payloads = list[tuple[int, ...]](), list[Tensor]()
@@ -259,7 +255,7 @@ def _message(
             payload = payload.to(torch.bfloat16) if half and is_wide else payload.clone()
             word |= one.end << m.PART
         kind = m.WHOLE if payload.dtype == weights.dtype else m.HALF
-        parts.append((word, version, kind | m.MAY_GO * may_go, payload.nbytes))
+        parts.append((word, version, kind, payload.nbytes))
         payloads.append(payload)
         table.bytes_out += payload.nbytes
     return m.Weights(m.matrix(parts, 4), tuple(payloads), space.mode.is_sync)
@@ -297,7 +293,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         if _wants_bytes(one) and waiters[number] == one.waiter:
             told.append(one)
             waiters[number] = None
-    out = _weights(space, table, left, told, may_go=False)
+    out = _weights(space, table, left, told)
     table.begun = None
     space.rounds.begun.discard(number)
     table.shard.count([table.unit])

@@ -378,8 +378,6 @@ WHOLE, ROWS, VALUES, HALF, DELTA = range(5)
 (empty where none changed in any slice that the key has there); just the values of the rows that were asked for; the
 whole slice, of a wider type, rounded to bfloat16; or changes of the slice since the worker's version, one behind the
 other, encoded as the table's `delta_form` says."""
-MAY_GO = 1 << 8
-"""Added to the kind of new weights of a round of which a rank has said only what is to be expected; see MAY_CHANGE."""
 
 
 @dataclass(slots=True, eq=False)

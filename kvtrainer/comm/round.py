@@ -56,8 +56,6 @@ class Leg:
         """New weights may come before all slices are sent, so they must not come to where those are."""
         self.under_way = 0
         """If the round is announced, the bytes of the server's slices in all such rounds that were open then."""
-        self.may_go = True
-        """What has come of new weights may still be taken back because a rank commits something else than expected."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
@@ -168,7 +166,7 @@ class Leg:
 
     def take_over(self, early: Leg) -> None:
         """Go on with the leg announced in the backward pass, and what came of new weights."""
-        self.number, self.is_announced, self.may_go = early.number, True, early.may_go
+        self.number, self.is_announced = early.number, True
         self.is_coming, self.coming, self.came = early.is_coming, early.coming, early.came
         self.staged, self.levels = early.staged, early.levels
 
@@ -248,7 +246,6 @@ class Leg:
     def drop_former(self, table: int) -> None:
         """Drop what has come of new weights of a table, which was taken back: they all come again."""
         layout = self.layout
-        self.may_go = True
         self.coming[table], self.came[table] = int(layout.num_resident[table]), -1
         for at in layout.resident:
             self.is_coming[at] |= layout.table[at] == table
@@ -266,17 +263,16 @@ class Leg:
         finished = self._take_places(weights.places) if len(weights.places) else []
         runs: list[tuple[Tensor, int, int, int]] = []
         """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
-        for slot, version, word, source, start, nbytes in parts_of(weights):
-            at, kind = layout.slots.get(slot), word & ~m.MAY_GO
+        for slot, version, kind, source, start, nbytes in parts_of(weights):
+            at = layout.slots.get(slot)
             if at is None:
-                finished += self._take_part(slot, version, word, source[start : start + nbytes])
+                finished += self._take_part(slot, version, kind, source[start : start + nbytes])
                 continue
             table = layout.table[at]
             if -1 < came[table] < version and table in self.open:
                 self.drop_former(table)
             elif version < came[table]:
                 continue  # another reply has newer ones already: they must not be mixed
-            self.may_go &= kind != word
             end, news = at + 1, is_coming[at]
             if kind == m.ROWS:
                 end = layout.end_of_rows(at, source[start : start + nbytes])
@@ -308,12 +304,12 @@ class Leg:
             self.memory.raw[to : to + end - first].copy_(source[first:end])
         return finished
 
-    def _take_part(self, place: int, version: int, word: int, raw: Tensor) -> list[int]:
+    def _take_part(self, place: int, version: int, kind: int, raw: Tensor) -> list[int]:
         """Keep a part of the new weights of a slice; returns its table where all of it has come now.
 
         One that leaves a gap is not kept: if what was to fill that is lost, the weights come again as a whole.
         """
-        (slot, end), layout, kind = m.place_of(place), self.layout, word & ~m.MAY_GO
+        (slot, end), layout = m.place_of(place), self.layout
         at = layout.slots.get(slot)
         if at is None or not end:
             return []
@@ -322,7 +318,6 @@ class Leg:
             self.drop_former(table)
         elif version < self.came[table]:
             return []
-        self.may_go &= kind != word
         itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
         begin = self.levels.get(at, 0)
         if not self.is_coming[at] or (end - begin) * itemsize != len(raw):
@@ -341,7 +336,7 @@ class Leg:
 
     def _take_places(self, places: m.Matrix) -> list[int]:
         """Note where new weights are; returns the tables of which all are known now."""
-        finished, self.may_go = list[int](), False
+        finished = list[int]()
         for slot, version, place in places.tolist():
             at = self.layout.slots.get(slot)
             if at is not None and place == m.STILL and self.layout.mapped is not None:

@@ -41,9 +41,8 @@ class Weights(NamedTuple):
     """In place of m.Weights: those of the model."""
 
     table: int
-    early: tuple[list[int], int, int] | None = None
-    """Slots, their version, and what is added to their kind, of which a round was applied before the others; None: all,
-    as they are."""
+    early: tuple[list[int], int] | None = None
+    """Slots, and their version, of which a round was applied before the others; None: all, as they are."""
 
 
 @dataclass
@@ -331,9 +330,7 @@ class SyncModel(Model):
         self.committed, self.beliefs = committed, beliefs
         self.early += ready
         self.weights = {**self.weights, **{slot: updated[slot] for slot in ready}}
-        may_go = any(not c.is_firm for c in self.begun.values())
-        self._seen["may go"] += may_go
-        told = Weights(self.table, (ready, self.version + 1, m.MAY_GO * may_go))
+        told = Weights(self.table, (ready, self.version + 1))
         return [(c.to, [told]) for c in self.begun.values() if c.wants_weights]
 
     def _is_here(self, slot: int) -> bool:
@@ -508,7 +505,7 @@ class SyncModel(Model):
         told = [(commit.to, self._answer(commit)) for commit in waiting]
         if self.early and begun is not None:
             self._seen["applied slice by slice"] += 1
-            rest = [Weights(self.table, (left, self.version, 0))]
+            rest = [Weights(self.table, (left, self.version))]
             at_once = {c.to for c in begun.values() if c.wants_weights}
             told = [(to, rest if to in at_once else bodies) for to, bodies in told]
         self.announced, self.begun, self.early = {}, None, []

@@ -555,15 +555,6 @@ def expected_instead_of_known(real: Any, self: Any, rank: int, commit: Any, said
     return real(self, rank, commit, said, waiter)
 
 
-@says(SYNC)
-def expected_and_said_to_stay(self: Any, peer: bytes, request: m.Request, out: Out) -> Out:
-    """Of weights nobody hears that they may be taken back."""
-    for one in out:
-        if _is(one, m.Weights):
-            one.reply.body.parts[:, 2] &= ~m.MAY_GO
-    return out
-
-
 @replaces(Shard, "restore")
 def state_not_taken_back(real: Any, self: Any, unit: Any, former: Any) -> None:
     """What is taken back leaves its traces in the optimizer's state."""

@@ -234,10 +234,10 @@ class Referee:
     def _are_weights(self, to: To, got: m.Weights, want: Weights) -> bool:
         """Whether these are the present weights of a table, which the one who reads them may have."""
         model = self.models[want.table]
-        slots, version, may_go = (model.slots, model.version, 0) if want.early is None else want.early
+        slots, version = (model.slots, model.version) if want.early is None else want.early
         if isinstance(model, AsyncModel):
             self._check_bound(model, self._processes[to[0]].rank)
-        if got.parts[:, :3].tolist() != [[slot, version, m.WHOLE | may_go] for slot in slots]:
+        if got.parts[:, :3].tolist() != [[slot, version, m.WHOLE] for slot in slots]:
             return False
         return all(
             p.numpy().tobytes() == model.weights[s].tobytes()

@@ -65,7 +65,6 @@ EVERYTHING = {
     "announced again",
     "announced otherwise",
     "committed otherwise",
-    "may go",
 }
 """What must happen in every block of schedules; otherwise they prove little."""
 ASYNC_EVERYTHING = {

@@ -152,39 +152,6 @@ def expecting(job: Job) -> None:
         job.give(rank, SLICES[:4])
 
 
-def kinds(job: Job, rank: int) -> list[int]:
-    """The kind of each message of weights that a rank was sent for its round."""
-    bodies = [body for body in job.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
-    return [kind for body in bodies for kind in set(body.parts[:, 2].tolist())]
-
-
-def test_weights_of_a_round_that_is_only_expected_say_so_until_all_ranks_know(job: Job) -> None:
-    expecting(job)
-    job.say(0)
-    job.give(0, SLICES[4:])
-    job.give(1, SLICES[4:6])
-    job.say(1)
-    job.give(1, SLICES[6:])
-    job.commit_all(0, 1)
-    assert kinds(job, 0) == [m.WHOLE | m.MAY_GO] * 2 + [m.WHOLE] * 2
-    assert job.weights() == [{2.0}] * 8
-
-
-def test_weights_of_a_round_that_a_rank_has_committed_otherwise_than_expected_say_that_they_may_go(
-    job: Job,
-) -> None:
-    expecting(job)
-    job.give(0, SLICES[4:])
-    job.commit_all(0, rescale=10.0)
-    job.say(1)
-    job.give(1, SLICES[4:6])
-    assert kinds(job, 1) == [m.WHOLE | m.MAY_GO] * 2
-    job.give(1, SLICES[6:])
-    job.commit_all(1)
-    assert kinds(job, 1)[-1] == m.WHOLE
-    assert job.weights() == [{11.0}] * 8
-
-
 def test_what_was_expected_has_no_effect_when_it_comes_after_what_is_so(job: Job) -> None:
     job.half(0, 1)
     job.say(1, flags=EXPECTS, rescale=10.0)
