@@ -39,7 +39,7 @@ class Worker:
         optimizer = create("adam", learning_rate=0.1) if in_store else None
         self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True)
         if streams is not None:
-            self.exchange.map(self.weights, True)
+            self.exchange.map(self.weights)
             self.exchange.bear(LONG, bears=True, gathers=False)
         self.exchange.init(self.weights)
 
