@@ -65,7 +65,7 @@ def fetch(url: str) -> bytes:
 def test_a_browser_names_the_worker_that_was_stopped(page: str) -> None:
     text = re.sub(r"<[^>]+>", " ", in_browser(page))
     assert re.search(r"The others wait for rank 1 \(\S+:\d+\) \d\d+ % of the time\.", text)
-    assert re.search(r"rounds of the last worker behind the first:\s+[1-9]", text)
+    assert re.search(r"last worker behind the first, in rounds:\s+[1-9]", text)
     assert re.search(r"waits for rank 1, \d+\.\d s", text)
 
 
