@@ -72,7 +72,7 @@ _ONE_FD = socket.CMSG_SPACE(4)
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Arena:
+class SharedArena:
     """Memory of a descriptor, which is closed where the memory is ours; the mapping keeps the memory.
 
     Args:
@@ -186,7 +186,7 @@ class Shelf:
             return None
         try:
             os.ftruncate(fd, nbytes)
-            arena = Arena(os.dup(fd))
+            arena = SharedArena(os.dup(fd))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
                         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
         except (OSError, ValueError) as error:  # an older system, or not so much memory
@@ -235,7 +235,7 @@ class Tray:
         self.fd = fd
         """Open as long as this object is there."""
         weakref.finalize(self, os.close, fd).atexit = False
-        self.arena = Arena(os.dup(fd), number)
+        self.arena = SharedArena(os.dup(fd), number)
         self._reads = reads
         self.is_lost = False
         """Nobody tells any more what the server still reads."""
@@ -278,9 +278,9 @@ class Channel:
     def __init__(
         self,
         end: socket.socket,
-        sends: Arena,
-        reads: Arena,
-        make: Callable[[int, int], tuple[Arena, int] | None] | None = None,
+        sends: SharedArena,
+        reads: SharedArena,
+        make: Callable[[int, int], tuple[SharedArena, int] | None] | None = None,
         shelf: Shelf | None = None,
     ) -> None:
         end.setblocking(False)
@@ -298,7 +298,7 @@ class Channel:
         self.portion = _PORTION
         """Bytes of data that a message may bring."""
         self._shelf = shelf
-        self._weights: dict[int, Arena] = {}
+        self._weights: dict[int, SharedArena] = {}
         """Memory of weights that the worker knows, by its number; on the server the worker's tray."""
         self.tray: Tray | None = None
         """Of the worker, once the server has made the one that was asked for last."""
@@ -418,7 +418,7 @@ class Channel:
             self._shown.add(number)
         return True
 
-    def weights_at(self, place: int) -> tuple[Arena, int] | None:
+    def weights_at(self, place: int) -> tuple[SharedArena, int] | None:
         """Find the server's memory in which a place is, and where it begins there; None where it was not shown."""
         arena = self._weights.get(place >> _NUMBER)
         return None if arena is None else (arena, place & ~(-1 << _NUMBER))
@@ -541,7 +541,7 @@ class Channel:
         if not self._places.used:
             self._sends.trim()
 
-    def _made(self, nbytes: int, kind: int, number: int) -> tuple[Arena | None, bool]:
+    def _made(self, nbytes: int, kind: int, number: int) -> tuple[SharedArena | None, bool]:
         """Make memory, if there is some, and tell the worker; return it, and whether the socket took the message."""
         assert self._make is not None
         made = self._make(nbytes, number)
@@ -589,13 +589,13 @@ class Channel:
             self._set_tight(not fds)
             self.is_usable &= bool(fds)
             if fds:
-                self._sends = Arena(fds.pop(), value)
+                self._sends = SharedArena(fds.pop(), value)
                 self._sends.populate()  # here, for the server has others to serve
                 self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
-            self._reads, self._lent_bytes = {value: Arena(fds.pop(), value)}, 0
+            self._reads, self._lent_bytes = {value: SharedArena(fds.pop(), value)}, 0
         elif kind == _WEIGHTS and self._make is None and fds:
-            self._weights[value] = Arena(fds.pop(), value, is_ours=False)
+            self._weights[value] = SharedArena(fds.pop(), value, is_ours=False)
         elif kind == _TRAY and self._make is not None and value:
             self._last_tray += 1
             arena, is_told = self._made(value, _TRAY, self._last_tray)
@@ -704,7 +704,7 @@ def connect(run: int, token: int, own: bytes) -> Channel:
                     "the server has no memory to share" if answer else "the server does not know this process"
                 )
                 raise ConnectionRefusedError(why)
-            return Channel(end, Arena(os.dup(fds[0])), Arena(os.dup(fds[1])))
+            return Channel(end, SharedArena(os.dup(fds[0])), SharedArena(os.dup(fds[1])))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -886,7 +886,7 @@ class Listener:
 
         One that wants none is told that its process is watched, and the connection has served its purpose.
         """
-        arenas: list[Arena] = []
+        arenas: list[SharedArena] = []
         fds: list[int] = []
         end = self._strangers.pop(stranger)
         try:
@@ -926,7 +926,7 @@ class Listener:
         self.channels[peer] = Channel(end, replies, requests, self.make, self._shelf)
         self._peers[end.fileno()] = peer, token
 
-    def make(self, nbytes: int, number: int) -> tuple[Arena, int] | None:
+    def make(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
         """Make memory for a channel; return it, and a descriptor of it that is the caller's.
 
         There is none unless there is twice as much as will be written: the first half. Whoever writes takes its pages.
@@ -935,14 +935,14 @@ class Listener:
             return self._share(nbytes, number) if nbytes < self._budget.available() else None
         return None
 
-    def _share(self, nbytes: int, number: int) -> tuple[Arena, int] | None:
+    def _share(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
         """Make memory that is claimed as long as it is mapped here; None where that is more than the server may use."""
         if not self._budget.claim_shared(nbytes):
             return None
         try:
             fd = make_memory(nbytes)
             try:
-                arena = Arena(os.dup(fd), number)
+                arena = SharedArena(os.dup(fd), number)
             except BaseException:
                 os.close(fd)
                 raise

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Arena
+from kvstore_server.channel import SharedArena
 from kvstore_server.memory import available_memory
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in
@@ -106,7 +106,7 @@ class MappedWeights:
         found = self._slices.get(piece.index)
         return found is not None and found.place == place and found.server == server
 
-    def show(self, piece: Slice, server: int, place: int, memory: Arena, begin: int) -> None:
+    def show(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         """Map a slice from where it begins in a server's memory. Raises OSError if the system refuses."""
         size = SIZES[piece.dtype]
         flat, at, nbytes = self._flats[piece.dtype], piece.offset * size, piece.used * size
@@ -260,7 +260,7 @@ class Stretch(NamedTuple):
     """Where they begin in the arena, in elements."""
     numel: int
     """With padding between them, not behind the last."""
-    memory: Arena
+    memory: SharedArena
     begin: int
     """Where they begin there, in bytes."""
 
@@ -296,7 +296,7 @@ class SeenWeights:
         """Tell whether a slice is read from there already."""
         return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
 
-    def show(self, piece: Slice, server: int, place: int, memory: Arena, begin: int) -> None:
+    def show(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         """Note where a slice begins in a server's memory. Raises OSError if it does not lie there."""
         one = Stretch(piece.dtype, piece.offset, piece.used, memory, begin)
         if one.end > memory.nbytes:

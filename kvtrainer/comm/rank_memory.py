@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Arena, make_memory, process_at
+from kvstore_server.channel import SharedArena, make_memory, process_at
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvtrainer import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
@@ -73,7 +73,12 @@ class RankMemory:
     """
 
     def __init__(
-        self, rank: int, peers: Sequence[_Peer], arena: Arena, seconds: Callable[[], float], opened: ExitStack
+        self,
+        rank: int,
+        peers: Sequence[_Peer],
+        arena: SharedArena,
+        seconds: Callable[[], float],
+        opened: ExitStack,
     ) -> None:
         self._rank, self._size = rank, len(peers) + 1
         self._at = sum([peer.rank < rank for peer in peers])
@@ -341,7 +346,7 @@ def _connect(
     return peers
 
 
-def _share(rank: int, peers: Sequence[_Peer]) -> Arena:
+def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
     """Make the memory and hand it over, on the lowest rank, or take it; sockets no longer block.
 
     Raises OSError without any, or if it may become shorter, which would kill whoever reads it.
@@ -365,7 +370,7 @@ def _share(rank: int, peers: Sequence[_Peer]) -> Arena:
             )
     for peer in peers:
         peer.end.setblocking(False)
-    return Arena(fd)
+    return SharedArena(fd)
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:

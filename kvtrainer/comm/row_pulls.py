@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Arena
+from kvstore_server.channel import SharedArena
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel
@@ -193,7 +193,7 @@ class TableRows:
 
     def _map(self, key: int) -> MappedRows | None:
         """Map the slices of a key; None where that is impossible."""
-        session, table, shown = self._pulls.session, self._table, dict[int, tuple[Arena, int]]()
+        session, table, shown = self._pulls.session, self._table, dict[int, tuple[SharedArena, int]]()
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
             return None
@@ -287,13 +287,13 @@ class MappedRows:
         OSError: the slices do not fill pages, are not all shown, or the system refuses.
     """
 
-    def __init__(self, plan: Plan, key: int, shown: Mapping[int, tuple[Arena, int]]) -> None:
+    def __init__(self, plan: Plan, key: int, shown: Mapping[int, tuple[SharedArena, int]]) -> None:
         spec, size, pieces = plan.specs[key], SIZES[plan.specs[key].dtype], plan.slices_with(key)
         if mmap.PAGESIZE != PAGE or not pieces or not plan.rows(key).blocks:
             raise OSError(f"key {spec.key!r} has no rows in whole pages")
         self._room = mmap.mmap(-1, -(-spec.nbytes // PAGE) * PAGE, mmap.MAP_PRIVATE | _NO_RESERVE)
         room = np.frombuffer(self._room, np.uint8)
-        spans: dict[int, tuple[Arena, int, int]] = {}
+        spans: dict[int, tuple[SharedArena, int, int]] = {}
         """Of each memory, where the slices there begin, and end; they are neighbours."""
         for piece in pieces:
             at, nbytes = piece.segments[0].key_start * size, piece.nbytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvstore_server.channel import Arena, Channel
+from kvstore_server.channel import Channel, SharedArena
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.errors import (
     ConnectTimeoutError,
@@ -310,7 +310,7 @@ class Session:
         """Return the server's name in error messages."""
         return self.transport.describe(server)
 
-    def memory_at(self, server: int, place: int) -> tuple[Arena, int] | None:
+    def memory_at(self, server: int, place: int) -> tuple[SharedArena, int] | None:
         """Find a server's memory, and where in it a place is that Weights name; None where it is not known here."""
         channel = self.transport.channel(server)
         return None if channel is None else channel.weights_at(place)

@@ -21,7 +21,7 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.budget import Budget
-from kvstore_server.channel import Arena, Channel, Listener, Tray, make_memory
+from kvstore_server.channel import Channel, Listener, SharedArena, Tray, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
@@ -201,7 +201,7 @@ class Job:
         self.polls = Poll(draw, self.ends[0], seen), Poll(draw, self.ends[1], seen)
         leases, self.time = Leases(), 0.0
         requests, replies = make_memory(MEMORY), make_memory(MEMORY)
-        mine = Channel(self.ends[0], Arena(os.dup(requests)), Arena(os.dup(replies)))  # type: ignore[arg-type]
+        mine = Channel(self.ends[0], SharedArena(os.dup(requests)), SharedArena(os.dup(replies)))  # type: ignore[arg-type]
         self.connection = Connection(["ipc:///dev/null/nobody"])
         self.connection._channels[0], self.connection._index[mine.fileno()] = mine, 0
         self.connection._poller = self.polls[0]  # type: ignore[assignment]
@@ -210,7 +210,7 @@ class Job:
         listener._ready = self.polls[1]  # type: ignore[assignment]
         self.leases, self.store = leases, Store(draw, leases, seen)
         shelf, end = listener._shelf, self.ends[1]
-        theirs = Channel(end, Arena(replies), Arena(requests), listener.make, shelf)  # type: ignore[arg-type]
+        theirs = Channel(end, SharedArena(replies), SharedArena(requests), listener.make, shelf)  # type: ignore[arg-type]
         listener.channels[PEER], listener._peers[end.fileno()] = theirs, (PEER, TOKEN)
         self.server = Server(self.store, ServerOptions(), leases, self.now)  # type: ignore[arg-type]
         self.server._listener, self.server._channels = listener, listener.channels

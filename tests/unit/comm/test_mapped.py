@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvstore_server.channel import Arena, Shelf
+from kvstore_server.channel import SharedArena, Shelf
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm import mapped
@@ -34,7 +34,7 @@ class Job:
     servers: list[Storage]
     weights: Parameters
     mapped: MappedWeights
-    memories: list[Arena]
+    memories: list[SharedArena]
     leases: list[Leases]
 
     @property
@@ -60,14 +60,14 @@ class _Refused:
         raise PermissionError(page_map)
 
 
-def _server_memory(plan: Plan, server: int) -> tuple[Storage, Arena, Leases]:
+def _server_memory(plan: Plan, server: int) -> tuple[Storage, SharedArena, Leases]:
     leases = Leases()
     shelf = Shelf(leases)
     leases.shared, leases.place_of = shelf.make, lambda weights: shelf.find([weights])
     storage = Storage(leases)
     storage.add(plan, server, None)
     [(number, fd)] = shelf.fds.items()
-    return storage, Arena(os.dup(fd), number, is_ours=False), leases
+    return storage, SharedArena(os.dup(fd), number, is_ours=False), leases
 
 
 @pytest.fixture(params=["watched", "page map"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Arena, Shelf
+from kvstore_server.channel import SharedArena, Shelf
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm.row_pulls import MappedRows
@@ -25,7 +25,7 @@ class Job:
 
     plan: Plan
     servers: list[Storage]
-    shown: dict[int, tuple[Arena, int]]
+    shown: dict[int, tuple[SharedArena, int]]
     tables: list[Tensor]
 
     def rows(self, key: int) -> MappedRows:
@@ -50,7 +50,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
         storage = Storage(leases)
         storage.add(plan, server, None)
         [(number, fd)] = shelf.fds.items()
-        memory = Arena(os.dup(fd), number, is_ours=False)
+        memory = SharedArena(os.dup(fd), number, is_ours=False)
         job.servers.append(storage)
         for at, slot in enumerate(storage.slots):
             key, _, begin, numel = slot.piece.segments[0]

@@ -24,10 +24,10 @@ from kvstore_server.budget import Budget
 from kvstore_server.channel import (
     _ROOM,
     LEAST_MEMORY,
-    Arena,
     Channel,
     Listener,
     Places,
+    SharedArena,
     Shelf,
     connect,
     make_memory,
@@ -58,13 +58,13 @@ def ends() -> Iterator[Pair]:
     ) -> tuple[Channel, Channel]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
-        worker = Channel(a, Arena(os.dup(requests)), Arena(os.dup(replies)))
+        worker = Channel(a, SharedArena(os.dup(requests)), SharedArena(os.dup(replies)))
 
-        def made(nbytes: int, number: int) -> tuple[Arena, int] | None:
+        def made(nbytes: int, number: int) -> tuple[SharedArena, int] | None:
             fd = make(nbytes)
-            return None if fd is None else (Arena(os.dup(fd), number), fd)
+            return None if fd is None else (SharedArena(os.dup(fd), number), fd)
 
-        opened.extend([worker, Channel(b, Arena(replies), Arena(requests), made, shelf)])
+        opened.extend([worker, Channel(b, SharedArena(replies), SharedArena(requests), made, shelf)])
         return worker, opened[-1]
 
     yield connected
@@ -222,7 +222,7 @@ def test_where_no_memory_can_be_had_frames_are_copied_and_their_places_used_agai
 
 def test_only_the_numbers_of_a_message_can_change_after_it_was_received(ends: Pair) -> None:
     memory = make_memory(LEAST_MEMORY)
-    hostile = Arena(os.dup(memory))
+    hostile = SharedArena(os.dup(memory))
     worker, server = ends(memory=memory)
     worker.send([b"h" * 3000, b"b" * 3000, b"e" * 3000, b"p" * 3000])
     frames = server.receive()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.channel import Arena, make_memory
+from kvstore_server.channel import SharedArena, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.comm.mapped import SeenWeights
 from kvtrainer.sync.exchange import Staging
@@ -122,7 +122,7 @@ def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() 
     torch.from_numpy(np.frombuffer(mmap.mmap(fd, 0), np.float32)).copy_(
         torch.arange(3.0).repeat_interleave(numel)
     )
-    memory = Arena(fd, is_ours=False)
+    memory = SharedArena(fd, is_ours=False)
     for at, piece in enumerate(plan.slices[:2]):
         seen.show(piece, 0, at, memory, (at + 1) * 4 * numel)
         staging.see(seen)
