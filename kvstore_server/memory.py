@@ -17,7 +17,7 @@ from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.reduction import Contribution
+from kvstore_server.reduction import RankContribution
 from kvstore_server.rounds import Mode
 from kvstore_server.shard import Shard
 
@@ -174,7 +174,7 @@ def _state_bytes(spec: bytes, dtype: str) -> float:
     unit = shard.add(plan)
     zeros = torch.zeros(_PROBE, dtype=torch_dtype(dtype), device="cpu").view(-1)
     try:
-        given = Contribution(shard.runs_of(unit, {dtype: zeros}))
+        given = RankContribution(shard.runs_of(unit, {dtype: zeros}))
         shard.update([given], optimizer, [effective_hypers(plan, optimizer, {})])
     except KVStoreError:
         return 0.0

@@ -35,7 +35,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
-from kvstore_server.reduction import NO_KEYS, Contribution, Run, part_of
+from kvstore_server.reduction import NO_KEYS, RankContribution, Run, part_of
 from kvstore_server.rounds import (
     NO_BYTES,
     Announced,
@@ -605,7 +605,7 @@ class Namespace:
         optimizer: Optimizer | None,
         given: Iterable[Piece],
         absent: frozenset[int] = NO_KEYS,
-    ) -> Contribution:
+    ) -> RankContribution:
         """Make a contribution of what a rank gave to some slots.
 
         Args:
@@ -624,7 +624,7 @@ class Namespace:
             else:
                 are_plain = False
             runs.append(Run(first, end, source))
-        plain = Contribution(runs, scale, absent)
+        plain = RankContribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
     def weights(self, some: Together, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:

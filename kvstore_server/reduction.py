@@ -42,7 +42,7 @@ class Run(NamedTuple):
     sum is not given parts."""
 
 
-class Contribution(NamedTuple):
+class RankContribution(NamedTuple):
     """One rank's part in a sum.
 
     Args:
@@ -124,7 +124,7 @@ def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
     return flat if not start and stop >= flat.numel() else flat[start:stop]
 
 
-def left_out_by_all(contributions: Sequence[Contribution]) -> frozenset[int]:
+def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]:
     """Return the keys that none of the contributions has."""
     left_out = contributions[0].absent if contributions else NO_KEYS
     for given in contributions:
@@ -140,7 +140,7 @@ class Sums:
         self._chunks = Memo[list[Chunk]](storage.slots)
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def given_as_rows(self, contributions: Sequence[Contribution]) -> list[int]:
+    def given_as_rows(self, contributions: Sequence[RankContribution]) -> list[int]:
         """Return the keys of which all ranks that have them gave only rows."""
         keys = sorted({key for given in contributions for key in given.rows})
         for given in contributions:
@@ -148,13 +148,15 @@ class Sums:
             keys = [key for key in keys if key in known or not self._has_run(given, key)]
         return keys
 
-    def _has_run(self, given: Contribution, key: int) -> bool:
+    def _has_run(self, given: RankContribution, key: int) -> bool:
         """Tell whether a rank gave numbers to the first slot of a key."""
         slot = self._storage.homes[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
 
-    def side_by_side(self, keys: Sequence[int], contributions: Sequence[Contribution]) -> list[list[Home]]:
+    def side_by_side(
+        self, keys: Sequence[int], contributions: Sequence[RankContribution]
+    ) -> list[list[Home]]:
         """Join (ascending) keys whose rows, from the same ranks, lie as those of one key.
 
         Rows that no key has may lie between them.
@@ -171,7 +173,7 @@ class Sums:
                 joined.append([home])
         return joined
 
-    def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[Contribution]) -> RowSet:
+    def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[RankContribution]) -> RowSet:
         """Sum rows; as in dense sums, equal scales are applied once. It may be the rows of a scratch contribution.
 
         Args:
@@ -208,7 +210,7 @@ class Sums:
 
     def chunks(
         self,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[RankContribution],
         by_rows: Sequence[int],
         whole_keys: bool,
         are_whole: bool = False,
@@ -225,7 +227,7 @@ class Sums:
             named.append((tuple(map(_bounds_of, one.runs)), one.absent, frozenset(one.rows)))
         return self._chunks.get(tuple(named), self._divide, *named)
 
-    def part(self, slot: int, begin: int, end: int, contributions: Sequence[Contribution]) -> Chunk:
+    def part(self, slot: int, begin: int, end: int, contributions: Sequence[RankContribution]) -> Chunk:
         """Return a chunk of a slot, whole lines, to which dense numbers are contributed."""
         one = self._storage.slots[slot]
         given = [Source(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
@@ -320,7 +322,7 @@ class Sums:
             if given:
                 yield Span(first, end, given, sparse)
 
-    def alone(self, chunk: Chunk, contributions: Sequence[Contribution]) -> tuple[Tensor, float] | None:
+    def alone(self, chunk: Chunk, contributions: Sequence[RankContribution]) -> tuple[Tensor, float] | None:
         """Return what one rank gave to a chunk, scratch to compute with, and its factor; None if it is not all."""
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
@@ -333,7 +335,9 @@ class Sums:
         own = part_of(payload, source.at, source.at + length)
         return (own, one.scale) if len(own) == length else None
 
-    def total(self, chunk: Chunk, contributions: Sequence[Contribution], out: Tensor | None = None) -> Tensor:
+    def total(
+        self, chunk: Chunk, contributions: Sequence[RankContribution], out: Tensor | None = None
+    ) -> Tensor:
         """Sum scale · numbers of a chunk over ranks, in the compute dtype. Padding is zero.
 
         Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
@@ -372,7 +376,7 @@ class Sums:
         return kept if room == numel else kept[:numel]
 
     def _numbers(
-        self, body: Tensor, span: Span, one: Contribution, source: Source, is_further: bool
+        self, body: Tensor, span: Span, one: RankContribution, source: Source, is_further: bool
     ) -> Tensor:
         """Return what a rank gave to a span, in the dtype of `body`; that of the first rank may lie there."""
         slot, payload = self._storage.slots[span.first], None

@@ -33,8 +33,8 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.reduction import (
     NO_KEYS,
     Chunk,
-    Contribution,
     Present,
+    RankContribution,
     Run,
     Sums,
     left_out_by_all,
@@ -62,7 +62,7 @@ class Partial(NamedTuple):
 class HeldSum(NamedTuple):
     """A sum that waits for a decision, and its partial norms by slice."""
 
-    total: Contribution
+    total: RankContribution
     partials: tuple[Partial, ...]
 
 
@@ -98,7 +98,7 @@ class Shard:
 
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
-    ) -> Contribution:
+    ) -> RankContribution:
         """Return what a rank gave to neighbouring slices, in the order of their slots; some in parts.
 
         Raises:
@@ -114,9 +114,9 @@ class Shard:
             else:
                 runs.append(run)
         if not found:
-            return Contribution(runs, scale, absent)
+            return RankContribution(runs, scale, absent)
         rows_of = {key: parts[0] if len(parts) == 1 else _joined(parts) for key, parts in found.items()}
-        return Contribution(runs, scale, absent, rows_of)
+        return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
         """Note the rows of a slice under their keys, as their blocks number them; returns its other numbers."""
@@ -191,7 +191,7 @@ class Shard:
         return torch.cat(rows)
 
     @torch.no_grad()
-    def assign_sum(self, contributions: Sequence[Contribution]) -> None:
+    def assign_sum(self, contributions: Sequence[RankContribution]) -> None:
         """Without an optimizer the sum replaces the weights; keys that every rank left out stay.
 
         So do the other rows of a key of which all ranks gave only rows.
@@ -228,7 +228,7 @@ class Shard:
             if self.notes_changes:
                 self._note_dense(chunk)
 
-    def _check_factors(self, contributions: Sequence[Contribution]) -> None:
+    def _check_factors(self, contributions: Sequence[RankContribution]) -> None:
         """Raise ConfigurationError where integers would be multiplied by a factor."""
         for one in contributions:
             if one.scale == 1.0:
@@ -241,7 +241,7 @@ class Shard:
 
     def update(
         self,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[RankContribution],
         optimizer: Optimizer,
         hypers: Sequence[Hypers],
         units: Sequence[Unit] | None = None,
@@ -290,7 +290,11 @@ class Shard:
 
     @torch.no_grad()
     def update_some(
-        self, contributions: Sequence[Contribution], optimizer: Optimizer | None, hypers: Hypers, unit: Unit
+        self,
+        contributions: Sequence[RankContribution],
+        optimizer: Optimizer | None,
+        hypers: Hypers,
+        unit: Unit,
     ) -> None:
         """Update only those slices of a unit that are given, without counting that; see `update` and `assign_sum`."""
         if optimizer is None:
@@ -301,7 +305,7 @@ class Shard:
     @torch.no_grad()
     def update_part(
         self,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[RankContribution],
         optimizer: Optimizer | None,
         hypers: Hypers,
         unit: Unit,
@@ -334,7 +338,7 @@ class Shard:
 
     def _update(
         self,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[RankContribution],
         optimizer: Optimizer,
         hypers: Any,
         decision: Decision,
@@ -524,7 +528,7 @@ class Shard:
 
     def hold(
         self,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[RankContribution],
         optimizer: Optimizer,
         hypers: Hypers,
         norm_type: float,
@@ -567,10 +571,10 @@ class Shard:
                 self.storage.slots[slot].piece.index, *partial_of_slice(None, sparse, norm_type)
             )
         updated = {key: rows[key] for key in by_rows}
-        held = Contribution(runs, 1.0, left_out_by_all(contributions), updated, is_scratch=True)
+        held = RankContribution(runs, 1.0, left_out_by_all(contributions), updated, is_scratch=True)
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
-    def call_updater(self, unit: Unit, contributions: Sequence[Contribution], updater: Updater) -> None:
+    def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
         """Sum the contributions and let a user's function change each key; the unit holds all slices of its plan.
 
         Raises:
@@ -645,7 +649,7 @@ class Shard:
         """Bytes of the optimizer state."""
         return sum(block.states.nbytes for block in self.storage.blocks)
 
-    def updates_after(self, unit: Unit, contributions: Sequence[Contribution]) -> int:
+    def updates_after(self, unit: Unit, contributions: Sequence[RankContribution]) -> int:
         """Count the updates of a unit's most updated key after this one, on any server.
 
         Every server of a table hears of every contribution which keys it has, also of those that lie on other servers;
@@ -725,7 +729,7 @@ class Shard:
             slot.block.hypers[slot.first : slot.last] = own
             slot.block.hyper_ids[slot.first : slot.last] = list(map(id, own))
 
-    def _updated_by_rows(self, contributions: Sequence[Contribution], optimizer: Optimizer) -> list[int]:
+    def _updated_by_rows(self, contributions: Sequence[RankContribution], optimizer: Optimizer) -> list[int]:
         """List those keys that the optimizer updates by rows."""
         return [
             key

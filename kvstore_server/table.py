@@ -29,7 +29,7 @@ from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Contribution
+from kvstore_server.reduction import RankContribution
 from kvstore_server.rounds import SYNCHRONOUS, Announced, Mode
 from kvstore_server.rows import RowSet, are_rows, encode_rows
 from kvstore_server.shard import HeldSum, Partial, Shard, Updater
@@ -43,7 +43,7 @@ ALL = -1
 class Part(NamedTuple):
     """One rank's committed contribution to a round of a table."""
 
-    given: Contribution
+    given: RankContribution
     flags: int = 0
     version: int = -1
     hold: float = 0.0
@@ -335,7 +335,7 @@ class Table:
         reads[rank] = [*former, read or self.shard.copy_read(self.unit, self.version, others)]
 
     def hypers(
-        self, given: Sequence[Contribution], optimizer: Optimizer, hyper: bytes
+        self, given: Sequence[RankContribution], optimizer: Optimizer, hyper: bytes
     ) -> Sequence[Mapping[str, Any]]:
         """Return the numbers with which the optimizer updates each key.
 
@@ -374,7 +374,7 @@ class Table:
 
     def _update(
         self,
-        given: Sequence[Contribution],
+        given: Sequence[RankContribution],
         optimizer: Optimizer,
         hypers: Sequence[Mapping[str, Any]],
         decision: Decision = UNCHANGED,
@@ -415,7 +415,7 @@ class Table:
         self.ends[ALL], self._last_rank = end, ALL
         return end
 
-    def _applied(self, given: Sequence[Contribution], hyper: bytes) -> RoundEnd:
+    def _applied(self, given: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
         """Count a round that has changed the weights."""
         keys = self.unit.keys
         if all(one.absent for one in given):

@@ -20,7 +20,7 @@ from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, flatten, is_composed, map_tree
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import RankContribution, Run
 from kvstore_server.rows import RowSet
 from kvstore_server.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
@@ -91,7 +91,7 @@ class ShardUpdate:
         without = absent | found.keys()
         if self._runs is None or self._runs[0] is not grads or self._runs[1] != without:
             self._runs = grads, without, shard.runs_of(shard.units[0], grads, without)
-        given = Contribution(self._runs[2], scale, absent, found, is_scratch=True, lent=lent)
+        given = RankContribution(self._runs[2], scale, absent, found, is_scratch=True, lent=lent)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
     def get_state(self, piece: Slice) -> States:

@@ -13,7 +13,7 @@ from kvstore_server.optimizer.gluon import FAMILY
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import RankContribution, Run
 from kvstore_server.rows import Payload, RowSet
 from kvstore_server.shard import Shard
 from tests.support.gluon_cases import MXNET1
@@ -86,7 +86,7 @@ def same_bits(a: States, b: States) -> bool:
 
 def given_to(
     shard: Shard, payloads: Mapping[int, Payload], scale: float = 1.0, absent: frozenset[int] = frozenset()
-) -> Contribution:
+) -> RankContribution:
     """What a rank gives to the slices of the last unit of a Shard, each by itself."""
     unit = shard.units[-1]
     slots = [(unit.slots[index], payload) for index, payload in sorted(payloads.items())]
@@ -125,7 +125,7 @@ def update_slice(
         s.key for s, here in zip(piece.segments, present or [True] * len(hypers), strict=True) if not here
     )
     numbers = [own.get(key, {}) for key in range(len(plan.specs))]
-    shard.update([Contribution([Run(0, 1, grad)], 1.0, absent)], optimizer, [numbers])
+    shard.update([RankContribution([Run(0, 1, grad)], 1.0, absent)], optimizer, [numbers])
     vars(state).update(vars(shard.get_state(unit, piece.index)))
 
 
@@ -164,14 +164,14 @@ class Key:
         compute = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         flat = torch.zeros(self.plan.arena_sizes[self.plan.specs[0].dtype], dtype=compute)
         flat[: grad.numel()] = grad.reshape(-1)
-        self._update(Contribution([Run(0, self.unit.end, flat)]), changed)
+        self._update(RankContribution([Run(0, self.unit.end, flat)]), changed)
 
     def update_rows(self, ids: Sequence[int], rows: Tensor, **changed: Any) -> None:
         """Update by a gradient that has only some rows."""
         given = RowSet(torch.tensor(ids, dtype=torch.int64), rows.reshape(len(ids), self.row))
-        self._update(Contribution([], rows={0: given}), changed)
+        self._update(RankContribution([], rows={0: given}), changed)
 
-    def _update(self, given: Contribution, changed: dict[str, Any]) -> None:
+    def _update(self, given: RankContribution, changed: dict[str, Any]) -> None:
         self.shard.update([given], self.optimizer, [[{**self.optimizer.hyper, **changed}]])
 
     @property

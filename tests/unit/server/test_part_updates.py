@@ -11,7 +11,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import RankContribution, Run
 from kvstore_server.shard import Shard, Unit
 from tests.support.optimizer_slices import given_to
 
@@ -73,7 +73,7 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
         scale = [0.5, 0.5 + 0.25 * (round_ == 2)]
         whole.update(
             [
-                Contribution([Run(s, s + 1, v) for s, v in one.items()], f)
+                RankContribution([Run(s, s + 1, v) for s, v in one.items()], f)
                 for one, f in zip(given, scale, strict=True)
             ],
             optimizers[0],
@@ -84,7 +84,7 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
             for low, high in pairwise(edges):
                 begin, end = (at // torch_dtype(dtype).itemsize for at in (low, high))
                 some = [
-                    Contribution([Run(slot, slot + 1, one[slot][begin:end])], f)
+                    RankContribution([Run(slot, slot + 1, one[slot][begin:end])], f)
                     for one, f in zip(given, scale, strict=True)
                 ]
                 parted.update_part(some, optimizers[1], hypers[1], other, slot, begin, end)

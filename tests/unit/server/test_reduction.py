@@ -13,7 +13,7 @@ from torch import Tensor
 from kvstore_server.codec import make_codec
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Slice, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import RankContribution, Run
 from kvstore_server.rows import Encoded, same_payload
 from kvstore_server.shard import Shard
 
@@ -37,11 +37,13 @@ def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> 
     return Encoded(codec, data)
 
 
-def given(payload: Tensor | Encoded, scale: float = 1.0, absent: frozenset[int] = NOTHING) -> Contribution:
-    return Contribution([Run(0, 1, payload)], scale, absent)
+def given(
+    payload: Tensor | Encoded, scale: float = 1.0, absent: frozenset[int] = NOTHING
+) -> RankContribution:
+    return RankContribution([Run(0, 1, payload)], scale, absent)
 
 
-def total(parts: list[Contribution]) -> Tensor:
+def total(parts: list[RankContribution]) -> Tensor:
     """The sum, padding included, as it takes the place of weights."""
     memory = torch.zeros(PIECE.length)
     shard = Shard()

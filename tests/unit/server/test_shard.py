@@ -13,7 +13,7 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, Run
+from kvstore_server.reduction import RankContribution, Run
 from kvstore_server.rows import RowSet, split_rows
 from kvstore_server.shard import Leases, Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, given_to, make
@@ -65,7 +65,7 @@ def test_units_that_are_updated_together_have_the_bits_that_each_has_alone(name:
         for rank in range(2):
             given = [give(own[at], rank, step) for at in some]
             runs = one_run(together, [units[at] for at in some], given)
-            parts.append(Contribution(runs, 0.5))
+            parts.append(RankContribution(runs, 0.5))
         together.update(parts, optimizer, [hypers] * len(some), [units[at] for at in some])
         for at in some:
             apart = [given_to(alone[at], give(own[at], rank, step), 0.5) for rank in range(2)]
@@ -87,11 +87,11 @@ def test_one_kernel_call_updates_many_units() -> None:
     memory = torch.zeros(4 * 112)
     plan = make_plan([TensorSpec(str(at), (100,), "float32") for at in range(4)], 1)
     unit = shard.add(plan, 0, {"float32": memory})
-    shard.update([Contribution([Run(0, 1, torch.ones(436))])], optimizer, [[optimizer.hyper] * 4])
+    shard.update([RankContribution([Run(0, 1, torch.ones(436))])], optimizer, [[optimizer.hyper] * 4])
     more = [shard.add(plan_of(100)) for _ in range(100)]
     last = more[60:]  # of one block, whatever room was made for those before
     shard.update(
-        [Contribution(one_run(shard, last, [{0: torch.ones(100)}] * 40))],
+        [RankContribution(one_run(shard, last, [{0: torch.ones(100)}] * 40))],
         optimizer,
         [[optimizer.hyper]] * 40,
         last,
@@ -166,7 +166,7 @@ def test_tables_that_lie_side_by_side_have_the_bits_that_each_has_alone(
         [((), (0.3, 0.3, 0.3)), ((1,), (0.3, 0.3, 0.7)), ((), (0.5, 1, 1))]
     ):
         hypers = [optimizer.hyper, slow if step else optimizer.hyper, optimizer.hyper]
-        parts, apart = [], [list[Contribution]() for _ in sizes]
+        parts, apart = [], [list[RankContribution]() for _ in sizes]
         for rank, scale in enumerate(scales):
             here = [key for key in range(3) if rank < 2 or key not in absent]
             rows = {key: some_rows(sizes[key], seed=100 * step + 10 * rank + key) for key in here}
@@ -236,7 +236,7 @@ def test_a_sum_that_was_held_is_clipped_as_decided_and_a_key_without_a_gradient_
     unit = shard.add(make_plan([TensorSpec("a", (3,), "float32"), TensorSpec("b", (4,), "float32")], 1))
     gradient = torch.zeros(20)
     gradient[:3] = 8.0
-    given = [Contribution([Run(0, 1, gradient.clone())], 0.5, frozenset({1})) for _ in range(2)]
+    given = [RankContribution([Run(0, 1, gradient.clone())], 0.5, frozenset({1})) for _ in range(2)]
     held = shard.hold(given, optimizer, [optimizer.hyper] * 2, 1.0, unit)
     assert [tuple(partial) for partial in held.partials] == [(0, 24.0, True)]
     shard.update([held.total], optimizer, [[optimizer.hyper] * 2], decision=Decision(0.5, 3.0))

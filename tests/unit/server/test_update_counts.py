@@ -9,7 +9,7 @@ import torch
 
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.reduction import Contribution, left_out_by_all
+from kvstore_server.reduction import RankContribution, left_out_by_all
 from kvstore_server.shard import Shard
 from tests.support.optimizer_slices import given_to
 
@@ -17,7 +17,7 @@ KEYS = 5
 PLAN = make_plan([TensorSpec(str(key), (4000,), "float32") for key in range(KEYS)], 2)
 
 
-def contribution(shard: Shard, absent: frozenset[int]) -> Contribution:
+def contribution(shard: Shard, absent: frozenset[int]) -> RankContribution:
     unit = shard.units[-1]
     here = [p for p in unit.slices if any(s.key not in absent for s in p.segments)]
     return given_to(shard, {p.index: torch.ones(p.used) for p in here}, absent=absent)
@@ -39,6 +39,6 @@ def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(server: in
 
 
 def test_only_what_no_contribution_has_is_left_out() -> None:
-    given = [Contribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
+    given = [RankContribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
     assert left_out_by_all(given[:2]) == {2}
     assert left_out_by_all(given) == frozenset()
