@@ -20,7 +20,7 @@ from torch import Tensor
 from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.gathering import CACHED
-from kvstore_server.rows import Encoded, Payload, RowSet, cut_rows, payload_nbytes
+from kvstore_server.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
 from kvstore_server.storage import Block, Home, Memo, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
@@ -391,7 +391,7 @@ class Sums:
         elif run is None:
             values.zero_()
         else:
-            assert isinstance(run.payload, Encoded)
+            assert isinstance(run.payload, CompressedPayload)
             run.payload.codec.decode(run.payload.data, slot.block.dtype, values)
             # One bit cannot say zero, and a residual may speak up where the rank gave nothing.
             end = 0

@@ -57,7 +57,7 @@ from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
 from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import Encoded, same_payload
+from kvstore_server.rows import CompressedPayload, same_payload
 from kvstore_server.storage import Memo
 
 Ints = npt.NDArray[np.int64]
@@ -336,7 +336,9 @@ class Given:
         if isinstance(source, Tensor):
             size, start = SIZES[dtype], int(self._places[slot] % _BUFFER)
             return [(slot, slot + 1, source, start + begin * size, start + end * size)]
-        numbers = source.elements(dtype, begin, end) if isinstance(source, Encoded | Growing) else None
+        numbers = (
+            source.elements(dtype, begin, end) if isinstance(source, CompressedPayload | Growing) else None
+        )
         if numbers is None:
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
         return [(slot, slot + 1, numbers, 0, len(numbers))]
@@ -947,7 +949,11 @@ def _grown(array: Any, size: int, fill: Any) -> Any:
 
 def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
     """Tell whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
-    if isinstance(mine, Encoded) and isinstance(theirs, Encoded) and mine.codec == theirs.codec:
+    if (
+        isinstance(mine, CompressedPayload)
+        and isinstance(theirs, CompressedPayload)
+        and mine.codec == theirs.codec
+    ):
         mine, theirs = mine.data, theirs.data
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
         return torch.equal(mine[start : start + nbytes], theirs[other : other + nbytes])
@@ -971,9 +977,9 @@ class SlicePart(NamedTuple):
     codec: Codec | None
     """How the bytes are to be read, if not as plain numbers."""
 
-    def payload(self, data: Tensor) -> Tensor | Encoded:
+    def payload(self, data: Tensor) -> Tensor | CompressedPayload:
         """Return bytes of the slice as what a rank gives to it."""
-        return data if self.codec is None else Encoded(self.codec, data)
+        return data if self.codec is None else CompressedPayload(self.codec, data)
 
 
 class Growing:
@@ -1015,10 +1021,10 @@ class Growing:
             self.level, self.end = end, part.end
         return is_same
 
-    def payload(self) -> Tensor | Encoded:
+    def payload(self) -> Tensor | CompressedPayload:
         """Return all bytes that are here, as what a rank gives to the slice."""
         data = self._bytes(0, self.level)
-        return data if self._codec is None else Encoded(self._codec, data)
+        return data if self._codec is None else CompressedPayload(self._codec, data)
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
         """Return the bytes of some elements, all of which are here; decoded where they are encoded. As of Encoded."""
@@ -1027,7 +1033,7 @@ class Growing:
         if size is None:
             return None
         data = self._bytes(begin * size, end * size)
-        return data if codec is None else Encoded(codec, data).elements(dtype, 0, end - begin)
+        return data if codec is None else CompressedPayload(codec, data).elements(dtype, 0, end - begin)
 
     def _bytes(self, begin: int, end: int) -> Tensor:
         """Return some of the bytes; a copy where they came in several parts."""

@@ -35,7 +35,7 @@ PACKED_ROWS = pack_control({"type": "rows"})
 _NO_SLICES: Mapping[int, Tensor] = MappingProxyType({})
 
 
-class Encoded(NamedTuple):
+class CompressedPayload(NamedTuple):
     """A compressed payload and how to read it."""
 
     codec: Codec
@@ -64,7 +64,7 @@ class RowSet(NamedTuple):
 
 Parts: TypeAlias = Mapping[int, RowSet | Tensor]
 """Position of a segment in the slice → some rows of it, or all its numbers, flat: a slice, given in parts."""
-Payload: TypeAlias = Tensor | Encoded | Parts
+Payload: TypeAlias = Tensor | CompressedPayload | Parts
 """What a rank gives to a slice: plain numbers, compressed ones, or some parts."""
 _IDS, _BITS, _ALL = range(3)
 _INT, _BYTE = np.dtype("<i4"), np.dtype(np.uint8)
@@ -147,7 +147,7 @@ def num_slices(data: Tensor) -> int:
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
-def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None) -> Encoded | Parts:
+def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None) -> CompressedPayload | Parts:
     """View bytes as what a codec reads, or without one as some rows. Nothing large is copied.
 
     Raises:
@@ -163,14 +163,14 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None)
             f"compressed by {codec.spec()}"
         )
     codec.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
-    return Encoded(codec, payload)
+    return CompressedPayload(codec, payload)
 
 
 def payload_nbytes(payload: Payload) -> int:
     """Return the bytes of what a rank gave to a slice."""
     if isinstance(payload, Mapping):
         return sum(one.nbytes for one in _tensors_of(payload))
-    return payload.data.nbytes if isinstance(payload, Encoded) else payload.nbytes
+    return payload.data.nbytes if isinstance(payload, CompressedPayload) else payload.nbytes
 
 
 def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
@@ -305,7 +305,7 @@ def pack_rows(
 
 def same_payload(a: object, b: object) -> bool:
     """Tell whether two payloads of one slice are the same contribution."""
-    if isinstance(a, Encoded) and isinstance(b, Encoded):
+    if isinstance(a, CompressedPayload) and isinstance(b, CompressedPayload):
         return a.codec == b.codec and torch.equal(a.data, b.data)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         mine, theirs = _tensors_of(a), _tensors_of(b)

@@ -95,7 +95,7 @@ class Contribution(NamedTuple):
         )
 
 
-class Encoded(NamedTuple):
+class EncodedSlice(NamedTuple):
     """A slice as it is sent."""
 
     form: bytes
@@ -131,7 +131,7 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
     return frozenset(found)
 
 
-def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, Encoded]]:
+def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
     """Encode row-sparse slices, and compress others of compressed tables. By index of the table.
 
     Initial values, and others that replace what the store holds, are neither. Slices that are `kept` were compressed
@@ -140,7 +140,7 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
     Raises:
         NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
     """
-    encoded: dict[int, dict[int, Encoded]] = {}
+    encoded: dict[int, dict[int, EncodedSlice]] = {}
     if contribution.values is None or contribution.assign:
         return encoded
     with_rows = {at for at, _ in contribution.rows}
@@ -150,11 +150,11 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
         values, absent = contribution.values[at], contribution.absent
         rows = {key: rows for (position, key), rows in contribution.rows.items() if position == at}
         packed = pack_rows(table.plan, rows, values, absent, contribution.born)
-        found = {index: Encoded(PACKED_ROWS, data) for index, data in packed.items()}
+        found = {index: EncodedSlice(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
             data = table.compressor.encode(values, plain, absent, kept)
-            found |= {index: Encoded(table.compressor.packed_codec, one) for index, one in data.items()}
+            found |= {index: EncodedSlice(table.compressor.packed_codec, one) for index, one in data.items()}
         if found:
             encoded[table.index] = found
     return encoded
@@ -270,7 +270,9 @@ class Layout:
             else compressor.codec.itemsize(dtype)
         )
 
-    def given(self, contribution: Contribution, encoded: Mapping[int, Mapping[int, Encoded]]) -> list[int]:
+    def given(
+        self, contribution: Contribution, encoded: Mapping[int, Mapping[int, EncodedSlice]]
+    ) -> list[int]:
         """Return positions of slices that a rank gives. It leaves some out, or has some encoded."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:

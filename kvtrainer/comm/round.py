@@ -22,7 +22,7 @@ from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
-from kvtrainer.comm.contribution import Arenas, Contribution, Encoded, Layout, Memory
+from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, Layout, Memory
 from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session
@@ -383,7 +383,7 @@ class Round:
         """Table → ranks because of which its round was not applied; none, where that was decided."""
         self.decided: dict[str, tuple[Measured | None, Decision]] = {}
         """Table → all that was measured, and what is made of it."""
-        self.encoded: dict[int, dict[int, Encoded]] = {}
+        self.encoded: dict[int, dict[int, EncodedSlice]] = {}
         """Table (index) → its slices as they are sent, where that is not as plain numbers."""
         self.kept: frozenset[int] | None = None
         """The slices (by index) of the only table that were sent ahead and count as they are; None: nothing was."""

@@ -14,7 +14,7 @@ from kvstore_server.codec import make_codec
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Slice, TensorSpec, make_plan
 from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.rows import Encoded, same_payload
+from kvstore_server.rows import CompressedPayload, same_payload
 from kvstore_server.shard import Shard
 
 NOTHING: frozenset[int] = frozenset()
@@ -28,17 +28,17 @@ PLAN = make_plan(SPECS, 1)
 """A bucket with padding between its keys: a ends at 3, b begins at 16."""
 
 
-def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> Encoded:
+def encoded(kind: str, values: Tensor, piece: Slice = PIECE, **options: Any) -> CompressedPayload:
     codec = make_codec({"type": kind, **options})
     data = torch.empty(codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8)
     kind = codec.residual_dtype(piece.dtype)
     kept, following = (None, None) if kind is None else torch.zeros(2, piece.used, dtype=kind)
     codec.encode(values, kept, data, following)
-    return Encoded(codec, data)
+    return CompressedPayload(codec, data)
 
 
 def given(
-    payload: Tensor | Encoded, scale: float = 1.0, absent: frozenset[int] = NOTHING
+    payload: Tensor | CompressedPayload, scale: float = 1.0, absent: frozenset[int] = NOTHING
 ) -> RankContribution:
     return RankContribution([Run(0, 1, payload)], scale, absent)
 
