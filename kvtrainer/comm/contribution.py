@@ -168,7 +168,7 @@ class _Where(NamedTuple):
     end: int = -1
 
 
-class Layout:
+class ServerLayout:
     """Slices of some tables on one server, by slot, and where they lie in memory here.
 
     It is made once for calls of the same tables. Large slices are sent from and written to where they are; all others
@@ -302,7 +302,7 @@ class Layout:
 class Memory:
     """The gathered slices of a layout, and a view of the numbers of each."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ServerLayout) -> None:
         self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
         self.views = [
             self.raw[begin : begin + nbytes].view(torch_dtype(piece.dtype))[: piece.used]

@@ -22,7 +22,7 @@ from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
-from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, Layout, Memory
+from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, Memory, ServerLayout
 from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session
@@ -38,7 +38,7 @@ servers get commits, too: between the first and the last of those there should b
 class Leg:
     """A round's part on one server, by position of table and slice in the layout."""
 
-    def __init__(self, layout: Layout, round_: Round, book: Tables) -> None:
+    def __init__(self, layout: ServerLayout, round_: Round, book: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
@@ -618,7 +618,7 @@ def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Te
     return weights
 
 
-def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
+def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     """Return the numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
@@ -634,7 +634,7 @@ def _given(contribution: Contribution, layout: Layout, at: int) -> Tensor:
 
 
 def _in_place(
-    contribution: Contribution, layout: Layout, given: Sequence[int]
+    contribution: Contribution, layout: ServerLayout, given: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
     """Cut slices, by position, into runs in their server's memory, and all others."""
     others: list[int] = []
@@ -652,7 +652,7 @@ def _in_place(
     return runs, others
 
 
-def _whole(contribution: Contribution, layout: Layout, at: int) -> Tensor:
+def _whole(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     """Return a slice with its padding, which the end of an arena may lack."""
     length, found = layout.pieces[at].length, _given(contribution, layout, at)
     if len(found) == length:

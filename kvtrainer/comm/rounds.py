@@ -20,7 +20,7 @@ from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, fro
 from kvstore_server.norms import Decision, Measured, combine
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.contribution import Arenas, Contribution, Layout, encode, kept
+from kvtrainer.comm.contribution import Arenas, Contribution, ServerLayout, encode, kept
 from kvtrainer.comm.parts import Backoff, cut
 from kvtrainer.comm.round import NO_COMMITS, Leg, Round
 from kvtrainer.comm.session import Session
@@ -50,7 +50,7 @@ class Rounds:
         """Table (index) → its round that is under way."""
         self._ahead: dict[int, Ahead] = {}
         """Table (index) → what goes ahead of its rounds."""
-        self._layouts: dict[tuple[int, ...], list[Layout]] = {}
+        self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
 
     def start(self, contribution: Contribution, is_read: bool = False) -> Round:
@@ -308,13 +308,13 @@ class Rounds:
 
     # ---------------------------------------------------------------- sending
 
-    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[Layout]:
+    def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ServerLayout]:
         """Lay out what goes to each server in calls of these tables. Keep that for the next ones."""
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
         every = [
-            Layout(server, tables[first : first + _TOGETHER], first, self.tables)
+            ServerLayout(server, tables[first : first + _TOGETHER], first, self.tables)
             for first in range(0, len(tables), _TOGETHER)
             for server in range(self._session.num_servers)
         ]

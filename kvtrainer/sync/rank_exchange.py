@@ -280,7 +280,7 @@ NOT_SENT, NOTHING, SAME, CHANGED = range(4)
 gives; it is of something else."""
 
 
-class Layout(NamedTuple):
+class BucketLayout(NamedTuple):
     """The place of a bucket in the arena of its dtype."""
 
     dtype: str
@@ -293,7 +293,7 @@ class Layout(NamedTuple):
 class _Bucket:
     """The memory of a bucket."""
 
-    def __init__(self, layout: Layout, plan: Plan, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, plan: Plan, device: torch.device) -> None:
         self.layout = layout
         numel = sum(end - begin for begin, end in layout.runs)
         self.sent = torch.zeros(numel, dtype=torch_dtype(layout.dtype), device=device)
@@ -475,9 +475,9 @@ class BucketOverlap:
         return True
 
 
-def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[Layout]:
+def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[BucketLayout]:
     """Fill buckets with keys (by index) in this order; each dtype has its own, in the order in which they are full."""
-    ends, full = key_ends(plan), list[Layout]()
+    ends, full = key_ends(plan), list[BucketLayout]()
     filled: dict[str, list[int]] = {}
     room: dict[str, float] = {}
     for key in order:
@@ -501,7 +501,7 @@ def _limit(sizes: Buckets, most: float = math.inf) -> float:
     return math.inf if nbytes is None else min(nbytes, most)
 
 
-def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> Layout:
+def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
     """Place some keys (by index) of one dtype; neighbours in the arena are one run."""
     by_place = sorted(keys, key=lambda key: (plan.key_offsets[key], ends[key]))
     runs: list[tuple[int, int]] = []
@@ -510,7 +510,7 @@ def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> Layou
         if runs and runs[-1][1] == begin:
             begin = runs.pop()[0]
         runs.append((begin, ends[key]))
-    return Layout(plan.specs[by_place[0]].dtype, by_place, runs)
+    return BucketLayout(plan.specs[by_place[0]].dtype, by_place, runs)
 
 
 def key_ends(plan: Plan) -> dict[int, int]:

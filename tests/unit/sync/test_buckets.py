@@ -8,12 +8,12 @@ import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.comm.rank_group import Buckets
-from kvtrainer.sync.rank_exchange import Layout, lay_out
+from kvtrainer.sync.rank_exchange import BucketLayout, lay_out
 
 KB = 1 / 1024
 
 
-def laid_out(order: list[int], sizes: list[int], dtypes: str = "", **limits: object) -> list[Layout]:
+def laid_out(order: list[int], sizes: list[int], dtypes: str = "", **limits: object) -> list[BucketLayout]:
     """Lay out keys of so many elements; f is float32, the default, and h is float16."""
     names = {"f": "float32", "h": "float16"}
     rows = itertools.zip_longest(sizes, dtypes, fillvalue="f")
@@ -21,7 +21,7 @@ def laid_out(order: list[int], sizes: list[int], dtypes: str = "", **limits: obj
     return lay_out(order, make_plan(specs, 1), Buckets(**limits))  # type: ignore[arg-type]
 
 
-def keys(layouts: list[Layout]) -> list[set[int]]:
+def keys(layouts: list[BucketLayout]) -> list[set[int]]:
     return [set(layout.keys) for layout in layouts]
 
 
