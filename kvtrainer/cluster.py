@@ -39,7 +39,7 @@ from kvtrainer.errors import (
     WorkerTraceback,
 )
 from kvtrainer.launcher.guardian import GUARDIAN_DIES, end_with_parent, environment
-from kvtrainer.launcher.job import Limits
+from kvtrainer.launcher.job import JobTimeouts
 from kvtrainer.launcher.processes import (
     LAST_OUTPUT_WAIT,
     Addresses,
@@ -60,9 +60,9 @@ def local_cluster(
     servers: int = 1,
     *,
     server_args: Sequence[str] = (),
-    start_timeout: float = Limits.start,
-    linger: float = Limits.linger,
-    grace: float = Limits.grace,
+    start_timeout: float = JobTimeouts.start,
+    linger: float = JobTimeouts.linger,
+    grace: float = JobTimeouts.grace,
 ) -> LocalCluster:
     """Start servers on this host and return the cluster, a context that ends them; blocks until they listen.
 
@@ -84,13 +84,13 @@ def local_cluster(
     for name, count, least in (("workers", workers, 1), ("servers", servers, 0)):
         if as_int(count, name) < least:
             raise ConfigurationError(f"{name} is {count}; a cluster has at least {least}")
-    return LocalCluster(workers, servers, server_args, Limits(start_timeout, linger, linger, grace))
+    return LocalCluster(workers, servers, server_args, JobTimeouts(start_timeout, linger, linger, grace))
 
 
 class LocalCluster:
     """Servers that run, and workers that each `run` starts anew; see `local_cluster`, which makes one."""
 
-    def __init__(self, workers: int, servers: int, server_args: Sequence[str], limits: Limits) -> None:
+    def __init__(self, workers: int, servers: int, server_args: Sequence[str], limits: JobTimeouts) -> None:
         self._limits = limits
         self._server_args = list(server_args)
         self._num_servers = servers

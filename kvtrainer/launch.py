@@ -20,8 +20,8 @@ from kvstore_server.errors import ConfigurationError
 from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
 from kvtrainer.launcher.job import (
     TO_REPORT,
+    JobTimeouts,
     Launcher,
-    Limits,
     Remote,
     bind_addresses,
     parse_hosts,
@@ -181,10 +181,10 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.dashboard is not None and not options.servers:
         parser.error("--dashboard shows what servers say, and there are none with -s 0")
     try:
-        linger = unheard = Limits.linger if options.linger is None else options.linger
+        linger = unheard = JobTimeouts.linger if options.linger is None else options.linger
         if options.linger is None and options.servers:
             unheard = read_timeout(os.environ, DEAD_AFTER) + TO_REPORT
-        options.limits = Limits(options.start_timeout, linger, unheard, options.grace)
+        options.limits = JobTimeouts(options.start_timeout, linger, unheard, options.grace)
         options.env = _environment(options.env)
         _set_hosts(options)
     except ConfigurationError as error:
@@ -230,14 +230,14 @@ def _make_parser() -> argparse.ArgumentParser:
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
     )  # fmt: skip
     add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
-    add("--start-timeout", default=Limits.start, help="for the servers to be ready (%(default)g)")
+    add("--start-timeout", default=JobTimeouts.start, help="for the servers to be ready (%(default)g)")
     add(
         "--linger",
         help="after the first failure, for the others to report it in their own words "
-        f"({Limits.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because a "
+        f"({JobTimeouts.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because a "
         "signal has killed a worker, or a server is gone)",
     )
-    add("--grace", default=Limits.grace, help="between SIGTERM and SIGKILL (%(default)g)")
+    add("--grace", default=JobTimeouts.grace, help="between SIGTERM and SIGKILL (%(default)g)")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

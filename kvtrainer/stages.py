@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class GradientLimits:
     """All that a Trainer checks of the gradient of a step.
 
     Args:
@@ -71,7 +71,7 @@ class Limits:
         return self.clips or self.checks_finite
 
     @cached_property
-    def with_scaler(self) -> Limits:
+    def with_scaler(self) -> GradientLimits:
         """The same where losses are scaled."""
         return replace(self, has_scaler=True)
 
@@ -108,7 +108,7 @@ class Limits:
         }
 
 
-def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
+def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
     """Read the options of those names: of `clip_grad` the arguments of torch's functions, `type="value"` for the other.
 
     Raises:
@@ -117,7 +117,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
     """
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
-        return Limits(on_nonfinite=on_nonfinite)
+        return GradientLimits(on_nonfinite=on_nonfinite)
     what = "clip_grad, such as dict(max_norm=35, norm_type=2),"
     clip_grad = check.mapping(what, clip_grad, error=ArgumentTypeError)
     kind = check.one_of("clip_grad type", clip_grad.get("type", "norm"), tuple(_KEYS))
@@ -127,7 +127,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
         raise ConfigurationError(f"clip_grad of type {kind!r} needs {needed}")
     limit = check.number(f"{needed} of clip_grad", clip_grad[needed], above=0)
     if kind == "value":
-        return Limits(clip_value=limit, on_nonfinite=on_nonfinite)
+        return GradientLimits(clip_value=limit, on_nonfinite=on_nonfinite)
     norm_type = clip_grad.get("norm_type", 2.0)
     norm_type = math.inf if norm_type == "inf" else norm_type
     check.number("norm_type of clip_grad", norm_type, above=0, finite=False)
@@ -137,7 +137,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> Limits:
                 f"clip_grad has error_if_nonfinite=True, but on_nonfinite is {on_nonfinite!r}; leave one of the two out"
             )
         on_nonfinite = "raise"
-    return Limits(limit, float(norm_type), on_nonfinite=on_nonfinite)
+    return GradientLimits(limit, float(norm_type), on_nonfinite=on_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class StageOptions:
     schedules: Sequence[Any] = ()
     detect_anomalous_params: bool | str = False
     on_nonfinite: str | None = None
-    limits: Limits = field(init=False)
+    limits: GradientLimits = field(init=False)
     precision: Precision | None = field(init=False)
 
     def __post_init__(self) -> None:

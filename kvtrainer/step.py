@@ -43,7 +43,7 @@ from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.scaling import LossScaler
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stages import Accumulation, Limits, StageOptions, Verdict
+from kvtrainer.stages import Accumulation, GradientLimits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.exchange import Outcome
 from kvtrainer.types import NOWHERE, StepResult
@@ -524,7 +524,7 @@ class StepPipeline:
     # Sums, limits and updates.
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> GradientLimits:
         """What is checked of the gradient in the step that comes."""
         limits = self.stages.limits
         return limits if self.loss_scaler is None and self.voting is None else limits.with_scaler

@@ -24,7 +24,7 @@ from kvtrainer.cluster import FollowedProcesses, start_servers
 from kvtrainer.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
-from kvtrainer.launcher.job import Limits
+from kvtrainer.launcher.job import JobTimeouts
 from kvtrainer.launcher.processes import server_command
 
 with needing("ray"):
@@ -56,7 +56,7 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
     placement_strategy: str = "PACK"
     server_args: Sequence[str] = ()
     allow_public_bind: bool = False
-    start_timeout: float = Limits.start
+    start_timeout: float = JobTimeouts.start
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:
@@ -172,7 +172,7 @@ class KVServer:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._group = FollowedProcesses(Limits.grace, threading.Condition())
+        self._group = FollowedProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
         """Return the address of the host."""
@@ -182,7 +182,7 @@ class KVServer:
         """Start the server and return its address."""
         bind = tcp_address(_host() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
-        command = server_command(self._index, config.num_servers, Limits.grace, flags)
+        command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags)
         [address] = start_servers(self._group, {self._index: command}, config.start_timeout)
         return address
 

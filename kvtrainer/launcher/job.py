@@ -183,7 +183,7 @@ TO_REPORT = 5.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class JobTimeouts:
     """How long the launcher of a job waits, in seconds."""
 
     start: float = 60.0
@@ -215,7 +215,7 @@ class Launcher:
         num_workers: int,
         server_commands: Sequence[Sequence[str]],
         environ: Mapping[str, str],
-        limits: Limits,
+        limits: JobTimeouts,
         remote: Remote | None = None,
         viewer: Sequence[str] = (),
     ) -> None:

@@ -32,7 +32,7 @@ from kvtrainer.kvstore.verbs import TableKVStore, agreement_of
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.profiler import Profiler
-from kvtrainer.stages import Limits
+from kvtrainer.stages import GradientLimits
 from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
@@ -122,7 +122,7 @@ class Binding:
         self._buckets: dict[str, Any] = {}
         self._layout: Memory | None = None
         self._profiler: Profiler | None = None
-        self._said: tuple[dict[str, Any], Limits] | None = None
+        self._said: tuple[dict[str, Any], GradientLimits] | None = None
         self._hyper = b""
         """The options and limits of the last round, packed."""
         self._is_told = False
@@ -286,7 +286,7 @@ class Binding:
         scale: float,
         absent: frozenset[int],
         veto: bool,
-        limits: Limits,
+        limits: GradientLimits,
     ) -> Outcome:
         """Run one round of the gradients that were gathered, scaled.
 
@@ -357,7 +357,7 @@ class Binding:
         scale: float,
         absent: frozenset[int],
         veto: bool,
-        limits: Limits,
+        limits: GradientLimits,
     ) -> Gradients:
         """Put together what this worker gives to a round; numbers go along where servers may not have them yet.
 

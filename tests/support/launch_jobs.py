@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[2]
 # Runs a Launcher with stand-in servers.
 DRIVER = """
 import json, os, sys
-from kvtrainer.launcher.job import Launcher, Limits
+from kvtrainer.launcher.job import Launcher, JobTimeouts
 from kvtrainer.launcher.processes import inherited
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]
-limits = Limits(**job["limits"])
+limits = JobTimeouts(**job["limits"])
 environ = inherited(os.environ)
 sys.exit(Launcher(job["worker"], job["workers"], servers, environ, limits, None, job["viewer"]).run())
 """

@@ -13,7 +13,7 @@ import pytest
 from kvstore_server import __version__, cli
 from kvtrainer import launch
 from kvtrainer.env import PROGRESS
-from kvtrainer.launcher.job import Limits
+from kvtrainer.launcher.job import JobTimeouts
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
@@ -24,7 +24,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> 
     return "".join(capsys.readouterr())
 
 
-Call = Callable[..., tuple[list[str], dict[str, str], Limits]]
+Call = Callable[..., tuple[list[str], dict[str, str], JobTimeouts]]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
         def run(self) -> int:
             return 0
 
-    def run(*arguments: str) -> tuple[list[str], dict[str, str], Limits]:
+    def run(*arguments: str) -> tuple[list[str], dict[str, str], JobTimeouts]:
         assert launch.main(list(arguments)) == 0
         command, _, _, environ, limits, *_ = given[-1]
         return command, environ, limits

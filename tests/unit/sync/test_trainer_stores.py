@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from kvstore_server.hyper import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
-from kvtrainer.stages import Limits
+from kvtrainer.stages import GradientLimits
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.select import select_store
 
@@ -263,8 +263,10 @@ def test_a_schedule_that_raises_when_it_is_asked_before_the_step_is_left_to_that
 
     schedule, former = Schedule(), {"groups": [{"lr": 0.5}], "lr_mult": {}, "wd_mult": {}}
     binding = Binding(select_store("dist_sync"))
-    binding._said, binding.numbers = (former, Limits()), weakref.WeakMethod(schedule.numbers)
-    assert binding._foresee() == pack_hypers(**former, update_on_kvstore=True, limits=Limits().summary)
+    binding._said, binding.numbers = (former, GradientLimits()), weakref.WeakMethod(schedule.numbers)
+    assert binding._foresee() == pack_hypers(
+        **former, update_on_kvstore=True, limits=GradientLimits().summary
+    )
 
 
 def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kvtrainer.errors import (
     ConfigurationError,
     NonFiniteGradientError,
 )
-from kvtrainer.stages import Limits, make_limits
+from kvtrainer.stages import GradientLimits, make_limits
 from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES
 
@@ -133,7 +133,7 @@ def test_schedule_by_a_metric_needs_one_at_the_end_of_an_epoch() -> None:
 FINITE, BROKEN = Measured(5.0, True), Measured(math.nan, False)
 
 
-def limits(clip: dict[str, Any] | None = None, on_nonfinite: str | None = None) -> Limits:
+def limits(clip: dict[str, Any] | None = None, on_nonfinite: str | None = None) -> GradientLimits:
     return make_limits(clip, on_nonfinite)
 
 
@@ -170,7 +170,7 @@ def test_error_if_nonfinite_means_raise() -> None:
 
 def test_norm_type_may_be_infinite_under_either_spelling() -> None:
     for given in (math.inf, "inf"):
-        assert make_limits({"max_norm": 2, "norm_type": given}) == Limits(2.0, math.inf)
+        assert make_limits({"max_norm": 2, "norm_type": given}) == GradientLimits(2.0, math.inf)
 
 
 @pytest.mark.parametrize(
