@@ -87,7 +87,7 @@ class Commands:
             )
         answer: m.ReplyBody
         try:
-            answer = m.Info({"answer": self._run(command)})
+            answer = m.Status({"answer": self._run(command)})
         except KVStoreError as error:
             answer = m.Failed(*to_wire(error))
         self._last[session] = (number, answer)

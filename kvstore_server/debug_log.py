@@ -136,10 +136,10 @@ def _span(numbers: Iterable[int]) -> str:
 
 def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
     """Return whether a message comes every second: a heartbeat, a query of the status, or the answer to one."""
-    if isinstance(body, m.Heartbeat | m.Look):
+    if isinstance(body, m.Heartbeat | m.GetStatus):
         return True
     is_heartbeat = isinstance(body, m.Pending) and not body.why
-    return is_heartbeat or (isinstance(body, m.Info) and peer.namespace is None)
+    return is_heartbeat or (isinstance(body, m.Status) and peer.namespace is None)
 
 
 def _table_of(body: Any) -> str:

@@ -186,8 +186,8 @@ class Engine:
             answer = self._handlers.get(type(body))
             if answer is None and isinstance(body, m.Hello):
                 return _reply(waiter, self._hello(peer, body, now))
-            if answer is None and isinstance(body, m.Look):
-                return _reply(waiter, m.Info(self._facts_at(now)))
+            if answer is None and isinstance(body, m.GetStatus):
+                return _reply(waiter, m.Status(self._facts_at(now)))
             if request.run != self.config.run:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
@@ -1083,7 +1083,7 @@ def _reply(waiter: Waiter, body: m.ReplyBody) -> list[m.Outgoing]:
 
 
 def _info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Outgoing]:
-    return _reply(sender.waiter, m.Info(values or {}))
+    return _reply(sender.waiter, m.Status(values or {}))
 
 
 def _failed(

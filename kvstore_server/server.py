@@ -309,7 +309,7 @@ class Server:
         replies = self.service.handle(peer, request, self._clock())
         if any([isinstance(one.reply.body, m.Failed) for one in replies]):
             self._refused += nbytes
-        if isinstance(body, m.Look):
+        if isinstance(body, m.GetStatus):
             replies = [self._with_own_facts(one) for one in replies]
         del request, body  # so that a worker hears with the answer that nobody reads its memory any more
         if replies:
@@ -320,7 +320,7 @@ class Server:
 
         Its age, its CPU time, and bytes that wait here for slow readers.
         """
-        if not isinstance(out.reply.body, m.Info):
+        if not isinstance(out.reply.body, m.Status):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])
         own = {
@@ -328,7 +328,7 @@ class Server:
             "uptime": self._clock() - self._started_at,
             "cpu_seconds": time.process_time(),
         }
-        return out._replace(reply=m.Reply(out.reply.number, m.Info({**out.reply.body.values, **own})))
+        return out._replace(reply=m.Reply(out.reply.number, m.Status({**out.reply.body.values, **own})))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
         """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""

@@ -322,7 +322,7 @@ class SchedulerClient:
                     self._send(question)
                     next_time = now + _ASK_EVERY
                 answer = self._receive(next_time - now)
-                if isinstance(answer, m.Info):
+                if isinstance(answer, m.Status):
                     return answer.values
                 if isinstance(answer, m.Failed):
                     error = from_wire(answer.code, answer.text)

@@ -196,7 +196,7 @@ class Scheduler:
         if member is None:
             raise ConfigurationError("the scheduler does not know this process")
         told = self._told_at_listening(member, body) if isinstance(body, m.Listening) else self._told(member)
-        return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Info(told)
+        return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Status(told)
 
     def _told(self, member: _Member) -> Mapping[str, Any] | None:
         """Return the values of the answer to JoinJob; None while somebody is missing."""

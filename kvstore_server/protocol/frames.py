@@ -244,14 +244,14 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Pending,
     m.Failed,
     m.Gathered,
-    m.Info,
+    m.Status,
     m.PullRows,
     m.InForce,
     m.Command,
     m.Profile,
     m.JoinJob,
     m.Listening,
-    m.Look,
+    m.GetStatus,
     m.ShowRows,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}

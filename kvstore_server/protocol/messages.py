@@ -282,7 +282,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class GetStatus:
     """Asks, in no session, for what a server does; answered by Info."""
 
 
@@ -491,7 +491,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class Status:
     """Answers a control request; may be empty."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -511,7 +511,7 @@ RequestBody: TypeAlias = (
     | GetState
     | State
     | Heartbeat
-    | Look
+    | GetStatus
     | Leave
     | Stats
     | Command
@@ -533,7 +533,7 @@ ReplyBody: TypeAlias = (
     | Pending
     | Failed
     | Gathered
-    | Info
+    | Status
     | State
 )
 

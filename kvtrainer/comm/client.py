@@ -126,7 +126,7 @@ class Client:
         """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
         bodies = [(server, _declaration(table, 0)) for server, table in requests]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
-            while isinstance(reply, m.Info):
+            while isinstance(reply, m.Status):
                 reply = self._session.call(server, _declaration(table, int(reply.values["keys"])))
             assert isinstance(reply, m.Registered)
             is_known = len(table.numbers) > 0
@@ -194,7 +194,7 @@ class Client:
     def stats(self) -> list[dict[str, Any]]:
         """Return each server's counters for this namespace, in server order."""
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
-        return [dict(reply.values) for reply in replies if isinstance(reply, m.Info)]
+        return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
 
     def command(self, head: int, body: bytes) -> list[bytes]:
         """Have every server answer a command; blocks until all have. The answers, in server order.
@@ -204,7 +204,7 @@ class Client:
             ServerUnreachableError: a server did not answer.
         """
         replies = self._session.call_all([(s, m.Command(head, body)) for s in range(self.num_servers)])
-        return [bytes(reply.values["answer"]) for reply in replies if isinstance(reply, m.Info)]
+        return [bytes(reply.values["answer"]) for reply in replies if isinstance(reply, m.Status)]
 
     def profile(self, action: str, categories: Sequence[str] = ()) -> None:
         """Have every server begin or end to record what it does for this namespace; see `messages.Profile`."""
@@ -217,7 +217,7 @@ class Client:
         total, dropped = 1, 0
         while len(events) < total:
             reply = self._session.call(server, m.Profile("fetch", (), len(events)))
-            assert isinstance(reply, m.Info)
+            assert isinstance(reply, m.Status)
             if not events:
                 total = int(reply.values["total"])  # what is added meanwhile may wait for the next time
             more = events_of(reply.values["events"])
@@ -238,7 +238,7 @@ class Client:
         """
         requests = [(server, m.Stats()) for server in range(self.num_servers)]
         answers = self._session.ask_all(requests, self.options.dead_after)
-        return [dict(answer.values) if isinstance(answer, m.Info) else None for answer in answers]
+        return [dict(answer.values) if isinstance(answer, m.Status) else None for answer in answers]
 
     def settle(self) -> None:
         """Wait for every round in flight; raises what the first failed one raises."""

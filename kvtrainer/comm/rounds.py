@@ -540,7 +540,7 @@ class Rounds:
         return {
             (table.name, server): None
             if answer is None
-            else isinstance(answer, m.Info) and bool(answer.values.get("applied"))
+            else isinstance(answer, m.Status) and bool(answer.values.get("applied"))
             for (table, server), answer in zip(rounds, answers, strict=True)
         }
 

@@ -18,7 +18,7 @@ SILENT = 3.0
 _WORST_FIRST = ("failed", "absent", "left", "here")
 
 
-class Look(NamedTuple):
+class JobStatus(NamedTuple):
     """What all servers said at one moment; None for those that did not answer."""
 
     at: float
@@ -26,7 +26,7 @@ class Look(NamedTuple):
     facts: Sequence[Facts | None]
 
 
-class Server(NamedTuple):
+class ServerStatus(NamedTuple):
     """One server."""
 
     address: str
@@ -94,7 +94,7 @@ class Worker(NamedTuple):
         return None if self.silence < 0 else self.silence
 
 
-class Wait(NamedTuple):
+class WaitStatus(NamedTuple):
     """Something that ranks wait for on some server."""
 
     what: str
@@ -131,7 +131,7 @@ class Job(NamedTuple):
     """Of the server with most rounds."""
     keys: int
     workers: list[Worker]
-    waits: list[Wait]
+    waits: list[WaitStatus]
     errors: list[str]
 
     @property
@@ -177,11 +177,11 @@ class View(NamedTuple):
     """All servers and jobs at one moment."""
 
     at: float
-    servers: list[Server]
+    servers: list[ServerStatus]
     jobs: list[Job]
 
 
-def view_of(before: Look, now: Look, addresses: Sequence[str]) -> View:
+def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View:
     """Put together what servers, at `addresses`, have said at two moments."""
     pairs = [(_earlier(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
     seconds = [_seconds(*pair) for pair in pairs]
@@ -251,16 +251,16 @@ def _seconds(before: Facts | None, now: Facts | None) -> float:
     return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
 
 
-def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> Server:
+def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> ServerStatus:
     if now is None:
-        return Server(address, is_there=False)
+        return ServerStatus(address, is_there=False)
     pairs = [(_named(before, job["name"]) or job, job) for job in now["jobs"]]
     bytes_in = sum([new["bytes_in"] - old["bytes_in"] for old, new in pairs]) / seconds
     bytes_out = sum([new["bytes_out"] - old["bytes_out"] for old, new in pairs]) / seconds
     cpu = 0.0
     if before is not None:
         cpu = (now["cpu_seconds"] - before["cpu_seconds"]) / max(now["uptime"] - before["uptime"], 1e-9)
-    return Server(
+    return ServerStatus(
         address,
         True,
         now["memory"],
@@ -300,7 +300,7 @@ def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
         RoundTimes(times["bounds"], times["counts"], times["sum"]),
         max([one["keys"] for one in nows]),
         _with_distances([_worker(known, rank) for rank in ranks]),
-        _waits([Wait(**one) for now in nows for one in now["waits"]]),
+        _waits([WaitStatus(**one) for now in nows for one in now["waits"]]),
         list(dict.fromkeys(one["text"] for now in nows for one in now["errors"])),
     )
 
@@ -311,9 +311,9 @@ def _with_distances(workers: list[Worker]) -> list[Worker]:
     return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
-def _waits(told: Sequence[Wait]) -> list[Wait]:
+def _waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
     """Return the waits that servers have told of. What several have for one round is one wait, the longest."""
-    longest: dict[tuple[str, tuple[int, ...]], Wait] = {}
+    longest: dict[tuple[str, tuple[int, ...]], WaitStatus] = {}
     for one in sorted(told, key=lambda wait: wait.seconds):
         longest[one.what, tuple(one.missing)] = one
     return sorted(longest.values(), key=lambda wait: -wait.seconds)

@@ -32,7 +32,7 @@ from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.probe import look
 from kvtrainer.env import SERVERS, read_servers
-from kvtrainer.watch.job import SILENT, Job, Look, Server, View, Worker, as_values, view_of
+from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
 
 WINDOW = 5.0
 """Seconds over which rates are taken, so that they do not jump with the moment of a worker's report, one a second."""
@@ -95,12 +95,12 @@ def follow(
 
     Rates are those of the last WINDOW seconds, or of one interval where that is longer.
     """
-    looks = deque([Look(clock(), look(addresses, interval))])
+    looks = deque([JobStatus(clock(), look(addresses, interval))])
     while True:
         pause(
             min(interval, max(0.0, looks[-1].at + interval - clock()))
         )  # the clock may be set back meanwhile
-        looks.append(Look(clock(), look(addresses, interval)))
+        looks.append(JobStatus(clock(), look(addresses, interval)))
         while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
             looks.popleft()
         yield view_of(looks[0], looks[-1], addresses)
@@ -164,7 +164,7 @@ def _plain(text: str, style: str = "") -> Any:
     return Text("".join([one if one.isprintable() else "?" for one in text]), style)
 
 
-def _servers_table(servers: Sequence[Server]) -> Any:
+def _servers_table(servers: Sequence[ServerStatus]) -> Any:
     from rich.table import Table
 
     heads = ("server", "address", "memory", "of", "in /s", "out /s", "CPU", "queued", "")
@@ -465,7 +465,7 @@ class _Families:
                 family_of = CounterMetricFamily if is_counter else GaugeMetricFamily
                 family = family_of(f"kvstore_{kind}_{name}", text, labels=labels)
                 for values, one in rows:
-                    if isinstance(one, Server) and not one.is_there and attribute != "is_there":
+                    if isinstance(one, ServerStatus) and not one.is_there and attribute != "is_there":
                         continue  # zeros would look as if it had been started again
                     if (number := getattr(one, attribute)) is not None:
                         family.add_metric(values, float(number))

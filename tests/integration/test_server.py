@@ -404,7 +404,7 @@ class _Reader:
         """What a pull gives beside which the weights change."""
         self.initialise(slices, "async")
         optimizer = m.SetOptimizer(pack_control(create("sgd", learning_rate=1.0).spec()))
-        assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Info)
+        assert isinstance(self._ask(m.Request(*self._place, 4, optimizer)), m.Status)
         self._socket.send_multipart(encode(m.Request(*self._place, 5, m.Pull((self._table,)))))
         self._send_round(slices, 1, 6, 1.0, want_weights=False)
         parts: list[tuple[int, bytes]] = []

@@ -414,7 +414,7 @@ class SyncModel(Model):
             self.outcomes[-1] = FAILED
             self.stored = self.before
             self.weights = self.stored.weights
-        return [*told, (to, [m.Info({"applied": self.outcomes[abort.round] != FAILED})])]
+        return [*told, (to, [m.Status({"applied": self.outcomes[abort.round] != FAILED})])]
 
     def tick(self, now: float) -> Told:
         """Fail the open round if it can never complete, or not in time."""
@@ -865,7 +865,7 @@ class AsyncModel(Model):
         }
         told, stands = self._fail(waits), abort.round not in turn.failed
         self._seen["kept" if stands else "given up"] += 1
-        return [*told, (to, [m.Info({"applied": stands})])]
+        return [*told, (to, [m.Status({"applied": stands})])]
 
     def _go_on(self, turn: Turn) -> None:
         """A process has begun with something new: its last contribution is final."""

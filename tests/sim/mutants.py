@@ -300,11 +300,11 @@ def lost_abort(real: Any, self: Any, peer: bytes, request: m.Request, now: float
         return real(self, peer, request, now)
     [told] = real(self, peer, request._replace(body=m.Stats()), now)
     if (
-        not _is(told, m.Info)
+        not _is(told, m.Status)
         or told.reply.body.values["tables"][request.body.table]["round"] != request.body.round
     ):
         return real(self, peer, request, now)
-    return [_said(told, m.Info({"applied": False}))]
+    return [_said(told, m.Status({"applied": False}))]
 
 
 @replaces(Sessions, "end")

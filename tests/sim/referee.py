@@ -157,7 +157,7 @@ class Referee:
             for model in self.models:
                 model.begin(rank, -1)
             return [told for model in self.models for told in model.tick(now)]
-        return [(to, [m.Pending(()) if isinstance(body, m.Heartbeat) else m.Info()])]
+        return [(to, [m.Pending(()) if isinstance(body, m.Heartbeat) else m.Status()])]
 
     def _contribute(self, sender: Worker, to: To, body: m.Contribute, now: float) -> Told | None:
         codec = b"" if body.form == PACKED_ROWS else body.form

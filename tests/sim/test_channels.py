@@ -160,7 +160,7 @@ class Store:
 
     def handle(self, peer: bytes, request: m.Request, _: float) -> list[m.Outgoing]:
         if not isinstance(request.body, m.Contribute):
-            return [m.Outgoing(peer, m.Reply(request.number, m.Info({})))]
+            return [m.Outgoing(peer, m.Reply(request.number, m.Status({})))]
         self.kept += [(request.number, payload) for payload in request.body.payloads]
         if not len(request.body.commits):
             return []

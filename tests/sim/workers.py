@@ -491,7 +491,7 @@ class Worker:
 
     def _take_outcome(self, lane: Lane, server: int, number: int, body: m.ReplyBody) -> None:
         if lane.given_up:
-            if lane.aborts.get(server) == number and isinstance(body, m.Info):
+            if lane.aborts.get(server) == number and isinstance(body, m.Status):
                 del lane.aborts[server]
                 lane.kept.update({server} if body.values["applied"] else ())
         elif isinstance(body, m.Vetoed):

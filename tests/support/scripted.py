@@ -173,5 +173,5 @@ def _default(server: int, request: m.Request) -> list[m.ReplyBody]:
     if isinstance(request.body, m.Hello):
         return [m.Welcome(run=1000 + server, session=10 + server)]
     if isinstance(request.body, m.Abort):
-        return [m.Info({"applied": False})]
+        return [m.Status({"applied": False})]
     return []

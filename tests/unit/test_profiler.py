@@ -198,9 +198,9 @@ def test_requests_last_from_their_sending_to_their_last_answer_in_lanes_of_their
     numbers = [session.next_number(lambda server, reply: waiting.pop()) for _ in range(2)]
     session.send(0, numbers[0], m.Stats())
     session.send(1, numbers[1], m.Gather(0, 1.0))
-    servers.reply(0, numbers[0], m.Info(), after=3.0)
-    servers.reply(1, numbers[1], m.Info(), after=1.0)
-    servers.reply(1, numbers[1], m.Info(), after=2.0)
+    servers.reply(0, numbers[0], m.Status(), after=3.0)
+    servers.reply(1, numbers[1], m.Status(), after=1.0)
+    servers.reply(1, numbers[1], m.Status(), after=2.0)
     assert session.wait(waiting, lambda one: None, servers.now, 60.0)
     for number in numbers:
         session.forget(number)

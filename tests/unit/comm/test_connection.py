@@ -80,7 +80,7 @@ def test_to_close_after_a_server_has_ended_warns_of_nothing(
     assert eventually(lambda: bool(memory.receive(lambda *_: None) or memory.channels))
     assert beginning.outcome() is None
     [channel] = memory.channels.values()
-    assert channel.send(encode(m.Reply(1, m.Info({}))))
+    assert channel.send(encode(m.Reply(1, m.Status({}))))
     assert connection.receive(1.0) is not None
     if says_farewell:
         farewell = m.Failed(*to_wire(ServerStoppingError("stopped")))

@@ -299,7 +299,7 @@ def _keeping(
         if server == silent:
             return []
         if isinstance(request.body, m.Abort) and server == 0:
-            return [m.Info({"applied": keeps(request.body)})]
+            return [m.Status({"applied": keeps(request.body)})]
         return bench._answer(server, request)
 
     return answer

@@ -90,8 +90,8 @@ def test_all_servers_are_asked_even_when_one_refuses_and_the_first_refusal_is_ra
 def test_a_call_returns_the_answer_and_raises_a_failure_as_its_class() -> None:
     servers = Scripted(1)
     session = servers.session()
-    servers.answer = lambda server, request: [m.Info({"a": 1})]
-    assert session.call(0, m.Stats()) == m.Info({"a": 1})
+    servers.answer = lambda server, request: [m.Status({"a": 1})]
+    assert session.call(0, m.Stats()) == m.Status({"a": 1})
     servers.answer = lambda server, request: [m.Failed("FencedError", "taken over")]
     with pytest.raises(FencedError, match="taken over"):
         session.call(0, m.Stats())
@@ -139,8 +139,8 @@ def test_a_server_is_asked_again_before_it_counts_as_gone_however_short_the_pati
 def test_pending_is_no_answer_but_shows_that_the_server_lives() -> None:
     servers = Scripted(1)
     session = servers.session(dead_after=5.0)
-    servers.answer = lambda server, request: [m.Pending((1,))] if servers.now < 150 else [m.Info()]
-    assert session.call(0, m.Gather(0, 60.0), timeout=60.0) == m.Info()
+    servers.answer = lambda server, request: [m.Pending((1,))] if servers.now < 150 else [m.Status()]
+    assert session.call(0, m.Gather(0, 60.0), timeout=60.0) == m.Status()
 
 
 def _asked(server: int) -> SimpleNamespace:
@@ -150,7 +150,7 @@ def _asked(server: int) -> SimpleNamespace:
 def test_a_server_that_has_just_been_heard_is_not_asked_again() -> None:
     servers = Scripted(2)
     session = servers.session()
-    servers.reply(0, 0, m.Info(), after=3.0)
+    servers.reply(0, 0, m.Status(), after=3.0)
     again: list[int] = []
     assert not session.wait([_asked(0), _asked(1)], lambda one: again.append(one.server), 100.0, 3.5)
     assert again == [0, 1, 1]  # after 2 s both, and at the end one of them alone
@@ -166,8 +166,8 @@ def test_a_server_that_answers_heartbeats_is_alive_however_long_an_answer_takes(
         return receive(timeout)
 
     servers.receive = alive  # type: ignore[method-assign]
-    servers.answer = lambda server, request: [m.Info()] if servers.now > 130.0 else []
-    assert session.call(0, m.Stats(), timeout=60.0) == m.Info()
+    servers.answer = lambda server, request: [m.Status()] if servers.now > 130.0 else []
+    assert session.call(0, m.Stats(), timeout=60.0) == m.Status()
     assert len(servers.sent) > 10  # but a request that may be lost is repeated all the same
 
 
@@ -183,15 +183,15 @@ def test_a_process_that_stood_still_does_not_blame_the_servers() -> None:
         return None
 
     servers.receive = stopped_once  # type: ignore[method-assign]
-    servers.answer = lambda server, request: [m.Info()]
-    assert session.call(0, m.Stats()) == m.Info()
+    servers.answer = lambda server, request: [m.Status()]
+    assert session.call(0, m.Stats()) == m.Status()
 
 
 def test_a_wait_ends_at_its_deadline_even_while_something_keeps_coming() -> None:
     servers = Scripted(1)
     session = servers.session()
     for i in range(1000):
-        servers.reply(0, 0, m.Info(), after=0.1 * i)
+        servers.reply(0, 0, m.Status(), after=0.1 * i)
     assert not session.wait([_asked(0)], lambda one: None, servers.now, 5.0)
     assert servers.now == pytest.approx(105.0, abs=0.2)
 
@@ -209,15 +209,15 @@ def test_a_late_answer_to_an_earlier_call_is_not_taken_for_the_next_one() -> Non
     session = servers.session(dead_after=3.0)
     with pytest.raises(ServerUnreachableError):
         session.call(0, m.Stats())
-    servers.reply(0, servers.sent[0][1].number, m.Info({"late": True}))
-    servers.answer = lambda server, request: [m.Info({"late": False})]
-    assert session.call(0, m.Stats()) == m.Info({"late": False})
+    servers.reply(0, servers.sent[0][1].number, m.Status({"late": True}))
+    servers.answer = lambda server, request: [m.Status({"late": False})]
+    assert session.call(0, m.Stats()) == m.Status({"late": False})
 
 
 def test_many_calls_share_one_wait_and_return_what_came() -> None:
     def answer(server: int, request: m.Request) -> list[m.ReplyBody] | None:
         if isinstance(request.body, m.Abort):
-            return [[m.Info({"applied": True})], [m.Failed("FencedError", "no")], []][server]
+            return [[m.Status({"applied": True})], [m.Failed("FencedError", "no")], []][server]
         return None
 
     servers = Scripted(3, answer)
@@ -225,7 +225,7 @@ def test_many_calls_share_one_wait_and_return_what_came() -> None:
     aborts = [(server, m.Abort(0, 1, "why", False)) for server in (2, 0, 1, 2)]
     before = servers.now
     answers = session.ask_all(aborts, timeout=5.0)
-    assert answers == [None, m.Info({"applied": True}), m.Failed("FencedError", "no"), None]
+    assert answers == [None, m.Status({"applied": True}), m.Failed("FencedError", "no"), None]
     assert servers.now == before + 5.0
 
 
@@ -237,7 +237,7 @@ def test_a_server_known_to_be_gone_is_told_but_not_waited_for() -> None:
         session.call(1, m.Stats())
     before = servers.now
     abort = m.Abort(0, 1, "why", False)
-    assert session.ask_all([(0, abort), (1, abort)], timeout=5.0) == [m.Info({"applied": False}), None]
+    assert session.ask_all([(0, abort), (1, abort)], timeout=5.0) == [m.Status({"applied": False}), None]
     assert servers.now == before
     assert servers.bodies(m.Abort, server=1) == [abort]
 
@@ -270,16 +270,16 @@ def test_the_end_of_a_server_that_nobody_waits_for_is_no_error() -> None:
     servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
     servers.ended.add(1)
-    servers.reply(0, session._last_number + 1, m.Info(), after=30.0)
-    assert session.call(0, m.Stats()) == m.Info()
+    servers.reply(0, session._last_number + 1, m.Status(), after=30.0)
+    assert session.call(0, m.Stats()) == m.Status()
 
 
 def test_what_a_server_has_said_before_its_process_ended_is_heard_first() -> None:
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
     servers.ended.add(0)
-    servers.reply(0, session._last_number + 1, m.Info(), after=0.8 * LAST_WORDS)
-    assert session.call(0, m.Stats()) == m.Info()
+    servers.reply(0, session._last_number + 1, m.Status(), after=0.8 * LAST_WORDS)
+    assert session.call(0, m.Stats()) == m.Status()
     servers.reply(0, 0, FAREWELL, after=0.8 * LAST_WORDS)
     with pytest.raises(ServerStoppingError):
         session.call(0, m.Stats())
@@ -289,8 +289,8 @@ def test_a_silent_server_that_is_seen_to_work_has_as_long_as_in_a_round() -> Non
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=8.0, timeout=100.0)
     servers.states[0] = State.RUNS
-    servers.reply(0, session._last_number + 1, m.Info(), after=90.0)
-    assert session.call(0, m.Stats()) == m.Info()
+    servers.reply(0, session._last_number + 1, m.Status(), after=90.0)
+    assert session.call(0, m.Stats()) == m.Status()
     with pytest.raises(ServerUnreachableError, match="within 100 s"):
         session.call(0, m.Stats())
     assert servers.now == pytest.approx(290.0)
@@ -321,11 +321,11 @@ def test_a_server_that_says_farewell_is_named_at_once_by_the_call_that_waits_for
 
 
 def test_a_farewell_does_not_disturb_what_another_server_is_asked() -> None:
-    servers = Scripted(2, lambda server, request: [m.Info()] if isinstance(request.body, m.Stats) else None)
+    servers = Scripted(2, lambda server, request: [m.Status()] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
     servers.reply(1, 0, FAREWELL)
-    assert session.call(0, m.Stats()) == m.Info()
-    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=5.0) == [m.Info(), None]
+    assert session.call(0, m.Stats()) == m.Status()
+    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=5.0) == [m.Status(), None]
     assert servers.now == 100.0
 
 
@@ -333,8 +333,8 @@ def test_a_farewell_ends_the_wait_for_the_answers_of_all_servers_only_where_it_m
     servers = Scripted(2, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=60.0)
     servers.reply(1, 0, FAREWELL, after=1.0)
-    servers.reply(0, session._last_number + 1, m.Info(), after=2.0)
-    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=30.0) == [m.Info(), None]
+    servers.reply(0, session._last_number + 1, m.Status(), after=2.0)
+    assert session.ask_all([(0, m.Stats()), (1, m.Stats())], timeout=30.0) == [m.Status(), None]
     assert servers.now == 102.0
 
 

@@ -57,9 +57,9 @@ def test_requests_for_rows_and_control_show_which_servers_have_not_answered() ->
     session = Bench(2, lambda server, commit: []).session
     calls = session.begin([(0, m.Stats()), (1, m.Stats())])
     first, second = calls.numbers
-    calls.take(0, first, m.Info())
+    calls.take(0, first, m.Status())
     assert repr(calls) == f"<Calls, 2 requests: awaits server 1 (Stats {second})>"
-    calls.take(1, second, m.Info())
+    calls.take(1, second, m.Status())
     assert repr(calls) == "<Calls, 2 requests: nothing is awaited>"
 
 

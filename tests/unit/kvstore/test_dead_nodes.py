@@ -29,7 +29,7 @@ def counting(*dead: int | None) -> tuple[Store, Scripted]:
         if not isinstance(request.body, m.Stats):
             return None
         count = dead[server]
-        return [] if count is None else [m.Info({"num_dead": count})]
+        return [] if count is None else [m.Status({"num_dead": count})]
 
     servers = Scripted(len(dead), answer)
     client = Client(servers, SessionOptions("job", 0, 9, dead_after=5.0), servers.clock)

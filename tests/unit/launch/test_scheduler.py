@@ -68,7 +68,7 @@ def job() -> Job:
 
 
 def told(answer: m.ReplyBody | None) -> dict[str, Any]:
-    assert isinstance(answer, m.Info)
+    assert isinstance(answer, m.Status)
     return dict(answer.values)
 
 

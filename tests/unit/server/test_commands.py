@@ -119,8 +119,8 @@ def test_a_repetition_that_comes_after_a_later_command_is_not_run(calls: list[st
     for number in (3, 5, 3, 5):
         answer = desk.answer(1, number, m.Command(7, b"%d" % number))
     assert calls == ["3", "5"]
-    assert answer == m.Info({"answer": b"0 of 1: 5 #2"})
-    assert isinstance(desk.answer(2, 3, m.Command(7, b"other session")), m.Info)
+    assert answer == m.Status({"answer": b"0 of 1: 5 #2"})
+    assert isinstance(desk.answer(2, 3, m.Command(7, b"other session")), m.Status)
 
 
 def test_what_a_session_was_answered_is_forgotten_when_it_ends() -> None:
@@ -164,5 +164,5 @@ def test_a_body_that_cannot_travel_is_refused_before_anything_is_sent(
 def test_the_longest_body_and_answer_fit_into_a_frame() -> None:
     text = bytes(commands.LONGEST)
     request = encode(m.Request(1, 2, 3, m.Command((1 << 31) - 1, text)))
-    reply = encode(m.Reply(3, m.Info({"answer": text})))
+    reply = encode(m.Reply(3, m.Status({"answer": text})))
     assert max(len(frame) for frame in (*request, *reply)) <= MAX_FRAME

@@ -93,7 +93,7 @@ def test_an_answer_without_a_table_has_that_of_its_request(lines: Lines) -> None
 
 @pytest.mark.parametrize(
     ("peer", "body"),
-    [(PEER, m.Heartbeat(b"x")), (PEER, m.Pending(())), (Peer(), m.Look()), (Peer(), m.Info({"a": 1}))],
+    [(PEER, m.Heartbeat(b"x")), (PEER, m.Pending(())), (Peer(), m.GetStatus()), (Peer(), m.Status({"a": 1}))],
 )
 def test_what_comes_every_second_has_no_line(peer: Peer, body: Any, lines: Lines) -> None:
     log = debug_log(SERVER)
@@ -184,7 +184,7 @@ class Telling:
     is_stopping, num_ended = False, 0
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
-        return [m.Outgoing(peer, m.Reply(request.number, m.Info()))]
+        return [m.Outgoing(peer, m.Reply(request.number, m.Status()))]
 
 
 def test_a_server_logs_what_it_has_to_keep_for_a_slow_peer_as_queued(lines: Lines) -> None:
@@ -209,7 +209,7 @@ def test_lines_hold_no_values_and_nothing_by_which_one_could_speak_for_a_worker(
     hello = m.Hello("job", 1, 2, 0, 1, "avx2", "host:1", secret, (secret,))
     for body in (
         hello, m.Welcome(987654321, 987654321), m.Command(987654321, secret), m.Gather(1, 1.0, secret),
-        m.Leave("a secret", True), m.State(0, 0, {"a secret": 987654321}, secret), m.Info({"a secret": 1}),
+        m.Leave("a secret", True), m.State(0, 0, {"a secret": 987654321}, secret), m.Status({"a secret": 1}),
         contribution([(0, secret)], 1, 0, 1, hyper=secret),
     ):  # fmt: skip
         log.message("received", PEER, 7, body)

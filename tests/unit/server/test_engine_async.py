@@ -98,11 +98,11 @@ def test_joins_that_fail_together_name_only_who_still_has_data() -> None:
 def test_who_comes_late_to_a_first_round_that_failed_is_told_its_failure() -> None:
     job = Job(2, Mode("async"), first=False)
     job.push(0, 0, 1.0)
-    assert job.ask(0, m.Abort(0, 0, "no values", undo=False)) == [m.Info({"applied": False})]
+    assert job.ask(0, m.Abort(0, 0, "no values", undo=False)) == [m.Status({"applied": False})]
     [failed] = job.commit(1, 0)
     assert isinstance(failed, m.Failed)
     assert (failed.code, failed.round, failed.next_round) == ("RoundAbortedError", 0, 1)
-    assert job.ask(1, m.Abort(0, 0, "it failed", undo=False)) == [m.Info({"applied": False})]
+    assert job.ask(1, m.Abort(0, 0, "it failed", undo=False)) == [m.Status({"applied": False})]
     assert codes(job.commit(1, 1, 1.0)) == ["KeyNotFoundError"]
 
 

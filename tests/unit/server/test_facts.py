@@ -20,9 +20,9 @@ STRANGER = b"nobody knows me"
 def facts_of(job: EngineJob) -> Mapping[str, Any]:
     """Ask in no session, when what was told before is old."""
     job.now += FRESH
-    [out] = job.engine.handle(STRANGER, m.Request(0, 0, 7, m.Look()), job.now)
+    [out] = job.engine.handle(STRANGER, m.Request(0, 0, 7, m.GetStatus()), job.now)
     assert (out.peer, out.reply.number) == (STRANGER, 7)
-    assert isinstance(out.reply.body, m.Info)
+    assert isinstance(out.reply.body, m.Status)
     return out.reply.body.values
 
 
@@ -143,8 +143,8 @@ def test_facts_are_made_a_few_times_a_second_however_often_one_asks() -> None:
     job = EngineJob(2, SYNCHRONOUS)
     before = facts_of(job)
     job.commit(0, 1, 1.0)
-    [again] = job.engine.handle(STRANGER, m.Request(0, 0, 8, m.Look()), job.now + FRESH / 2)
-    assert isinstance(again.reply.body, m.Info)
+    [again] = job.engine.handle(STRANGER, m.Request(0, 0, 8, m.GetStatus()), job.now + FRESH / 2)
+    assert isinstance(again.reply.body, m.Status)
     assert again.reply.body.values is before
     assert job_in(facts_of(job)) is not job_in(before)
 

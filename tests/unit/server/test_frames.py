@@ -36,7 +36,7 @@ REQUESTS: list[Any] = [
     m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Heartbeat(b"\x81\xa5steps\x07"),
-    m.Look(),
+    m.GetStatus(),
     m.Leave("done", True),
     m.Stats(),
     m.Command(7, "größe".encode()),
@@ -57,7 +57,7 @@ REPLIES: list[Any] = [
     m.Pending((1, 2)),
     m.Gathered((b"a", b"", b"c" * 9)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
-    m.Info({"a": 1, "b": [1.5, "x"]}),
+    m.Status({"a": 1, "b": [1.5, "x"]}),
     m.State(1, 2, {}, b""),
 ]
 

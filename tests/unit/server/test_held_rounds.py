@@ -41,7 +41,7 @@ class HeldJob(EngineJob):
     @property
     def counters(self) -> dict[str, Any]:
         [info] = self.ask(0, m.Stats())
-        assert isinstance(info, m.Info)
+        assert isinstance(info, m.Status)
         return dict(info.values["tables"][0])
 
 

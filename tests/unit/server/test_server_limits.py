@@ -177,7 +177,7 @@ def test_the_state_of_an_optimizer_counts_when_it_is_named(
     peer = Peer(engine)
     peer.register("a", 10 * MIB)
     before = engine.budget.used
-    assert isinstance(peer.ask(optimizer(name, **options)), m.Info)
+    assert isinstance(peer.ask(optimizer(name, **options)), m.Status)
     assert (engine.budget.used - before) / (40 * MIB) == pytest.approx(copies, abs=0.01)
     before = engine.budget.used
     peer.register("b", 10 * MIB)
@@ -317,9 +317,9 @@ def test_keys_come_in_portions_of_which_each_may_come_again_or_get_lost() -> Non
     def portion(first: int, total: int = 10) -> m.ReplyBody:
         return peer.ask(m.Register("w", specs[first : first + 4], False, first, total, plan.digest))
 
-    assert portion(4) == m.Info({"keys": 0})  # the first one got lost
+    assert portion(4) == m.Status({"keys": 0})  # the first one got lost
     assert [portion(0), portion(0), portion(8), portion(4)] == [
-        m.Info({"keys": keys}) for keys in (4, 4, 4, 8)
+        m.Status({"keys": keys}) for keys in (4, 4, 4, 8)
     ]
     assert portion(8) == m.Registered(0, 0, 0)
     assert portion(8) == m.Registered(0, 0, 0)
@@ -388,7 +388,7 @@ def test_keys_that_are_declared_in_portions_have_claimed_their_memory_until_the_
     before = engine.budget.used
     specs = tuple((f"k{i}", (1,), "float32", 0, False) for i in range(4000))
     answer = peer.ask(m.Register("t", specs, False, 0, 8000, "digest"))
-    assert answer == m.Info({"keys": 4000})
+    assert answer == m.Status({"keys": 4000})
     assert engine.budget.used - before >= 4000 * 1000
     peer.ask_all(m.Leave("done", True))
     assert engine.budget.used < before

@@ -74,7 +74,7 @@ def test_what_another_socket_asks_for_has_no_effect(body: m.RequestBody) -> None
     token = place.token()
     assert code(place.ask(STRANGER, token, body)) == FencedError.__name__
     stats = place.ask(OWN, token, m.Stats())
-    assert isinstance(stats, m.Info)
+    assert isinstance(stats, m.Status)
     assert (stats.values["tables"], stats.values["messages_in"]) == ([], 1)
 
 
@@ -125,7 +125,7 @@ def test_a_late_hello_of_a_process_that_was_replaced_or_has_left_is_refused() ->
     place = Place()
     first, second = place.token(), place.token(0, b"second", (b"new",))
     assert code(place.hello()) == FencedError.__name__
-    assert isinstance(place.ask(b"new", second, m.Stats()), m.Info)
+    assert isinstance(place.ask(b"new", second, m.Stats()), m.Status)
     place.ask(b"new", second, m.Leave("done", True))
     assert code(place.hello(0, b"second", (b"new",))) == FencedError.__name__
     assert not place.engine.namespaces

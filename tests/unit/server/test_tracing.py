@@ -143,7 +143,7 @@ def test_many_events_travel_in_pieces_that_fit_a_frame_and_arrive_as_they_were()
     assert events[: len(sent)] == sent
     recording = engine.namespaces["job"].recording
     pieces = [
-        encode(m.Request(0, 0, 0, m.Info(recording.piece(at))))[1:] for at in (0, 3000, 5999, 6000, 10**9)
+        encode(m.Request(0, 0, 0, m.Status(recording.piece(at))))[1:] for at in (0, 3000, 5999, 6000, 10**9)
     ]
     assert max(len(piece) for piece in pieces) <= MAX_FRAME
 

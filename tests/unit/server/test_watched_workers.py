@@ -115,10 +115,10 @@ def test_a_dead_worker_is_counted_and_shown_as_failed() -> None:
     place.seen.states[place.keys[1]], place.seen.how = State.ENDED, KILLED
     place.goes_on(1.0)
     [stats] = place.says(0, m.Stats())
-    assert isinstance(stats.reply.body, m.Info)
+    assert isinstance(stats.reply.body, m.Status)
     assert stats.reply.body.values["num_dead"] == 1
-    [facts] = place.says(0, m.Look())
-    assert isinstance(facts.reply.body, m.Info)
+    [facts] = place.says(0, m.GetStatus())
+    assert isinstance(facts.reply.body, m.Status)
     [job] = facts.reply.body.values["jobs"]
     assert [(one["state"], KILLED in one["why"]) for one in job["workers"]] == [
         ("here", False),

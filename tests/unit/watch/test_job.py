@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtrainer.watch.job import Look, View, as_values, view_of
+from kvtrainer.watch.job import JobStatus, View, as_values, view_of
 
 
 def worker(
@@ -40,7 +40,9 @@ def seen(before: list[Any], now: list[Any], seconds: float = 2.0) -> View:
     now = [
         facts and {**facts, **{name: facts[name] + seconds for name in ("uptime", "clock")}} for facts in now
     ]
-    return view_of(Look(10.0, before), Look(10.0 + seconds, now), [f"tcp://s:{at}" for at in range(len(now))])
+    return view_of(
+        JobStatus(10.0, before), JobStatus(10.0 + seconds, now), [f"tcp://s:{at}" for at in range(len(now))]
+    )
 
 
 def test_counts_become_rates() -> None:
@@ -53,14 +55,14 @@ def test_counts_become_rates() -> None:
 
 def test_rates_are_by_the_clock_of_the_server_that_counted() -> None:
     before, now = server(job([worker(0)])), server(job([worker(0)], rounds=10), clock=505.0, uptime=95.0)
-    view = view_of(Look(10.0, [before]), Look(11.0, [now]), ["tcp://s:0"])
+    view = view_of(JobStatus(10.0, [before]), JobStatus(11.0, [now]), ["tcp://s:0"])
     assert view.jobs[0].rounds == 2.0
 
 
 def test_a_server_that_was_started_again_has_no_rates_yet() -> None:
     before = server(job([worker(0)], rounds=100, bytes_in=9000))
     now = server(job([worker(0)], rounds=3, bytes_in=50), uptime=1.0, clock=502.0)
-    view = view_of(Look(10.0, [before]), Look(12.0, [now]), ["tcp://s:0"])
+    view = view_of(JobStatus(10.0, [before]), JobStatus(12.0, [now]), ["tcp://s:0"])
     assert (view.jobs[0].rounds, view.servers[0].bytes_in, view.servers[0].cpu) == (0.0, 0.0, 0.0)
 
 
