@@ -20,7 +20,7 @@ from kvtrainer.parallel.batch import PerReplica, ReplicaLosses, scatter, to_devi
 from kvtrainer.parallel.replicas import (
     AUTO,
     MEMBERSHIP,
-    Membership,
+    ReplicaInfo,
     ReplicaPolicy,
     are_distinct_cuda,
     check_reducer,
@@ -262,7 +262,7 @@ class DataParallel(Module):
     def _enter(self) -> None:
         """Let the parameters say where they belong."""
         if len(self.replicas) > 1:
-            membership = Membership(self, self._policy)
+            membership = ReplicaInfo(self, self._policy)
             for replica in self.replicas:
                 for parameter in replica.parameters():
                     setattr(parameter, MEMBERSHIP, membership)

@@ -50,7 +50,7 @@ LISTS = ReplicaPolicy()
 """Of lists of replicas."""
 
 
-class Membership:
+class ReplicaInfo:
     """Mark a parameter as one replica of several in a DataParallel. Copies and pickles of the parameter lose it."""
 
     def __init__(self, data_parallel: object, policy: ReplicaPolicy) -> None:
@@ -73,7 +73,7 @@ def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
 
 
 def _policy(parameter: Tensor) -> ReplicaPolicy | None:
-    membership: Membership | None = getattr(parameter, MEMBERSHIP, None)
+    membership: ReplicaInfo | None = getattr(parameter, MEMBERSHIP, None)
     return None if membership is None else membership.policy
 
 
