@@ -228,7 +228,7 @@ class ServerLayout:
         self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
         self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
-        self.spare: Memory | None = None
+        self.spare: GatheredSlices | None = None
         """Memory of a round that is over."""
         self.mapped: Ints | None = None
         """The slices that are mapped: all that ever have a place on the server. None if some may be missing."""
@@ -299,7 +299,7 @@ class ServerLayout:
         return runs
 
 
-class Memory:
+class GatheredSlices:
     """The gathered slices of a layout, and a view of the numbers of each."""
 
     def __init__(self, layout: ServerLayout) -> None:

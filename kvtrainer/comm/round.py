@@ -22,7 +22,7 @@ from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.rows import RowSet, cut_rows, decode_rows
-from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, Memory, ServerLayout
+from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, GatheredSlices, ServerLayout
 from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.parts import cut
 from kvtrainer.comm.session import Session
@@ -44,7 +44,7 @@ class Leg:
         self.server = layout.server
         self.number = 0
         """Of the request."""
-        self.memory = layout.spare or Memory(layout)
+        self.memory = layout.spare or GatheredSlices(layout)
         layout.spare = None
         self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
