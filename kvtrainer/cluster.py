@@ -208,7 +208,7 @@ class LocalCluster:
 
 
 def _failure(
-    failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[Outcome | None]
+    failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[CallResult | None]
 ) -> Exception:
     """Return the error of a failed run. Its cause is what workers say about it, if any does.
 
@@ -233,7 +233,7 @@ def _failure(
     return error
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """How a call ended."""
 
     at: float
@@ -295,14 +295,14 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return pickle.dumps((sys.path, call))
 
 
-def unpack(told: bytes) -> Outcome | None:
+def unpack(told: bytes) -> CallResult | None:
     """Return what a worker has told; None if nothing.
 
     Raises:
         ClusterError: this program cannot make it, such as an object of a module that only workers can import.
     """
     try:
-        return Outcome(*pickle.loads(told)) if told else None
+        return CallResult(*pickle.loads(told)) if told else None
     except Exception as error:
         raise ClusterError(f"what a worker returned cannot be unpacked here: {error!r}") from error
 
@@ -330,16 +330,16 @@ def main(code: int, outcome: int) -> int:
         trace = "".join(traceback.format_exception(error))
     at = time.monotonic()
     try:
-        told.write(_packed(Outcome(at, value, failure, trace)))
+        told.write(_packed(CallResult(at, value, failure, trace)))
     except Exception as error:
         text = f"what the worker returned cannot be packed: {error}"
-        told.write(pickle.dumps(tuple(Outcome(at, None, None, text))))
+        told.write(pickle.dumps(tuple(CallResult(at, None, None, text))))
         return 1
     return 1 if trace else 0
 
 
-def _packed(outcome: Outcome) -> bytes:
-    """Return an outcome as bytes; see `Outcome.error` for what is left out."""
+def _packed(outcome: CallResult) -> bytes:
+    """Return an outcome as bytes; see `CallResult.error` for what is left out."""
     dumps = _cloud() or pickle.dumps
     error = outcome.error
     try:

@@ -45,7 +45,7 @@ from kvtrainer.scaling import LossScaler
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import Accumulation, GradientLimits, StageOptions, Verdict
 from kvtrainer.sync.binding import Binding
-from kvtrainer.sync.exchange import Outcome
+from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.types import NOWHERE, StepResult
 
 _log = logging.getLogger(__name__)
@@ -875,7 +875,7 @@ def _follow_others(pipeline: StepPipeline) -> None:
     memory.accept_writes(link.has_weights)
 
 
-def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: Outcome) -> None:
+def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: RoundResult) -> None:
     """Do here what a round has done elsewhere, with the options that are in force."""
     exchange, memory = pipeline.link.exchange, pipeline.memory
     assert exchange is not None

@@ -37,8 +37,8 @@ from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
     Gradients,
-    Outcome,
     PluginExchange,
+    RoundResult,
     Shadowed,
     StoreExchange,
 )
@@ -287,7 +287,7 @@ class Binding:
         absent: frozenset[int],
         veto: bool,
         limits: GradientLimits,
-    ) -> Outcome:
+    ) -> RoundResult:
         """Run one round of the gradients that were gathered, scaled.
 
         It raises before or after the round, never in the middle.

@@ -82,7 +82,7 @@ class Gradients(NamedTuple):
     """The same, of all others that the exchange had a target for."""
 
 
-class Outcome(NamedTuple):
+class RoundResult(NamedTuple):
     """The end of a round that did not fail."""
 
     left_out: frozenset[int]
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
 class Shadowed(NamedTuple):
     """A round to which this worker gave nothing because it has no more data."""
 
-    outcome: Outcome
+    outcome: RoundResult
     hyper: bytes
     """The hyper-parameters of those that have some, packed; empty when there were none."""
     is_over: bool
@@ -136,7 +136,7 @@ class Exchange(ABC):
         """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
 
     @abstractmethod
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
         """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
 
     @abstractmethod
@@ -335,7 +335,7 @@ class StoreExchange(Exchange):
         """List the keys (by index) that have a part in some slices (by index)."""
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
         """Run one round over the client; see `Exchange.run`."""
         self._forget_read()
         target = weights if self.updates_weights else grads.arenas
@@ -380,7 +380,7 @@ class StoreExchange(Exchange):
             self.born.open()
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
-            return Outcome(frozenset(), True, None, measured, decision)
+            return RoundResult(frozenset(), True, None, measured, decision)
         self._up(target, out)
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
@@ -388,7 +388,7 @@ class StoreExchange(Exchange):
             grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
         written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
-        return Outcome(left_out, False, None, measured, decision, written)
+        return RoundResult(left_out, False, None, measured, decision, written)
 
     def _may_count(self, number: int) -> bool:
         """Tell whether a round that has raised here may count for others: it stands, or was interrupted as it ended."""
@@ -425,7 +425,7 @@ class StoreExchange(Exchange):
             self._up(weights, mine)
         if self.own is not None:
             self.own.attach()  # pages that were written with the bytes that they had
-        outcome = Outcome(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
+        outcome = RoundResult(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return Shadowed(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -625,7 +625,7 @@ class PluginExchange(Exchange):
         for key, piece in enumerate(self._pieces(weights)):
             self._store.broadcast(key, piece, piece)
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
         self.was_missed = True
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:
@@ -634,7 +634,7 @@ class PluginExchange(Exchange):
                 piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
-        return Outcome(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
+        return RoundResult(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")

@@ -38,7 +38,7 @@ from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.exchange import Exchange, Gradients, Outcome, Shadowed, worth_lending
+from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult, Shadowed, worth_lending
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class GroupExchange(Exchange):
         if self._overlap is not None:
             self._overlap.close()
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> Outcome:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
         """Run one round; see Exchange.
 
         Raises:
@@ -134,13 +134,13 @@ class GroupExchange(Exchange):
         self.was_missed = True
         return self._sum(grads, self._headers("step", grads))
 
-    def _sum(self, grads: Gradients, headers: _Headers | None) -> Outcome:
+    def _sum(self, grads: Gradients, headers: _Headers | None) -> RoundResult:
         """Sum gradients of which the headers of all ranks are known, unless one vetoed; this ends the round."""
         overlap = self._overlap
         if headers is None or headers.is_over:
             if overlap is not None:
                 overlap.end_round()
-            return Outcome(frozenset(), skipped=headers is None)
+            return RoundResult(frozenset(), skipped=headers is None)
         left_out = _keys((headers.states == _ABSENT).all(0))
         dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
@@ -160,7 +160,7 @@ class GroupExchange(Exchange):
         summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
         if overlap is not None:
             overlap.end_round(dense)
-        return Outcome(left_out, skipped=False, rows=summed)
+        return RoundResult(left_out, skipped=False, rows=summed)
 
     def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
         for flat in grads.values():

@@ -18,7 +18,7 @@ from kvstore_server.rounds import Mode
 from kvstore_server.storage import Leases
 from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import SessionOptions
-from kvtrainer.sync.exchange import Exchange, Gradients, Outcome
+from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed
 from tests.support.messages import contribution
@@ -58,7 +58,7 @@ def step(
     scale: float = 1.0,
     absent: frozenset[int] = frozenset(),
     veto: bool = False,
-) -> Outcome:
+) -> RoundResult:
     """One round of dense gradients without new hyper-parameters."""
     return exchange.run(Gradients(grads, {}, scale, absent, veto=veto), weights)
 

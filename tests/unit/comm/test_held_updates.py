@@ -16,7 +16,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan
 from kvstore_server.rows import RowSet
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.sync.exchange import Gradients, Outcome, StoreExchange
+from kvtrainer.sync.exchange import Gradients, RoundResult, StoreExchange
 from tests.support.engines import client_of, filled, plan_of
 from tests.support.pairwise import pairwise
 
@@ -61,7 +61,7 @@ class Job:
         scale: float = SCALE,
         absent: frozenset[int] = frozenset(),
         rows: Mapping[int, RowSet] | None = None,
-    ) -> Outcome:
+    ) -> RoundResult:
         guard = Guard(norm_type, lambda measured: decision) if decision is not None else None
         return self.exchange.run(Gradients(arenas, rows or {}, scale, absent, guard=guard), self.weights)
 
