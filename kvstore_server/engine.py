@@ -43,7 +43,7 @@ from kvstore_server.processes import LAST_WORDS, Processes, State
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Book, Given, Ints, Mode, Verdict, Wait, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
-from kvstore_server.table import ALL, Part, Table
+from kvstore_server.table import ALL, RankCommit, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
 
 _log = logging.getLogger(__name__)
@@ -571,7 +571,7 @@ class Engine:
         trace = space.recording.active
         start = 0.0 if trace is None else trace.clock()
         round_, is_shared = book.number(table.number), book is space.rounds.shared
-        parts: dict[int, Part] = {}
+        parts: dict[int, RankCommit] = {}
         if decision is not None:
             table.apply_held(decision)
         else:

@@ -52,7 +52,7 @@ from kvstore_server.rounds import (
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
 from kvstore_server.storage import Memo
-from kvstore_server.table import ALL, Part, RowPart, Table
+from kvstore_server.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)
@@ -570,7 +570,7 @@ class Namespace:
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
-    def given(self, rank: int, book: Book, table: Table, optimizer: Optimizer | None) -> Part | None:
+    def given(self, rank: int, book: Book, table: Table, optimizer: Optimizer | None) -> RankCommit | None:
         """Return what a rank has committed to the open round of a table; None of one that has joined."""
         given, number, unit = book.of(rank), table.number, table.unit
         flags, said = int(given.flags[number]), given.said[number]
@@ -580,7 +580,7 @@ class Namespace:
         absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
         runs = given.runs(np.arange(unit.first, unit.end))
         contribution = self.contribution(said, optimizer, runs, absent)
-        return Part(contribution, flags, int(given.version[number]), said.hold)
+        return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
     def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
         """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""

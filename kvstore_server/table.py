@@ -40,7 +40,7 @@ ALL = -1
 """In place of a rank: all of them together."""
 
 
-class Part(NamedTuple):
+class RankCommit(NamedTuple):
     """One rank's committed contribution to a round of a table."""
 
     given: RankContribution
@@ -58,7 +58,7 @@ class RowPart(NamedTuple):
     """WHOLE, ROWS, VALUES or DELTA."""
 
 
-Parts = Mapping[int, Part]
+Parts = Mapping[int, RankCommit]
 """Rank → its contribution, in rank order; ranks that have joined are not among them."""
 
 

@@ -182,13 +182,13 @@ class Window:
         if not self._ahead[priority]:
             del self._ahead[priority]
 
-    def _sent_of(self, part: Part) -> int:
+    def _sent_of(self, part: SliceChunk) -> int:
         """Return how many elements of a part's slice were sent in its round."""
         flight = self._flights.get(part.slot)
         return flight.sent if flight is not None and flight.round == part.round else 0
 
 
-class Part(NamedTuple):
+class SliceChunk(NamedTuple):
     """A part of a slice that a message brings."""
 
     slot: int
@@ -197,9 +197,9 @@ class Part(NamedTuple):
     round: int
 
 
-def _part(body: m.RequestBody) -> Part | None:
+def _part(body: m.RequestBody) -> SliceChunk | None:
     """Return the part of a slice that a message brings; None of any other message."""
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
     slot, end = m.place_of(int(body.pushes[0, 0]))
-    return Part(slot, end, int(body.pushes[0, 1])) if end else None
+    return SliceChunk(slot, end, int(body.pushes[0, 1])) if end else None

@@ -13,7 +13,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.shard import Shard
-from kvstore_server.table import ALL, Part, Table
+from kvstore_server.table import ALL, RankCommit, Table
 from tests.support.optimizer_slices import given_to
 
 RANKS = range(3)
@@ -116,7 +116,7 @@ def test_a_number_that_is_to_be_multiplied_must_be_one(name: str) -> None:
 def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
     table = Table(0, "t", PLAN, 0, 2, Shard())
     [piece] = PLAN.slices
-    parts = {rank: Part(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
+    parts = {rank: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
     table.apply(ALL, 0, parts, None, None, ())
     for rank, rate in enumerate((0.5, 0.25)):
         table.hyper.set(rank, packed(rate))
@@ -163,10 +163,10 @@ def test_a_table_whose_update_broke_off_is_not_used_again(monkeypatch: pytest.Mo
     assert table.conflict is not None
 
 
-def table_with_values() -> tuple[Table, dict[int, Part]]:
+def table_with_values() -> tuple[Table, dict[int, RankCommit]]:
     """A table whose first round was applied, and what was given to it."""
     table = Table(0, "t", PLAN, 0, 1, Shard())
     [piece] = PLAN.slices
-    parts = {0: Part(given_to(table.shard, {0: torch.zeros(piece.used)}))}
+    parts = {0: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)}))}
     table.apply(ALL, 0, parts, None, None, ())
     return table, parts

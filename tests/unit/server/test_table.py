@@ -16,7 +16,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import read_payload
 from kvstore_server.shard import Leases, Shard
-from kvstore_server.table import ALL, Part, Table
+from kvstore_server.table import ALL, RankCommit, Table
 from tests.support.optimizer_slices import given_to
 
 SGD = create("sgd", learning_rate=1.0, momentum=0.5)
@@ -45,7 +45,7 @@ class Ranks:
             flags = m.VETOES * (rank in said.get("vetoes", ())) | m.ASSIGNS * (
                 rank in said.get("assigns", ())
             )
-            parts[rank] = Part(given, flags)
+            parts[rank] = RankCommit(given, flags)
         self.table.apply(ALL, self.number, parts, self.optimizer, None, ())
         self.number += 1
         return self.weights
@@ -119,7 +119,7 @@ def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
     table = Table(0, "t", make_plan([TensorSpec("k", (1 << 16,), "float32")], 1), 0, 1, Shard(leases))
     for round_ in range(2):
         ones = {piece.index: torch.ones(piece.used) for piece in table.unit.slices}
-        table.apply(ALL, round_, {0: Part(given_to(table.shard, ones), m.ASSIGNS)}, None, None, ())
+        table.apply(ALL, round_, {0: RankCommit(given_to(table.shard, ones), m.ASSIGNS)}, None, None, ())
         marks = table.shard.storage.slots[0].block.marks
         assert marks is not None
         begun, ended = marks
