@@ -41,7 +41,7 @@ from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, Processes, State
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, Given, Ints, Mode, Verdict, Wait, Waiter
+from kvstore_server.rounds import Book, DelayedRequest, Given, Ints, Mode, Verdict, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, RankCommit, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -95,7 +95,7 @@ class Answer(NamedTuple):
     timeout: float
 
 
-class Pending(NamedTuple):
+class RankWait(NamedTuple):
     """Something that ranks wait for."""
 
     what: str
@@ -673,7 +673,9 @@ class Engine:
         for number in behind:
             answer = partial(_present, space, rank, waiter, wanted, [number])
             out += _park(
-                space, Wait(number, rank, waiter, sender.now + timeout, timeout, False, answer), sender.now
+                space,
+                DelayedRequest(number, rank, waiter, sender.now + timeout, timeout, False, answer),
+                sender.now,
             )
         return out
 
@@ -689,14 +691,14 @@ class Engine:
 
     # ---------------------------------------------------------------- what takes too long
 
-    def _open_round(self, space: Namespace, number: int) -> Pending:
+    def _open_round(self, space: Namespace, number: int) -> RankWait:
         shared, table = space.rounds.shared, space.tables[number]
         fail = partial(self._fail, space, shared, table)
-        return Pending(
+        return RankWait(
             space.open_round(number), *shared.times(number), shared.missing_ranks(number), fail, table
         )
 
-    def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[Pending]:
+    def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[RankWait]:
         """List what ranks wait for: rounds (of those tables; None: of all), ranks that are behind, a barrier."""
         members = space.membership
         waiting = np.flatnonzero(space.rounds.shared.num_committed).tolist() if tables is None else tables
@@ -704,12 +706,12 @@ class Engine:
             yield self._open_round(space, number)
         for wait in list(space.waits.all.values()):
 
-            def fail(error: KVStoreError, wait: Wait = wait) -> list[m.Outgoing]:
+            def fail(error: KVStoreError, wait: DelayedRequest = wait) -> list[m.Outgoing]:
                 space.waits.remove(wait)
                 return _fail_wait(space, wait, error)
 
             missing = wait.missing(space.rounds)
-            yield Pending(
+            yield RankWait(
                 space.describe_wait(wait), wait.since, wait.deadline, missing, fail, space.tables[wait.table]
             )
         if members.barrier:
@@ -719,11 +721,11 @@ class Engine:
             def end(error: KVStoreError) -> list[m.Outgoing]:
                 return [_failed(waiter, error) for waiter in members.take_barrier()]
 
-            yield Pending(
+            yield RankWait(
                 f"barrier {members.barrier_sequence}", since, deadline, members.absent_from_barrier(), end
             )
 
-    def _why_stuck(self, space: Namespace, pending: Pending, now: float) -> KVStoreError | None:
+    def _why_stuck(self, space: Namespace, pending: RankWait, now: float) -> KVStoreError | None:
         """Return the error with which a wait ends; None while it may go well."""
         table, what = pending.table, pending.what
         if table is not None and table.conflict is not None:
@@ -988,7 +990,9 @@ def _outcomes(
                 now, timeout = may_wait
                 answer = partial(_outcomes, space, whose, rank, waiter, [one], None)
                 out += _park(
-                    space, Wait(number, rank, waiter, now + timeout, timeout, is_join, answer, round_), now
+                    space,
+                    DelayedRequest(number, rank, waiter, now + timeout, timeout, is_join, answer, round_),
+                    now,
                 )
                 continue
         if flags & m.HAS_JOINED:
@@ -1045,13 +1049,13 @@ def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]
     return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
 
 
-def _park(space: Namespace, wait: Wait, now: float) -> list[m.Outgoing]:
+def _park(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:
     """Answer a request later, when other ranks have come far enough."""
     space.waits.add(wait)
     return _still_waiting(space, wait.waiter, space.describe_wait(wait), wait.missing(space.rounds), now)
 
 
-def _fail_wait(space: Namespace, wait: Wait, error: KVStoreError) -> list[m.Outgoing]:
+def _fail_wait(space: Namespace, wait: DelayedRequest, error: KVStoreError) -> list[m.Outgoing]:
     # Without the number of a next round: what a rank has contributed before it reads stands all the same.
     following = -1
     if wait.is_join:

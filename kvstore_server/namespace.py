@@ -40,13 +40,13 @@ from kvstore_server.rounds import (
     NO_BYTES,
     Announced,
     Book,
+    DelayedRequest,
     Ints,
     Mode,
     Piece,
     Rounds,
     SlicePart,
     Terms,
-    Wait,
     Waits,
 )
 from kvstore_server.rows import PACKED_ROWS, read_payload
@@ -426,7 +426,7 @@ class Namespace:
         """Name the open round of all ranks of a table in messages."""
         return f"round {self.rounds.shared.number(number)} of {self.tables[number].name!r}"
 
-    def describe_wait(self, wait: Wait) -> str:
+    def describe_wait(self, wait: DelayedRequest) -> str:
         """Name a wait in messages."""
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 

@@ -856,7 +856,7 @@ class Rounds:
 
 
 @dataclass(repr=False)
-class Wait:
+class DelayedRequest:
     """A request that is answered when other ranks have come far enough: a read that is too far ahead, or a join."""
 
     table: int
@@ -892,11 +892,11 @@ class Waits:
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self.all: dict[tuple[int, int, bytes, int], Wait] = {}
+        self.all: dict[tuple[int, int, bytes, int], DelayedRequest] = {}
         self._late_until: dict[int, float] = {}
         """Rank → the time up to which it is counted how long others have waited for it."""
 
-    def add(self, wait: Wait) -> None:
+    def add(self, wait: DelayedRequest) -> None:
         """Keep a request until it can be answered; one that is repeated has no more time than it had."""
         key = (wait.table, wait.rank, *wait.waiter)
         known = self.all.get(key)
@@ -906,7 +906,7 @@ class Waits:
             wait.late = wait.missing(self._rounds)
         self.all[key] = wait
 
-    def remove(self, wait: Wait) -> None:
+    def remove(self, wait: DelayedRequest) -> None:
         """Take out a wait."""
         del self.all[(wait.table, wait.rank, *wait.waiter)]
 
@@ -928,11 +928,11 @@ class Waits:
                 self._rounds.shared.lateness[rank] += max(now - begin, 0.0)
                 self._late_until[rank] = now
 
-    def take_ready(self) -> list[Wait]:
+    def take_ready(self) -> list[DelayedRequest]:
         """Take out the waits that are over."""
         return self.take(lambda wait: not wait.missing(self._rounds))
 
-    def take(self, is_over: Callable[[Wait], bool]) -> list[Wait]:
+    def take(self, is_over: Callable[[DelayedRequest], bool]) -> list[DelayedRequest]:
         """Take out the waits of which that is true."""
         found = [key for key, wait in self.all.items() if is_over(wait)]
         return [self.all.pop(key) for key in found]

@@ -16,11 +16,11 @@ from kvstore_server.rounds import (
     SSP,
     SYNCHRONOUS,
     Book,
+    DelayedRequest,
     Mode,
     Rounds,
     Slots,
     Verdict,
-    Wait,
     Waiter,
     Waits,
 )
@@ -194,8 +194,8 @@ def test_different_payloads_under_one_identity_are_counted_over_all_lanes() -> N
     assert rounds.mismatches(W) == 2
 
 
-def wait(rank: int, deadline: float = 60.0, *, number: int = 1, is_join: bool = False) -> Wait:
-    return Wait(W, rank, Waiter(b"p%d" % rank, number), deadline, 60.0, is_join, list)
+def wait(rank: int, deadline: float = 60.0, *, number: int = 1, is_join: bool = False) -> DelayedRequest:
+    return DelayedRequest(W, rank, Waiter(b"p%d" % rank, number), deadline, 60.0, is_join, list)
 
 
 def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> None:
