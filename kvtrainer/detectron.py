@@ -12,7 +12,7 @@ from torch.nn import GroupNorm
 from kvstore_server import check
 from kvtrainer.config import joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.paramwise import Place, Rule
+from kvtrainer.paramwise import ModuleParameter, Rule
 from kvtrainer.schedules.config import SOLVER, detectron_schedule
 
 _log = logging.getLogger(__name__)
@@ -154,11 +154,11 @@ def _others(cfg: Mapping[str, Any]) -> list[str]:
     return check.others("Detectron's configuration", sections, _SECTIONS)
 
 
-def _is_bias(place: Place) -> bool:
+def _is_bias(place: ModuleParameter) -> bool:
     # Torch also has in_proj_bias (attention) and bias_ih_l0 (recurrent layers).
     name = place.own_name
     return name == "bias" or name.endswith("_bias") or name.startswith("bias_")
 
 
-def _is_group_norm(place: Place) -> bool:
+def _is_group_norm(place: ModuleParameter) -> bool:
     return isinstance(place.module, GroupNorm) and place.own_name == "weight"

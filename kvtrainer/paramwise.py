@@ -53,7 +53,7 @@ CFG_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleParameter:
     """A parameter, and where in its model it is.
 
     `given` goes into a group's "params": the parameter, or the list of its replicas.
@@ -88,7 +88,7 @@ class Place:
         return self.holder
 
 
-def places_in(model: Any) -> list[Place]:
+def places_in(model: Any) -> list[ModuleParameter]:
     """List a model's parameters in its order, each as often as modules hold it.
 
     Takes a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or pairs of names and parameters; in place of
@@ -111,7 +111,10 @@ def places_in(model: Any) -> list[Place]:
         raise ConfigurationError(f"rules need names: give a Module, named_parameters() or a dict, not {kind}")
     if isinstance(model, Mapping):
         named.sort(key=lambda row: str(row[0]))  # as the Trainer takes them
-    return [Place(name, given[0] if isinstance(given, Sequence) else given, given) for name, given in named]
+    return [
+        ModuleParameter(name, given[0] if isinstance(given, Sequence) else given, given)
+        for name, given in named
+    ]
 
 
 def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
@@ -131,9 +134,9 @@ def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
     return next((one for one in inside if hasattr(one, "named_replicas")), inside[-1])
 
 
-def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[Place]:
+def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[ModuleParameter]:
     for name, parameter in module.named_parameters(recurse=False):
-        yield Place(f"{prefix}{name}", parameter, parameter, module, parent)
+        yield ModuleParameter(f"{prefix}{name}", parameter, parameter, module, parent)
     for name, child in module.named_children():
         yield from _walk(child, f"{prefix}{name}.", module)
 
@@ -224,7 +227,7 @@ def _of(row: ParamRow, key: str) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-Match = str | type[Module] | tuple[type[Module], ...] | Callable[[Place], bool]
+Match = str | type[Module] | tuple[type[Module], ...] | Callable[[ModuleParameter], bool]
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,7 @@ class Rule:
         if twice:
             raise ConfigurationError(f"{self.name} says twice what {' and '.join(twice)} shall be")
 
-    def matches(self, place: Place) -> bool:
+    def matches(self, place: ModuleParameter) -> bool:
         """Return whether it is about this parameter. Raises ConfigurationError if that cannot be known."""
         if isinstance(self.match, str):
             return self.match in f".{place.name}"
@@ -384,45 +387,45 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
     return [Rule(_is_frozen, name="frozen", warn_unmatched=False), *rules] if rules else []
 
 
-def _is_frozen(place: Place) -> bool:
+def _is_frozen(place: ModuleParameter) -> bool:
     return not place.parameter.requires_grad
 
 
-def _is_norm(place: Place) -> bool:
+def _is_norm(place: ModuleParameter) -> bool:
     return isinstance(place.module, _NORMS)
 
 
-def _is_depthwise(place: Place) -> bool:
+def _is_depthwise(place: ModuleParameter) -> bool:
     module = place.module
     if isinstance(module, Conv2d) and is_lazy(place.parameter):
         raise _too_early("whether a convolution is depthwise", place)
     return isinstance(module, Conv2d) and module.in_channels == module.groups
 
 
-def _in_deformable(place: Place) -> bool:
+def _in_deformable(place: ModuleParameter) -> bool:
     return any(cls.__name__ in _DEFORMABLE for cls in type(place.parent).__mro__)
 
 
-def _is_offset(place: Place) -> bool:
+def _is_offset(place: ModuleParameter) -> bool:
     is_convolution = isinstance(place.module, Conv2d)
     return is_convolution and "conv_offset" in place.module_name and _in_deformable(place)
 
 
-def _is_bias(place: Place) -> bool:
+def _is_bias(place: ModuleParameter) -> bool:
     return place.own_name == "bias" and not _in_deformable(place)
 
 
-def _is_flat(place: Place) -> bool:
+def _is_flat(place: ModuleParameter) -> bool:
     if is_lazy(place.parameter):
         raise _too_early("flat_decay_mult", place)
     return place.parameter.ndim == 1 and not _in_deformable(place)
 
 
-def _too_early(key: str, place: Place) -> NotInitializedError:
+def _too_early(key: str, place: ModuleParameter) -> NotInitializedError:
     return NotInitializedError(f"{key} depends on the shape of {place.name!r}; run a forward pass first")
 
 
-_KINDS: Mapping[str, Callable[[Place], bool]] = {
+_KINDS: Mapping[str, Callable[[ModuleParameter], bool]] = {
     "bias_lr_mult": lambda place: _is_bias(place) and not _is_norm(place),
     "dcn_offset_lr_mult": _is_offset,
     "norm_decay_mult": _is_norm,
@@ -440,7 +443,7 @@ def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) 
 
 
 def _apply_rules(
-    places: Iterable[Place], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
+    places: Iterable[ModuleParameter], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
 ) -> ParamGroups:
     """Make groups of parameters by rules.
 
@@ -503,9 +506,9 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
     return said
 
 
-def _distinct(places: Iterable[Place], bypass: bool | None = None) -> list[Place]:
+def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> list[ModuleParameter]:
     """Return each parameter where it appears first; `bypass` says if one that appears again is only warned of."""
-    first: dict[int, Place] = {}
+    first: dict[int, ModuleParameter] = {}
     again = []
     for place in places:
         before = first.setdefault(id(place.parameter), place)

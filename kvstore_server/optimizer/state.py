@@ -31,13 +31,13 @@ _JSON = "json"
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
-class Place(Enum):
+class FlatEntry(Enum):
     """Stands for an entry that lies in flat memory."""
 
     MEMORY = 0
 
 
-Entries = Mapping[str, StateValue | Place]
+Entries = Mapping[str, StateValue | FlatEntry]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class States:
             part: Their elements.
         """
         values = {
-            name: self.tensors[name][part] if value is Place.MEMORY else own(value)
+            name: self.tensors[name][part] if value is FlatEntry.MEMORY else own(value)
             for name, value in self.entries[first].items()
         }
         master = values.pop("master", None)
@@ -109,7 +109,7 @@ class States:
 
     def keep(self, first: int, end: int, part: slice, state: State) -> None:
         """Take over what an update made of a `view`; every tensor with a dimension has a number per element."""
-        entries: dict[str, StateValue | Place] = {}
+        entries: dict[str, StateValue | FlatEntry] = {}
         has_own = False
         named = state.values if state.master is None else {**state.values, "master": state.master}
         for name, value in named.items():
@@ -118,7 +118,7 @@ class States:
                 memory = self.tensors[name] if name in self.tensors else self.tensor(name, value)
                 if memory[part].data_ptr() != value.data_ptr():
                     memory[part].copy_(value.reshape(-1))
-                entries[name] = Place.MEMORY
+                entries[name] = FlatEntry.MEMORY
             else:
                 has_own = True
         shared = entries if has_own else self._shared.setdefault(tuple(entries), entries)
@@ -152,7 +152,7 @@ class States:
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
         found.entries = [{n: own(v) for n, v in entries.items()} for entries in self.entries[first:end]]
-        names = {n for entries in found.entries for n, v in entries.items() if v is Place.MEMORY}
+        names = {n for entries in found.entries for n, v in entries.items() if v is FlatEntry.MEMORY}
         found.tensors = {name: memory[part].clone() for name, memory in self.tensors.items() if name in names}
         return found
 
@@ -178,7 +178,7 @@ class States:
 
     def _share(self, entries: Entries) -> Entries:
         """Return one mapping for all segments with all in memory and the same names."""
-        if any(value is not Place.MEMORY for value in entries.values()):
+        if any(value is not FlatEntry.MEMORY for value in entries.values()):
             return entries
         return self._shared.setdefault(tuple(entries), entries)
 
@@ -193,7 +193,7 @@ def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> 
     first, at = parts[0]
     found: dict[str, StateValue] = {"step": float(first.steps[at])}
     for name, value in first.entries[at].items():
-        if value is Place.MEMORY:
+        if value is FlatEntry.MEMORY:
             pieces = [states.tensors[name][start : start + numel] for states, start, numel in _places(parts)]
             flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
             found[name] = flat if shape is None else flat.view(tuple(shape))
@@ -237,7 +237,7 @@ def spread(
         for name, tensor in flat.items():
             states.tensor(name, tensor)[start : start + numel].copy_(tensor[at : at + numel])
         states.steps[index] = int(values.get("step", 0))
-        states.entries[index] = states._share({**others, **dict.fromkeys(flat, Place.MEMORY)})
+        states.entries[index] = states._share({**others, **dict.fromkeys(flat, FlatEntry.MEMORY)})
         others = {n: v for n, v in others.items() if not (isinstance(v, Tensor) and v.dim())}
         there = others.keys() | flat.keys()
         others = {n: v for n, v in others.items() if there.issuperset(leaf_names(v))}
@@ -268,7 +268,7 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
             elif type(value) is float:
                 rows[-1][name] = [value, ""]
             else:
-                rows[-1][name] = None if value is Place.MEMORY else [json.dumps(encode(value)), _JSON]
+                rows[-1][name] = None if value is FlatEntry.MEMORY else [json.dumps(encode(value)), _JSON]
     parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
     named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
     data = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
@@ -305,12 +305,12 @@ def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
             raise ValueError(f"{name!r} has the shape {list(shape)}, the slice {piece.length} elements")
     if at != len(data):
         raise ValueError(f"it has {len(data)} bytes, its tensors need {at}")
-    missing = {n for row in rows for n, v in row.items() if v is Place.MEMORY} - found.tensors.keys()
-    if missing or any(row.get("master", Place.MEMORY) is not Place.MEMORY for row in rows):
+    missing = {n for row in rows for n, v in row.items() if v is FlatEntry.MEMORY} - found.tensors.keys()
+    if missing or any(row.get("master", FlatEntry.MEMORY) is not FlatEntry.MEMORY for row in rows):
         raise ValueError(f"{sorted(missing) or 'master'} should have a number per element")
     for row in rows:
         leaves = [name for value in row.values() for name in leaf_names(value)]
-        are_tensors = all(isinstance(row.get(name), Tensor | Place) for name in leaves)
+        are_tensors = all(isinstance(row.get(name), Tensor | FlatEntry) for name in leaves)
         if len(set(leaves)) < len(leaves) or not are_tensors:
             raise ValueError("the tensors of a tree are not there")
     found.steps[:] = steps
@@ -331,9 +331,9 @@ def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Ten
     return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
 
 
-def _unpack(value: Any) -> StateValue | Place:
+def _unpack(value: Any) -> StateValue | FlatEntry:
     if value is None:
-        return Place.MEMORY
+        return FlatEntry.MEMORY
     number, dtype = value
     if dtype == _JSON:
         return decode(json.loads(number))
