@@ -24,7 +24,7 @@ from kvtrainer.groups import kept_entries, option_problems, plain
 from kvtrainer.scaling import scaler_from_state
 from kvtrainer.states import SavedParameter, SavedStates, encoded, saved_problems
 from kvtrainer.step import StepPipeline
-from kvtrainer.sync.binding import Residuals
+from kvtrainer.sync.binding import WorkerResiduals
 
 _log = logging.getLogger(__name__)
 
@@ -135,14 +135,14 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
     pipeline.link.take_residuals(saved_residuals(saved, pipeline.memory.names))
 
 
-def saved_residuals(saved: SavedStates, names: Sequence[str]) -> Residuals | None:
+def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals | None:
     """Return the residuals that were saved; None if there were none."""
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
     sections = [saved.tensors.get(_section(at), {}) for at in range(place.get("devices", 1))]
     found = [{key: values[name] for key, name in enumerate(names) if name in values} for values in sections]
-    return Residuals(place["rank"], place["num_workers"], found)
+    return WorkerResiduals(place["rank"], place["num_workers"], found)
 
 
 def _section(device: int) -> str:

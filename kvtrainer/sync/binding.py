@@ -53,7 +53,7 @@ BUCKETS = ("bucket_size_mb", "coalesce")
 
 
 @dataclass(frozen=True)
-class Residuals:
+class WorkerResiduals:
     """Residuals of compression: what it has held back of one worker's gradients."""
 
     rank: int
@@ -66,7 +66,7 @@ class Residuals:
         """The rank, the number of workers, and of devices: residuals are of use there alone."""
         return self.rank, self.num_workers, len(self.values)
 
-    def moved(self, places: Mapping[int, int]) -> Residuals:
+    def moved(self, places: Mapping[int, int]) -> WorkerResiduals:
         """Return those of the keys that stay.
 
         Args:
@@ -127,7 +127,7 @@ class Binding:
         """The options and limits of the last round, packed."""
         self._is_told = False
         """Whether all servers have been told of them."""
-        self._awaited: Residuals | None = None
+        self._awaited: WorkerResiduals | None = None
         """Residuals that were loaded before the store was there."""
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of fewer parameters, until all workers are known to go over to the next one."""
@@ -469,16 +469,16 @@ class Binding:
         assert self.holder is not None
         return self.holder.rows
 
-    def residuals(self) -> Residuals | None:
+    def residuals(self) -> WorkerResiduals | None:
         """Copy what compression holds back of this worker's gradients; None without compression."""
         if self.replicas is not None and self._layout is not None:
             layout = self._layout
-            return Residuals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
+            return WorkerResiduals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
         if (exchange := self._compressing()) is None:
             return self._awaited
-        return Residuals(exchange.rank, exchange.num_workers, [exchange.residuals()])
+        return WorkerResiduals(exchange.rank, exchange.num_workers, [exchange.residuals()])
 
-    def take_residuals(self, saved: Residuals | None) -> None:
+    def take_residuals(self, saved: WorkerResiduals | None) -> None:
         """Load saved residuals, if they are this worker's, as soon as the store is there; else start with none."""
         if self._compressing() is None and (self.replicas is None or self._layout is None):
             is_compressing = self.selection.codec is not None or self.replicas is not None
