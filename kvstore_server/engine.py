@@ -41,7 +41,7 @@ from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, Processes, State
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, DelayedRequest, Given, Ints, Mode, Verdict, Waiter
+from kvstore_server.rounds import Book, CommitStatus, DelayedRequest, Given, Ints, Mode, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, RankCommit, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -369,7 +369,7 @@ class Engine:
             some = space.together(commits[:, 0])
         verdicts = book.commit(rank, commits, body, sender.waiter, now)
         if verdicts is not None:
-            some = space.together(some.tables[verdicts == Verdict.ACCEPTED])
+            some = space.together(some.tables[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, book, commits, verdicts, body)
         space.log_rounds("committed", book, some.named, rank)
         for table in some.named if body.absent or body.hyper else ():
@@ -412,19 +412,19 @@ class Engine:
             commits.tolist(), verdicts.tolist(), strict=True
         ):
             table = space.tables[number]
-            if verdict == Verdict.REPEATED and table.held is not None and body.hold:
+            if verdict == CommitStatus.REPEATED and table.held is not None and body.hold:
                 out += _held(table, round_, waiter, table.held.sum.partials)
-            elif verdict == Verdict.REPEATED:
+            elif verdict == CommitStatus.REPEATED:
                 waiting.append(number)
-            elif verdict == Verdict.REFUSED:
+            elif verdict == CommitStatus.REFUSED:
                 out += _reply(waiter, m.Missing(number, round_, book.missing_slots(rank, number, count)))
-            elif verdict == Verdict.FAILED:
+            elif verdict == CommitStatus.FAILED:
                 why, following = book.why_failed(number, round_), book.number(number)
                 out.append(_failed(waiter, why, number, round_, following))
-            elif verdict == Verdict.AHEAD:
+            elif verdict == CommitStatus.AHEAD:
                 what = f"rank {rank} committed round {round_} while round {book.number(number)} is open"
                 out.append(_failed(waiter, ProtocolError(what), number, round_))
-            elif verdict == Verdict.APPLIED:
+            elif verdict == CommitStatus.APPLIED:
                 again.append(Committed(number, round_, version, flags))
                 if body.hold and not table.ends[whose].vetoes:
                     # What was told before it was applied may have been lost as well.

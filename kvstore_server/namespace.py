@@ -43,8 +43,8 @@ from kvstore_server.rounds import (
     DelayedRequest,
     Ints,
     Mode,
+    NamespaceRounds,
     Piece,
-    Rounds,
     SlicePart,
     Terms,
     Waits,
@@ -153,7 +153,7 @@ class Namespace:
         self.mode = mode
         self.config = config
         self.membership = Membership(name, num_workers, awaits_successors=not mode.is_sync)
-        self.rounds = Rounds(num_workers, mode)
+        self.rounds = NamespaceRounds(num_workers, mode)
         self.waits = Waits(self.rounds)
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()

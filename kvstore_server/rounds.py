@@ -168,7 +168,7 @@ class Announced(NamedTuple):
         return np.frombuffer(self.packed, np.int64)
 
 
-class Verdict(IntEnum):
+class CommitStatus(IntEnum):
     """What became of a commit."""
 
     ACCEPTED = 0
@@ -557,9 +557,13 @@ class Book:
         if not (is_new if is_single else is_new.all()):
             verdicts = self._verdicts(given, commits)
             of_each = verdicts.tolist()
-            fresh = [table for table, one in zip(waiting, of_each, strict=True) if one == Verdict.ACCEPTED]
-            waiting = [table for table, one in zip(waiting, of_each, strict=True) if one <= Verdict.REPEATED]
-            tables, _, _, _, versions, flags = commits[verdicts == Verdict.ACCEPTED].T
+            fresh = [
+                table for table, one in zip(waiting, of_each, strict=True) if one == CommitStatus.ACCEPTED
+            ]
+            waiting = [
+                table for table, one in zip(waiting, of_each, strict=True) if one <= CommitStatus.REPEATED
+            ]
+            tables, _, _, _, versions, flags = commits[verdicts == CommitStatus.ACCEPTED].T
         for table in waiting:
             given.waiters[table] = waiter
         is_plain = not (said.hold or any_flags & _SPECIAL)
@@ -610,11 +614,11 @@ class Book:
         """Judge commits, by a Verdict for each."""
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
-        verdicts[given.sums[tables] != counts * _HERE + generations] = Verdict.REFUSED
-        verdicts[given.committed[tables]] = Verdict.REPEATED
-        verdicts[rounds < numbers] = Verdict.APPLIED
-        verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = Verdict.FAILED
-        verdicts[rounds > numbers] = Verdict.AHEAD
+        verdicts[given.sums[tables] != counts * _HERE + generations] = CommitStatus.REFUSED
+        verdicts[given.committed[tables]] = CommitStatus.REPEATED
+        verdicts[rounds < numbers] = CommitStatus.APPLIED
+        verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED
+        verdicts[rounds > numbers] = CommitStatus.AHEAD
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:
@@ -717,7 +721,7 @@ class Book:
             del failures[min(failures)]
 
 
-class Rounds:
+class NamespaceRounds:
     """The rounds of a namespace: those of all ranks together, and without synchronous rounds each rank's own.
 
     Args:
@@ -882,7 +886,7 @@ class DelayedRequest:
         """When its time began to run."""
         return self.deadline - self.timeout
 
-    def missing(self, rounds: Rounds) -> list[int]:
+    def missing(self, rounds: NamespaceRounds) -> list[int]:
         """Return the ranks that it waits for; none when it can be answered."""
         return rounds.missing_from_join(self.table) if self.is_join else rounds.behind(self.rank, self.table)
 
@@ -890,7 +894,7 @@ class DelayedRequest:
 class Waits:
     """The waits of one namespace; a repeated request takes the place of the former one."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: NamespaceRounds) -> None:
         self._rounds = rounds
         self.all: dict[tuple[int, int, bytes, int], DelayedRequest] = {}
         self._late_until: dict[int, float] = {}

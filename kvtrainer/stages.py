@@ -29,7 +29,7 @@ _EPSILON = 1e-6
 _KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value": {"type", "clip_value"}}
 
 
-class Verdict(NamedTuple):
+class GradientCheck(NamedTuple):
     """A gradient's norm, if it was looked at, and the decision about it."""
 
     measured: Measured | None = None

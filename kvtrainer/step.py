@@ -43,7 +43,7 @@ from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.scaling import LossScaler
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stages import Accumulation, GradientLimits, StageOptions, Verdict
+from kvtrainer.stages import Accumulation, GradientCheck, GradientLimits, StageOptions
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.exchange import RoundResult
 from kvtrainer.types import NOWHERE, StepResult
@@ -186,7 +186,7 @@ class StepPipeline:
         try:
             scale *= undone / self._gather(fresh, carried)
             updated: list[bool] | None = fresh
-            verdict, in_store = Verdict(), False
+            verdict, in_store = GradientCheck(), False
             if (exchange := self.link.exchange) is not None:
                 kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
                 mean = self.link.num_workers * self.memory.num_averaged if batch_size is None else 1
@@ -581,7 +581,7 @@ class StepPipeline:
                 stacklevel=level_of_user(),
             )
 
-    def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, Verdict]:
+    def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, GradientCheck]:
         """Make one round of the gradients in the arena. Returns which keys any worker gave, and the verdict.
 
         The keys are None, on all workers, if nothing may be updated. Where workers update, only a veto is known yet.
@@ -590,7 +590,7 @@ class StepPipeline:
         exchange, memory = self.link.exchange, self.memory
         assert exchange is not None
         absent = frozenset([] if all(fresh) else [i for i, is_fresh in enumerate(fresh) if not is_fresh])
-        own = Verdict()
+        own = GradientCheck()
         if exchange.updates_weights and not exchange.is_sync:
             # Every contribution is an update of its own.
             own = self._judge(memory.devices[0], fresh, scale)
@@ -602,13 +602,13 @@ class StepPipeline:
         options = self._numbers(fresh if self.link.num_workers == 1 else None)  # other workers may add keys
         outcome = self.link.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
-            return None, Verdict(own.measured or outcome.measured, Decision(skip=True))
+            return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         if not exchange.updates_weights:
             if outcome.rows is None:
                 memory.devices[0].scale_rows(scale)  # those did not travel; what did has come back scaled
             else:
                 memory.devices[0].rows = dict(outcome.rows)
-        verdict = Verdict(outcome.measured, outcome.decision) if exchange.is_sync else own
+        verdict = GradientCheck(outcome.measured, outcome.decision) if exchange.is_sync else own
         # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
         candidates = [True] * len(fresh) if exchange.is_ours else memory.participating()
         if outcome.left_out:
@@ -647,7 +647,7 @@ class StepPipeline:
         scale: float,
         again: Callable[[], Any] | None = None,
         options: dict[str, Any] | None = None,
-    ) -> Verdict:
+    ) -> GradientCheck:
         """Update these keys with their gradients in the arena, limited; nothing happens if they are to be skipped.
 
         Args:
@@ -693,7 +693,7 @@ class StepPipeline:
         scale: float,
         again: Callable[[], Any] | None,
         options: dict[str, Any] | None,
-    ) -> Verdict:
+    ) -> GradientCheck:
         """Do as `update_here`, on this worker alone."""
         if options is None:
             options = self._numbers(present if self.link.num_workers == 1 else None)
@@ -725,18 +725,18 @@ class StepPipeline:
             self.memory.share_weights(present)
         return verdicts[0]
 
-    def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> Verdict:
+    def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> GradientCheck:
         """Decide about the gradients in an arena, which are to be multiplied by `scale`."""
         if self.is_bad:
-            return Verdict(None, Decision(skip=True))
+            return GradientCheck(None, Decision(skip=True))
         limits = self.limits
         if not limits.is_needed:
-            return Verdict()
+            return GradientCheck()
         measured = measure(device.plan, device.arena.grads, device.rows, present, limits.norm_type, scale)
-        return Verdict(measured, limits.decide(measured))
+        return GradientCheck(measured, limits.decide(measured))
 
     def _finish(
-        self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: Verdict, undone: float
+        self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: GradientCheck, undone: float
     ) -> StepResult:
         """End a step: these gradients are used up; these keys were updated, or None if the step was skipped.
 

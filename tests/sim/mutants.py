@@ -24,7 +24,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.processes import State
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
-from kvstore_server.rounds import _HERE, Book, Given, Rounds, Verdict, Waits
+from kvstore_server.rounds import _HERE, Book, CommitStatus, Given, NamespaceRounds, Waits
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.tables import Compressor
@@ -324,7 +324,7 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
     """A round is complete when as many commits as workers came, whoever sent them."""
     verdicts = real(self, rank, commits, *args)
     if verdicts is not None:
-        repeated = commits[verdicts == Verdict.REPEATED]
+        repeated = commits[verdicts == CommitStatus.REPEATED]
         self.num_committed[repeated[repeated[:, 1] > 0, 0]] += 1
     return verdicts
 
@@ -378,7 +378,7 @@ def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
 def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A round does not wait for the slowest worker."""
     verdicts = real(self, rank, commits, *args)
-    is_accepted = True if verdicts is None else verdicts == Verdict.ACCEPTED
+    is_accepted = True if verdicts is None else verdicts == CommitStatus.ACCEPTED
     tables = commits[is_accepted & (commits[:, 1] > 0), 0]
     self.num_committed[tables[self.num_committed[tables] == self.num_members - 1]] += 1
     return verdicts
@@ -585,20 +585,20 @@ def applied_again(real: Any, self: Any, peer: bytes, request: m.Request, now: fl
     return out
 
 
-@replaces(Rounds, "behind", ASYNC)
+@replaces(NamespaceRounds, "behind", ASYNC)
 def bound_of_the_fastest(real: Any, self: Any, rank: int, table: int) -> list[int]:
     """A rank waits only while all of the others are too far behind."""
     found = list(real(self, rank, table))
     return found if len(found) == self.num_workers - 1 else []
 
 
-@replaces(Rounds, "lane", ASYNC)
+@replaces(NamespaceRounds, "lane", ASYNC)
 def shared_lane(real: Any, self: Any, rank: int, *args: Any) -> Any:
     """Two ranks share a sequence."""
     return real(self, max(rank, 1), *args)
 
 
-@replaces(Rounds, "begin_process", ASYNC)
+@replaces(NamespaceRounds, "begin_process", ASYNC)
 def lane_of_the_dead(real: Any, self: Any, rank: int) -> None:
     """A new process goes on in the sequence of the one that it replaces."""
     lanes = dict(self._lanes)
@@ -606,7 +606,7 @@ def lane_of_the_dead(real: Any, self: Any, rank: int) -> None:
     self._lanes = lanes
 
 
-@replaces(Rounds, "behind", ASYNC)
+@replaces(NamespaceRounds, "behind", ASYNC)
 def joined_is_needed(real: Any, self: Any, rank: int, table: int) -> list[int]:
     """A rank that has no more data holds the others back."""
     joined = set(self.joined(table))
@@ -616,7 +616,7 @@ def joined_is_needed(real: Any, self: Any, rank: int, table: int) -> list[int]:
     return found
 
 
-@replaces(Rounds, "end_process", ASYNC)
+@replaces(NamespaceRounds, "end_process", ASYNC)
 def left_is_needed(real: Any, self: Any, rank: int, is_done: bool) -> None:
     """A rank that left because it was done holds the others back."""
     real(self, rank, False)
@@ -645,7 +645,7 @@ def undoes_what_others_gave(real: Any, self: Any, whose: int) -> Any:
     return real(self, whose)
 
 
-@replaces(Rounds, "lane", ASYNC)
+@replaces(NamespaceRounds, "lane", ASYNC)
 def each_server_has_its_clock(real: Any, self: Any, rank: int, tables: Any, rounds: Any) -> Any:
     """A new process begins on each server where that server's slowest rank is."""
     for table in tables.tolist():
@@ -666,13 +666,13 @@ def repeating_extends(real: Any, self: Any, wait: Any) -> None:
     wait.deadline = deadline
 
 
-@replaces(Rounds, "fail_join", ASYNC)
+@replaces(NamespaceRounds, "fail_join", ASYNC)
 def failed_join_forgotten(real: Any, self: Any, rank: int, table: int, *_: Any) -> None:
     """Who joined in vain, and asks again, is told that all have joined."""
     self.joined(table).discard(rank)
 
 
-@replaces(Rounds, "part_again", ASYNC)
+@replaces(NamespaceRounds, "part_again", ASYNC)
 def join_that_stays(real: Any, self: Any, table: int) -> None:
     """After all have joined they still count as ranks without data."""
     joined = set(self.joined(table))

@@ -16,11 +16,11 @@ from kvstore_server.rounds import (
     SSP,
     SYNCHRONOUS,
     Book,
+    CommitStatus,
     DelayedRequest,
     Mode,
-    Rounds,
+    NamespaceRounds,
     Slots,
-    Verdict,
     Waiter,
     Waits,
 )
@@ -31,9 +31,9 @@ W = 1
 """The table of most tests: two slices, in slots 1 and 2."""
 
 
-def rounds_of(num_workers: int = 2, mode: Mode = SYNCHRONOUS) -> Rounds:
+def rounds_of(num_workers: int = 2, mode: Mode = SYNCHRONOUS) -> NamespaceRounds:
     """Rounds of three tables; what payloads are concerns nobody, so most are plain strings."""
-    rounds = Rounds(num_workers, mode)
+    rounds = NamespaceRounds(num_workers, mode)
     for sizes in ([64], [64, 64], [64]):
         rounds.add(sizes, [False] * len(sizes))
     return rounds
@@ -61,12 +61,14 @@ def commit(
     now: float = 0.0,
     timeout: float = 60.0,
     flags: int = 0,
-) -> list[Verdict]:
+) -> list[CommitStatus]:
     """Commit with (slices, sum of their generations); what became of it."""
     rows = m.matrix([(table, round_, *given, -1, flags) for table in tables or (W,)], m.COMMIT_WORDS)
     said = m.Contribute(m.matrix((), 4), (), rows, timeout=timeout)
     verdicts = book.commit(rank, rows, said, Waiter(b"%d" % rank, waiter), now)
-    return [Verdict.ACCEPTED] * len(rows) if verdicts is None else [Verdict(one) for one in verdicts]
+    return (
+        [CommitStatus.ACCEPTED] * len(rows) if verdicts is None else [CommitStatus(one) for one in verdicts]
+    )
 
 
 def given(book: Book, rank: int, table: int = W) -> list[tuple[int, Any]]:
@@ -132,7 +134,7 @@ def test_of_very_many_failures_in_a_row_the_last_reasons_are_kept_and_none_count
 ) -> None:
     for number in range(1000):
         book.fail(W, KVStoreError(str(number)))
-    assert all(commit(book, 0, round_=number) == [Verdict.FAILED] for number in range(1000))
+    assert all(commit(book, 0, round_=number) == [CommitStatus.FAILED] for number in range(1000))
     assert not any(book.was_applied(W, number) for number in range(1000))
     assert str(book.why_failed(W, 999)) == "999"
     assert len(book._failures[W]) < 100
@@ -141,7 +143,7 @@ def test_of_very_many_failures_in_a_row_the_last_reasons_are_kept_and_none_count
 def test_what_is_ahead_of_the_open_round_is_refused(book: Book) -> None:
     with pytest.raises(ProtocolError, match="rank 1 pushed to round 3 while round 0 is open"):
         push(book, 1, "x", round_=3)
-    assert commit(book, 1, round_=3) == [Verdict.AHEAD]
+    assert commit(book, 1, round_=3) == [CommitStatus.AHEAD]
 
 
 def test_a_round_is_late_from_its_deadline_on_until_it_ends(book: Book) -> None:
@@ -155,7 +157,7 @@ def test_a_round_is_late_from_its_deadline_on_until_it_ends(book: Book) -> None:
 # ---------------------------------------------------------------- each rank for itself
 
 
-def lanes_at(*clocks: int, bound: int | None = 0) -> Rounds:
+def lanes_at(*clocks: int, bound: int | None = 0) -> NamespaceRounds:
     """Rounds without synchrony, of ranks with these clocks."""
     rounds = rounds_of(len(clocks), Mode(ASYNC) if bound is None else Mode(SSP, bound))
     rounds.shared.finish(np.arange(3), rounds.slots.of(np.arange(3)))
@@ -165,14 +167,14 @@ def lanes_at(*clocks: int, bound: int | None = 0) -> Rounds:
     return rounds
 
 
-def lane_of(rounds: Rounds, rank: int, round_: int) -> Book:
+def lane_of(rounds: NamespaceRounds, rank: int, round_: int) -> Book:
     return rounds.lane(rank, np.array([W]), np.array([round_]))
 
 
-def contribute(rounds: Rounds, rank: int) -> None:
+def contribute(rounds: NamespaceRounds, rank: int) -> None:
     lane = lane_of(rounds, rank, rounds.clocks(W)[rank] + 1)
     number = lane.number(W)
-    assert commit(lane, rank, round_=number) == [Verdict.ACCEPTED]
+    assert commit(lane, rank, round_=number) == [CommitStatus.ACCEPTED]
     assert lane.num_committed[W] == lane.num_members
     finish(lane)
     rounds.advance(rank, W)
