@@ -45,7 +45,7 @@ _NAMED = 8
 
 
 @dataclass(repr=False)
-class Session:
+class RankSession:
     """A process that stands for a rank."""
 
     token: int
@@ -105,16 +105,16 @@ class Sessions:
     def __init__(self, server: int, tokens: Callable[[], int]) -> None:
         self._server = server
         self._tokens = tokens
-        self._live: dict[int, Session] = {}
-        self._ended: OrderedDict[int, tuple[Session, str]] = OrderedDict()
+        self._live: dict[int, RankSession] = {}
+        self._ended: OrderedDict[int, tuple[RankSession, str]] = OrderedDict()
         """Token → whose it was, and why it is good no more."""
         self._opened: dict[Hashable, int] = {}
         """The tokens of both, by process."""
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[RankSession]:
         return iter(self._live.values())
 
-    def find(self, peer: bytes, token: int) -> Session:
+    def find(self, peer: bytes, token: int) -> RankSession:
         """Return the session of that token, for a message from the socket `peer`.
 
         Raises:
@@ -128,11 +128,11 @@ class Sessions:
             reason = "it has no session there"
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
 
-    def of_socket(self, peer: bytes) -> Session | None:
+    def of_socket(self, peer: bytes) -> RankSession | None:
         """Return the newest open session that has the socket `peer`. It searches all, so only the debug log asks."""
         return next((one for one in reversed(self._live.values()) if peer in one.hello.sockets), None)
 
-    def repeated(self, peer: bytes, hello: Hello) -> Session | None:
+    def repeated(self, peer: bytes, hello: Hello) -> RankSession | None:
         """Return the session that the same Hello of the process has opened, if any.
 
         Raises:
@@ -144,14 +144,14 @@ class Sessions:
         token = self._opened.get(_process_of(hello))
         return None if token is None else self.find(peer, token)
 
-    def new(self, peer: bytes, hello: Hello, now: float) -> Session:
+    def new(self, peer: bytes, hello: Hello, now: float) -> RankSession:
         """Return a session with a token that no other has; 0 is none. It may not speak before it is opened."""
         token = 0
         while not token or token in self._live or token in self._ended:
             token = self._tokens()
-        return Session(token, hello, peer, now)
+        return RankSession(token, hello, peer, now)
 
-    def open(self, session: Session) -> None:
+    def open(self, session: RankSession) -> None:
         """Let a process speak for its rank from now on."""
         self._live[session.token] = session
         self._opened[session.process] = session.token
@@ -187,7 +187,7 @@ class Membership:
         self.namespace = namespace
         self.num_workers = num_workers
         self._awaits_successors = awaits_successors
-        self.members: dict[int, Session] = {}
+        self.members: dict[int, RankSession] = {}
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
         self.failed: set[int] = set()
@@ -199,7 +199,7 @@ class Membership:
         self._gathered: tuple[bytes, ...] = ()
         """What the ranks gave at the last barrier."""
 
-    def join(self, session: Session) -> Session | None:
+    def join(self, session: RankSession) -> RankSession | None:
         """Let a process stand for its rank; return the session that it replaces, if any.
 
         Raises:
@@ -405,7 +405,7 @@ def workers_of(
     resting = set(joined)
     told = []
     for rank in range(min(members.num_workers, MOST_WORKERS)):
-        member: Session | None = members.members.get(rank)
+        member: RankSession | None = members.members.get(rank)
         state = "here" if member is not None else "absent"
         why = members.departed.get(rank, "")
         if rank in members.departed:

@@ -19,7 +19,7 @@ import torch
 from kvstore_server import reduction, slicewise
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
-from kvstore_server.membership import Membership, Session, Sessions
+from kvstore_server.membership import Membership, RankSession, Sessions
 from kvstore_server.norms import Decision
 from kvstore_server.processes import State
 from kvstore_server.protocol import messages as m
@@ -88,13 +88,13 @@ def _begins_in(error: Exception, file: str) -> bool:
 # ---------------------------------------------------------------- servers that see processes wrongly
 
 
-@replaces(Session, "is_dead")
+@replaces(RankSession, "is_dead")
 def dead_before_its_last_words(_: Any, self: Any, now: float) -> bool:
     """A process is given up the moment that it has ended, whatever it has said is on its way."""
     return self.state is State.ENDED
 
 
-@replaces(Session, "is_dead")
+@replaces(RankSession, "is_dead")
 def dead_by_silence_alone(*_: Any) -> bool:
     """Nobody minds that a process has ended."""
     return False

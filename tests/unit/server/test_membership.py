@@ -14,7 +14,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     describe,
 )
-from kvstore_server.membership import Membership, Session
+from kvstore_server.membership import Membership, RankSession
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
 
@@ -23,9 +23,9 @@ DEAD_AFTER = 20.0
 
 def session(
     rank: int, token: int = 9, now: float = 0.0, *, num_workers: int = 3, address: str = ""
-) -> Session:
+) -> RankSession:
     hello = Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}", b"", ())
-    return Session(token, hello, b"peer", now)
+    return RankSession(token, hello, b"peer", now)
 
 
 def joined(*ranks: int, now: float = 0.0) -> Membership:
