@@ -78,7 +78,7 @@ class Outline(NamedTuple):
     """The keys of which it gives rows."""
 
 
-class Source(NamedTuple):
+class SpanSource(NamedTuple):
     """Where the numbers of a span are in a contribution."""
 
     number: int
@@ -94,7 +94,7 @@ class Span(NamedTuple):
 
     first: int
     end: int
-    given: list[Source]
+    given: list[SpanSource]
     sparse: Sequence[Home] = ()
     """The keys of which a rank gave rows that count as dense numbers."""
     start: int = 0
@@ -230,7 +230,7 @@ class Sums:
     def part(self, slot: int, begin: int, end: int, contributions: Sequence[RankContribution]) -> Chunk:
         """Return a chunk of a slot, whole lines, to which dense numbers are contributed."""
         one = self._storage.slots[slot]
-        given = [Source(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
+        given = [SpanSource(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
         used = min(end, one.piece.used) - begin
         place = slice(one.start + begin, one.start + end)
         ends = one.block.ends
@@ -310,15 +310,15 @@ class Sums:
         at = [0] * len(outlines)
         for first, end in pairwise(cuts):
             sparse = [home for home in homes if home.slot <= first < home.end_slot]
-            given: list[Source] = []
+            given: list[SpanSource] = []
             for number, one in enumerate(outlines):
                 while at[number] < len(one.bounds) and one.bounds[at[number]][1] <= first:
                     at[number] += 1
                 begin = one.bounds[at[number]][0] if at[number] < len(one.bounds) else end
                 if begin <= first:
-                    given.append(Source(number, at[number], slots[first].start - slots[begin].start))
+                    given.append(SpanSource(number, at[number], slots[first].start - slots[begin].start))
                 elif any(home.key in one.rows for home in sparse):
-                    given.append(Source(number, -1, 0))
+                    given.append(SpanSource(number, -1, 0))
             if given:
                 yield Span(first, end, given, sparse)
 
@@ -376,7 +376,7 @@ class Sums:
         return kept if room == numel else kept[:numel]
 
     def _numbers(
-        self, body: Tensor, span: Span, one: RankContribution, source: Source, is_further: bool
+        self, body: Tensor, span: Span, one: RankContribution, source: SpanSource, is_further: bool
     ) -> Tensor:
         """Return what a rank gave to a span, in the dtype of `body`; that of the first rank may lie there."""
         slot, payload = self._storage.slots[span.first], None

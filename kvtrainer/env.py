@@ -62,7 +62,7 @@ _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-
 
 
 @dataclass(frozen=True)
-class Source:
+class LauncherEnv:
     """A launcher and the variables in which it says which worker a process is."""
 
     launcher: str
@@ -87,14 +87,14 @@ class Source:
 
 
 SOURCES = (
-    Source("kvlaunch", (RANK,), NUM_WORKERS, LOCAL_RANK, ATTEMPT),
-    Source("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
-    Source("torchrun", ("RANK",), "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"),
+    LauncherEnv("kvlaunch", (RANK,), NUM_WORKERS, LOCAL_RANK, ATTEMPT),
+    LauncherEnv("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
+    LauncherEnv("torchrun", ("RANK",), "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"),
     # mpirun in a batch script of Slurm: all of its processes inherit the one place that Slurm gave the script.
-    Source("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    Source("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
-    Source("MPI", ("PMI_RANK",), "PMI_SIZE", "MPI_LOCALRANKID"),
-    Source("PMIx", ("PMIX_RANK",), ""),
+    LauncherEnv("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    LauncherEnv("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
+    LauncherEnv("MPI", ("PMI_RANK",), "PMI_SIZE", "MPI_LOCALRANKID"),
+    LauncherEnv("PMIx", ("PMIX_RANK",), ""),
 )
 """In order of precedence. The first one of which anything is set gives both numbers."""
 
@@ -399,7 +399,7 @@ _ADVICE = (
 )
 
 
-def _missing(environ: Mapping[str, str], source: Source, name: str, option: str) -> str:
+def _missing(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
     """Say why there is no rank, or no number of workers: what was looked for, and what was found where."""
     found = source.found_in(environ)
     if not found:
@@ -415,7 +415,7 @@ def _missing(environ: Mapping[str, str], source: Source, name: str, option: str)
     return text + (f". Found, but not used: {'; '.join(others)}" if others else "")
 
 
-def _source(environ: Mapping[str, str]) -> Source | None:
+def _source(environ: Mapping[str, str]) -> LauncherEnv | None:
     return next((source for source in SOURCES if source.found_in(environ)), None)
 
 
