@@ -180,7 +180,7 @@ def _slots_of(body: Any) -> str:
 _DATA: dict[type[Any], Callable[[Any], int]] = {
     m.Contribute: payload_in,
     m.Weights: payload_out,
-    m.State: lambda body: len(body.data),
+    m.SliceState: lambda body: len(body.data),
     m.Gather: lambda body: len(body.data),
     m.Gathered: lambda body: sum(map(len, body.parts)),
     m.PullRows: lambda body: len(body.ids),

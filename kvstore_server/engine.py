@@ -39,7 +39,7 @@ from kvstore_server.namespace import EngineConfig, Namespace, Together
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
-from kvstore_server.processes import LAST_WORDS, Processes, State
+from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import Book, CommitStatus, DelayedRequest, Given, Ints, Mode, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
@@ -153,7 +153,7 @@ class Engine:
             m.Register: self._register,
             m.SetOptimizer: self._set_optimizer,
             m.GetState: self._get_state,
-            m.State: self._put_state,
+            m.SliceState: self._put_state,
             m.Stats: lambda sender, _: _info(sender, sender.space.stats(sender.now)),
             m.Profile: lambda sender, body: _info(sender, sender.space.recording.answer(body, clock)),
             m.Command: lambda sender, body: _reply(
@@ -278,8 +278,8 @@ class Engine:
                 session = self._sessions.find(peer, token)
                 session.how_ended = session.how_ended or how
                 hello = session.hello
-                if session.state is not State.ENDED:
-                    session.state, session.seen_at = State.ENDED, now
+                if session.state is not ProcessState.ENDED:
+                    session.state, session.seen_at = ProcessState.ENDED, now
                     space = self.namespaces[hello.namespace]  # a large one is looked at rarely
                     space.next_look = min(space.next_look, now + LAST_WORDS)
                 elif session.is_dead(now) and not session.is_logged:
@@ -289,13 +289,13 @@ class Engine:
                     _log.warning("namespace %r: the process of rank %d (%s) %s", *who)
         patience = self.config.dead_after / 2
         for session in self._sessions:
-            if session.state is State.ENDED:
+            if session.state is ProcessState.ENDED:
                 continue
             if now - session.last_heard <= patience:
-                session.state = State.UNKNOWN  # nobody needs to look
+                session.state = ProcessState.UNKNOWN  # nobody needs to look
             elif now - session.last_sign > patience:
                 session.state = processes.state((session.peer, session.token))
-                if session.state is State.RUNS:
+                if session.state is ProcessState.RUNS:
                     session.seen_at = now
 
     def excuse_silence(self, now: float) -> None:
@@ -805,9 +805,9 @@ class Engine:
         table = sender.space.table(body.table)
         slicewise.let_read(sender.space, sender.rank, [table.number])
         packed = pack_states(table.shard.get_state(table.unit, body.index))
-        return _reply(sender.waiter, m.State(body.table, body.index, *packed))
+        return _reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
 
-    def _put_state(self, sender: Sender, body: m.State) -> list[m.Outgoing]:
+    def _put_state(self, sender: Sender, body: m.SliceState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
         slicewise.let_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)

@@ -32,7 +32,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     from_wire,
 )
-from kvstore_server.processes import LAST_WORDS, State
+from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol.frames import unpack_control
 from kvstore_server.protocol.messages import Gather, Hello
 from kvstore_server.rounds import Waiter
@@ -55,7 +55,7 @@ class RankSession:
     last_heard: float
     report: Mapping[str, float] = field(default_factory=dict)
     """What the process has told about itself last; see `facts`."""
-    state: State = State.UNKNOWN
+    state: ProcessState = ProcessState.UNKNOWN
     """What the process does, where it is of the server's host and is looked at, because it is silent."""
     seen_at: float = -math.inf
     """When it was last seen to run, or was found to have ended."""
@@ -78,7 +78,7 @@ class RankSession:
 
     def is_dead(self, now: float) -> bool:
         """Tell whether the process has ended, and all that it said has come."""
-        return self.state is State.ENDED and now - self.last_sign >= LAST_WORDS
+        return self.state is ProcessState.ENDED and now - self.last_sign >= LAST_WORDS
 
     @property
     def process(self) -> Hashable:
@@ -86,7 +86,7 @@ class RankSession:
         return _process_of(self.hello)
 
 
-_SEEN = {State.RUNS: ", but its process runs", State.STOPPED: ", and its process is stopped"}
+_SEEN = {ProcessState.RUNS: ", but its process runs", ProcessState.STOPPED: ", and its process is stopped"}
 """What a message adds about a rank of whose process more is known than that it is silent."""
 
 
@@ -286,7 +286,7 @@ class Membership:
     def _lost_error(self, rank: int, what: str, now: float, dead_after: float) -> WorkerLostError:
         """Return the error of a wait for a member that is dead, or silent too long."""
         state = self.members[rank].state
-        if state is State.ENDED:
+        if state is ProcessState.ENDED:
             return WorkerLostError(
                 f"{what} cannot complete: {self.describe(rank, now)}. Look for its own last words, and restart the job "
                 "from its last saved states"
@@ -298,7 +298,7 @@ class Membership:
         return WorkerLostError(
             f"{what} cannot complete: {self.describe(rank, now)}; "
             f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last words, "
-            f"and restart the job from its last saved states{may_be if state is State.UNKNOWN else ''}"
+            f"and restart the job from its last saved states{may_be if state is ProcessState.UNKNOWN else ''}"
         )
 
     def enter_barrier(
@@ -347,7 +347,7 @@ class Membership:
     def describe(self, rank: int, now: float) -> str:
         """Name a rank for an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
-        if member is not None and member.state is State.ENDED:
+        if member is not None and member.state is ProcessState.ENDED:
             how = member.how_ended or "has ended without a word"
             return f"the process of rank {rank} ({member.hello.address}) {how}"
         if member is not None:

@@ -29,7 +29,7 @@ _HAS_EXIT = 1 << 3
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
-class State(Enum):
+class ProcessState(Enum):
     """What a process does."""
 
     UNKNOWN = auto()
@@ -63,20 +63,20 @@ class Process:
     def close(self) -> None:
         os.close(self._fd)
 
-    def state(self) -> State:
+    def state(self) -> ProcessState:
         """Look what the process does. Of this process itself it is unknown: who looks is not what it looks for."""
         if self._end.poll(0):
-            return State.ENDED
+            return ProcessState.ENDED
         if self._is_own:
-            return State.UNKNOWN
+            return ProcessState.UNKNOWN
         try:
             # The number in the namespace that /proc shows, which need not be the one in ours.
             own = _PID.search(Path(f"/proc/self/fdinfo/{self._fd}").read_text())
             stat = Path(f"/proc/{own[1] if own else -1}/stat").read_text()
         except OSError:
-            return State.ENDED if self._end.poll(0) else State.UNKNOWN
+            return ProcessState.ENDED if self._end.poll(0) else ProcessState.UNKNOWN
         letter = stat.rpartition(")")[2].split()[0]
-        return State.STOPPED if letter in "Tt" else State.RUNS
+        return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNS
 
     def how_ended(self) -> str:
         """Say how an ended process has ended, as "was killed by signal 9 (SIGKILL)"; empty where nobody knows."""
@@ -138,10 +138,10 @@ class Processes:
         keys = [self._by_fd[fd] for fd, _ in self._ends.poll(0)]
         return {key: self._found[key].how_ended() for key in keys}
 
-    def state(self, key: Key) -> State:
+    def state(self, key: Key) -> ProcessState:
         """Look what the process of a session does."""
         process = self._found.get(key)
-        return State.UNKNOWN if process is None else process.state()
+        return ProcessState.UNKNOWN if process is None else process.state()
 
     def close(self) -> None:
         for key in self:

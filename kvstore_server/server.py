@@ -350,7 +350,7 @@ class Server:
         news = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
-            if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.State):
+            if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
                 continue  # it is a copy: who reads none of them may have one, and ask again
             if waiting is not None and waiting.nbytes > self._options.max_backlog:
                 _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
@@ -368,7 +368,7 @@ class Server:
     def _try_send(self, peer: bytes, reply: m.Reply, waiting: Backlog | None = None) -> _Sent:
         """Send a reply, which may be the oldest of those that wait."""
         body = reply.body
-        channel = None if isinstance(body, m.State) else self._channels.get(peer)
+        channel = None if isinstance(body, m.SliceState) else self._channels.get(peer)
         try:
             if channel is not None:
                 if isinstance(body, m.Weights) and len(body.places) and not channel.show(body.places[:, 2]):
@@ -434,7 +434,7 @@ class Server:
         sent = self._try_send(peer, reply, waiting)
         if sent is _Sent.LATER:
             channel = self._channels.get(peer)
-            is_state = isinstance(reply.body, m.State)  # which goes over ZeroMQ
+            is_state = isinstance(reply.body, m.SliceState)  # which goes over ZeroMQ
             return channel is not None and not is_state and channel.make_room(waiting.nbytes)
         if sent is _Sent.NEVER:
             self._drop_backlog(peer)
@@ -473,7 +473,7 @@ class Backlog:
     @property
     def has_state(self) -> bool:
         """True while optimizer state waits here."""
-        return any(isinstance(reply.body, m.State) for reply in self.replies)
+        return any(isinstance(reply.body, m.SliceState) for reply in self.replies)
 
     def append(self, reply: m.Reply) -> None:
         self.replies.append(reply)
@@ -522,7 +522,7 @@ def _size_of(reply: m.Reply) -> int:
     body = reply.body
     if isinstance(body, m.Weights):
         return _LEAST + _OF_PART * len(body.payloads) + sum(map(_nbytes_of, body.payloads))
-    return _LEAST + (len(body.data) if isinstance(body, m.State) else 0)
+    return _LEAST + (len(body.data) if isinstance(body, m.SliceState) else 0)
 
 
 def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:

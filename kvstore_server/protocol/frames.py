@@ -141,7 +141,9 @@ class LongMessage:
         self._count = 0
         self.nbytes = 0
         """Bytes of the frames that were kept at any time."""
-        self._is_refused = len(frames[0]) < _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.State].code
+        self._is_refused = (
+            len(frames[0]) < _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.SliceState].code
+        )
         for frame in frames:
             self.take(frame)
 
@@ -472,13 +474,13 @@ def _decode_pull(frames: Sequence[Frame]) -> m.Pull:
     return m.Pull(tuple(tables), timeout)
 
 
-def _encode_state(state: m.State) -> list[Frame]:
+def _encode_state(state: m.SliceState) -> list[Frame]:
     data = memoryview(state.data)
     chunks = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
     return [pack_control([state.table, state.index, dict(state.summary), len(data)]), *chunks]
 
 
-def _decode_state(frames: Sequence[Frame]) -> m.State:
+def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
     head = unpack_control(memoryview(frames[0]))
     kinds = (int, int, dict, int)
     if not (isinstance(head, list) and len(head) == len(kinds) and all(map(isinstance, head, kinds))):
@@ -486,7 +488,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.State:
     data = b"".join(frames[1:])
     if len(data) != head[3]:
         raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
-    return m.State(head[0], head[1], head[2], data)
+    return m.SliceState(head[0], head[1], head[2], data)
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
@@ -531,7 +533,7 @@ _KINDS: dict[type[Any], _Kind] = {
     m.Contribute: _Kind(0x80, 2, _encode_contribute, _decode_contribute),
     m.Weights: _Kind(0x82, 2, _encode_rows, _decode_rows),
     m.Done: _Kind(0x83, 1, _encode_rows, _decode_rows),
-    m.State: _Kind(0x84, 0, _encode_state, _decode_state),
+    m.SliceState: _Kind(0x84, 0, _encode_state, _decode_state),
     m.Resolve: _Kind(0x85, 1, _encode_resolve, _decode_resolve),
     m.Held: _Kind(0x86, 1, _encode_held, _decode_held),
     m.Pull: _Kind(0x88, 1, _encode_pull, _decode_pull),

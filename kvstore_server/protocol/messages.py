@@ -263,7 +263,7 @@ class GetState:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SliceState:
     """The optimizer state of a slice: as a request it replaces the state, as a reply it answers GetState."""
 
     table: int
@@ -509,7 +509,7 @@ RequestBody: TypeAlias = (
     | SetOptimizer
     | Gather
     | GetState
-    | State
+    | SliceState
     | Heartbeat
     | GetStatus
     | Leave
@@ -534,7 +534,7 @@ ReplyBody: TypeAlias = (
     | Failed
     | Gathered
     | Status
-    | State
+    | SliceState
 )
 
 

@@ -159,14 +159,14 @@ class Client:
         """Fetch the optimizer state of one slice, as of this worker's last round."""
         self.rounds.settle(table)
         reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
-        assert isinstance(reply, m.State)
+        assert isinstance(reply, m.SliceState)
         return unpack_states(piece, reply.summary, reply.data)
 
     def put_state(self, table: RemoteTable, piece: Slice, state: States) -> None:
         """Replace the optimizer state of one slice."""
         self.rounds.settle(table)
         number = table.numbers[piece.server]
-        self._session.call(piece.server, m.State(number, piece.index, *pack_states(state)))
+        self._session.call(piece.server, m.SliceState(number, piece.index, *pack_states(state)))
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has come to the same barrier.

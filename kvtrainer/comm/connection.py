@@ -27,7 +27,7 @@ from kvstore_server.check import is_loopback
 from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_open
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
 from kvstore_server.memory import keep_free_memory
-from kvstore_server.processes import Process, State
+from kvstore_server.processes import Process, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     MAX_FRAME,
@@ -142,7 +142,7 @@ class Connection(Transport):
         while queue:
             urgency, number, request = queue[0]
             channel = self._channels.get(server)
-            if channel is not None and (not channel.is_usable or isinstance(request.body, m.State)):
+            if channel is not None and (not channel.is_usable or isinstance(request.body, m.SliceState)):
                 channel = None
             portions = divided(request.body, MAX_PAYLOAD if channel is None else channel.portion)
             if len(portions) > 1:
@@ -272,7 +272,7 @@ class Connection(Transport):
             channel = self._channels.get(server)
             waits_for_socket = bool(queue) and self._windows[server].until is None
             if channel is not None:
-                if queue and channel.is_usable and not isinstance(queue[0][2].body, m.State):
+                if queue and channel.is_usable and not isinstance(queue[0][2].body, m.SliceState):
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))
                     waits_for_socket = False
                 is_full = bool(queue) and channel.is_usable and channel.is_full
@@ -285,9 +285,9 @@ class Connection(Transport):
     def last_sign(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
 
-    def process(self, server: int) -> State:
+    def process(self, server: int) -> ProcessState:
         process = self._processes.get(server)
-        return State.UNKNOWN if process is None else process.state()
+        return ProcessState.UNKNOWN if process is None else process.state()
 
     def how_ended(self, server: int) -> str:
         process = self._processes.get(server)

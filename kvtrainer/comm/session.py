@@ -31,7 +31,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.plan import check_name
-from kvstore_server.processes import LAST_WORDS, State
+from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
@@ -97,9 +97,9 @@ class Transport(ABC):
     ended: Collection[int] = ()
     """Servers of this host whose processes have ended, as far as `receive` has noticed; it returns when it does."""
 
-    def process(self, server: int) -> State:
+    def process(self, server: int) -> ProcessState:
         """Look what the process of a server does, where it is of this host."""
-        return State.UNKNOWN
+        return ProcessState.UNKNOWN
 
     def how_ended(self, server: int) -> str:
         """Say how the process of a server has ended, in the words of `Process.how_ended`."""
@@ -537,7 +537,7 @@ class Session:
         is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
         if is_lost and not self._runs(server):
             self._gone.add(server)
-            is_stopped = self.transport.process(server) is State.STOPPED
+            is_stopped = self.transport.process(server) is ProcessState.STOPPED
             where = (
                 f"{self.describe(server)} (its process is stopped)" if is_stopped else self.describe(server)
             )
@@ -549,7 +549,7 @@ class Session:
 
     def _runs(self, server: int) -> bool:
         """Tell whether a server is seen to work, whatever it says; or it has just ended, which is noticed at once."""
-        return self.transport.process(server) in (State.RUNS, State.ENDED)
+        return self.transport.process(server) in (ProcessState.RUNS, ProcessState.ENDED)
 
     def _is_dead(self, server: int, began: float, now: float) -> bool:
         """Tell whether a server's process has ended, and all that it said has come.

@@ -320,7 +320,7 @@ def test_the_memory_of_a_message_that_was_refused_is_given_back(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:
     before = resident_bytes(server.pid)
-    state = m.State(0, 0, {}, bytes(256 << 20))
+    state = m.SliceState(0, 0, {}, bytes(256 << 20))
     peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=state)))
     assert isinstance(decode(_answer_of(peer))[3], m.Failed)
     assert eventually(lambda: resident_bytes(server.pid) - before < 32 << 20)
@@ -368,7 +368,7 @@ def _bodies() -> list[m.RequestBody]:
         m.Gather(0, 1.0),
         m.ShowRows(0),
         m.GetState(0, 0),
-        m.State(0, 0, {"a": 1}, b"data"),
+        m.SliceState(0, 0, {"a": 1}, b"data"),
         m.Leave("bye", True),
         m.Stats(),
     ]

@@ -21,7 +21,7 @@ from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.membership import Membership, RankSession, Sessions
 from kvstore_server.norms import Decision
-from kvstore_server.processes import State
+from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
 from kvstore_server.rounds import _HERE, Book, CommitStatus, Given, NamespaceRounds, Waits
@@ -91,7 +91,7 @@ def _begins_in(error: Exception, file: str) -> bool:
 @replaces(RankSession, "is_dead")
 def dead_before_its_last_words(_: Any, self: Any, now: float) -> bool:
     """A process is given up the moment that it has ended, whatever it has said is on its way."""
-    return self.state is State.ENDED
+    return self.state is ProcessState.ENDED
 
 
 @replaces(RankSession, "is_dead")
@@ -108,8 +108,8 @@ def successor_taken_for_the_dead(real: Any, self: Any, processes: Any, now: floa
         if token in self._sessions._ended:
             rank = self._sessions._ended[token][0].hello.rank
             for session in self._sessions:
-                if session.hello.rank == rank and session.state is not State.ENDED:
-                    session.state, session.seen_at = State.ENDED, now
+                if session.hello.rank == rank and session.state is not ProcessState.ENDED:
+                    session.state, session.seen_at = ProcessState.ENDED, now
 
 
 @replaces(Membership, "lost", ASYNC)

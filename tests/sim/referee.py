@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_server.engine import Engine
-from kvstore_server.processes import State
+from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import PACKED_ROWS
 from tests.sim.model import AsyncModel, Commit, Members, SyncModel, To, Told, Violation, Weights
@@ -39,8 +39,8 @@ class SeenProcesses:
     def ended(self) -> dict[tuple[bytes, int], str]:
         return self._ended
 
-    def state(self, _: object) -> State:
-        return State.UNKNOWN
+    def state(self, _: object) -> ProcessState:
+        return ProcessState.UNKNOWN
 
 
 class Referee:

@@ -11,7 +11,7 @@ import torch
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.processes import State
+from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 from kvtrainer.comm.contribution import Contribution
@@ -38,7 +38,7 @@ class Scripted(Transport):
         self.heartbeats: list[tuple[int, int]] = []
         self.signs: dict[int, float] = {}
         self.ended: set[int] = set()
-        self.states: dict[int, State] = {}
+        self.states: dict[int, ProcessState] = {}
         """What the processes of servers of this host do."""
         self.is_closed = False
         self._order = itertools.count()
@@ -92,8 +92,8 @@ class Scripted(Transport):
     def last_sign(self, server: int) -> float:
         return self.signs.get(server, 0.0)
 
-    def process(self, server: int) -> State:
-        return self.states.get(server, State.UNKNOWN)
+    def process(self, server: int) -> ProcessState:
+        return self.states.get(server, ProcessState.UNKNOWN)
 
     def how_ended(self, server: int) -> str:
         return "was killed by signal 9 (SIGKILL)" if server in self.ended else ""

@@ -11,7 +11,7 @@ import pytest
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
-from kvstore_server.processes import LAST_WORDS, State
+from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
 from kvtrainer.comm.client import Client, Loopback
@@ -288,7 +288,7 @@ def test_what_a_server_has_said_before_its_process_ended_is_heard_first() -> Non
 def test_a_silent_server_that_is_seen_to_work_has_as_long_as_in_a_round() -> None:
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Stats) else None)
     session = servers.session(dead_after=8.0, timeout=100.0)
-    servers.states[0] = State.RUNS
+    servers.states[0] = ProcessState.RUNS
     servers.reply(0, session._last_number + 1, m.Status(), after=90.0)
     assert session.call(0, m.Stats()) == m.Status()
     with pytest.raises(ServerUnreachableError, match="within 100 s"):
@@ -299,7 +299,7 @@ def test_a_silent_server_that_is_seen_to_work_has_as_long_as_in_a_round() -> Non
 def test_a_silent_server_that_is_stopped_counts_as_gone_and_the_error_says_so() -> None:
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Gather) else None)
     session = servers.session(dead_after=8.0, timeout=100.0)
-    servers.states[0] = State.STOPPED
+    servers.states[0] = ProcessState.STOPPED
     with pytest.raises(ServerUnreachableError, match="its process is stopped"):
         session.call(0, m.Gather(0, 100.0), timeout=100.0)
     assert servers.now == pytest.approx(108.0, abs=REPEAT_AFTER)

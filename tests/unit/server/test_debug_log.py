@@ -209,7 +209,7 @@ def test_lines_hold_no_values_and_nothing_by_which_one_could_speak_for_a_worker(
     hello = m.Hello("job", 1, 2, 0, 1, "avx2", "host:1", secret, (secret,))
     for body in (
         hello, m.Welcome(987654321, 987654321), m.Command(987654321, secret), m.Gather(1, 1.0, secret),
-        m.Leave("a secret", True), m.State(0, 0, {"a secret": 987654321}, secret), m.Status({"a secret": 1}),
+        m.Leave("a secret", True), m.SliceState(0, 0, {"a secret": 987654321}, secret), m.Status({"a secret": 1}),
         contribution([(0, secret)], 1, 0, 1, hyper=secret),
     ):  # fmt: skip
         log.message("received", PEER, 7, body)

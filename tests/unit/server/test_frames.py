@@ -33,7 +33,7 @@ REQUESTS: list[Any] = [
     m.Gather(4, 2.5),
     m.Gather(5, 2.5, b"mine", False),
     m.GetState(1, 2),
-    m.State(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
+    m.SliceState(1, 2, {"step": 3, "tensors": ["a"]}, bytes(range(256)) * 9000),
     m.Heartbeat(),
     m.Heartbeat(b"\x81\xa5steps\x07"),
     m.GetStatus(),
@@ -58,7 +58,7 @@ REPLIES: list[Any] = [
     m.Gathered((b"a", b"", b"c" * 9)),
     m.Failed("DeadlineError", "too late", 1, 2, 3),
     m.Status({"a": 1, "b": [1.5, "x"]}),
-    m.State(1, 2, {}, b""),
+    m.SliceState(1, 2, {}, b""),
 ]
 
 
@@ -106,7 +106,7 @@ def test_a_large_payload_is_passed_through_without_a_copy() -> None:
 
 
 def test_no_frame_of_a_large_state_exceeds_the_limit() -> None:
-    frames = f.encode(m.Reply(1, m.State(0, 0, {}, bytes(5 * MAX_FRAME))))
+    frames = f.encode(m.Reply(1, m.SliceState(0, 0, {}, bytes(5 * MAX_FRAME))))
     assert max(len(frame) for frame in frames) <= MAX_FRAME
 
 
@@ -143,9 +143,9 @@ class Piece(bytearray):
     ("head", "more", "told"),
     [
         (m.Pull((0,)), [b"\0" * 1000] * 1500, "a message of 1501 frames is refused"),
-        (m.State(0, 0, {}, b""), [b"\0"] * 100, "a message of 101 frames"),
+        (m.SliceState(0, 0, {}, b""), [b"\0"] * 100, "a message of 101 frames"),
         (
-            m.State(0, 0, {}, b""),
+            m.SliceState(0, 0, {}, b""),
             [bytes(MAX_PAYLOAD)] * 9,
             r"up to 8388608 bytes \(--max-message-bytes\)",
         ),
@@ -167,7 +167,7 @@ def test_nothing_is_kept_of_a_message_with_too_many_frames_or_bytes(
 
 
 def test_a_state_within_the_limit_is_taken_whole() -> None:
-    state = m.State(3, 1, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
+    state = m.SliceState(3, 1, {"a": 1}, random.Random(0).randbytes(5 * MAX_PAYLOAD + 17))
     incoming = f.LongMessage(f.encode(m.Request(1, 2, 3, state)), 6 * MAX_PAYLOAD)
     assert incoming.decode() == m.Request(1, 2, 3, state)
 
@@ -282,7 +282,7 @@ def test_a_damaged_answer_of_partial_norms_is_a_protocol_error(size: int) -> Non
         (m.Resolve(0, 0, 1.0, None, False), resolve(flags=4), "flags 0x4"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=-1.0), "limit of -1"),
         (m.Resolve(0, 0, 1.0, None, False), resolve(clip=float("nan")), "limit of nan"),
-        (m.State(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
+        (m.SliceState(0, 0, {}, b""), [msgpack.packb([0, 0, {}, 5]), b"1234"], "names 5 bytes and brings 4"),
         (WEIGHTS, [b"", b""], "0 bytes cannot begin with -1"),
         (WEIGHTS, [struct.pack("<q", -1), b""], "8 bytes cannot begin with -1"),
         (WEIGHTS, [struct.pack("<q", 1 << 62), b""], "8 bytes cannot begin with 4611686018427387904"),

@@ -71,7 +71,7 @@ def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_n
     waiting = Backlog()
     waiting.append(weights(range(1)))
     assert not waiting.has_state
-    waiting.append(m.Reply(4, m.State(0, 0, {}, bytes(1000))))
+    waiting.append(m.Reply(4, m.SliceState(0, 0, {}, bytes(1000))))
     assert waiting.has_state
     waiting.popleft()
     waiting.popleft()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_server.processes import Process, Processes, State, describe_exit
+from kvstore_server.processes import Process, Processes, ProcessState, describe_exit
 from tests.support.processes import eventually
 
 KERNEL = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
@@ -33,25 +33,25 @@ def process(child: subprocess.Popen[bytes]) -> Iterator[Process]:
 
 
 def test_a_process_that_sleeps_runs(process: Process) -> None:
-    assert process.state() is State.RUNS
+    assert process.state() is ProcessState.RUNS
 
 
 def test_a_stopped_process_is_seen_to_be_stopped_until_it_goes_on(
     child: subprocess.Popen[bytes], process: Process
 ) -> None:
     child.send_signal(signal.SIGSTOP)
-    assert eventually(lambda: process.state() is State.STOPPED)
+    assert eventually(lambda: process.state() is ProcessState.STOPPED)
     child.send_signal(signal.SIGCONT)
-    assert eventually(lambda: process.state() is State.RUNS)
+    assert eventually(lambda: process.state() is ProcessState.RUNS)
 
 
 def test_a_killed_process_has_ended_before_anybody_has_reaped_it_and_after(
     child: subprocess.Popen[bytes], process: Process
 ) -> None:
     child.kill()
-    assert eventually(lambda: process.state() is State.ENDED)
+    assert eventually(lambda: process.state() is ProcessState.ENDED)
     child.wait()
-    assert process.state() is State.ENDED
+    assert process.state() is ProcessState.ENDED
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_has_ended_a_process_is_known_where_the_system_says_it_once_its_par
 
 def test_of_itself_a_process_does_not_know_from_its_number_that_it_works() -> None:
     process = Process(os.getpid())
-    assert process.state() is State.UNKNOWN
+    assert process.state() is ProcessState.UNKNOWN
     assert process.how_ended() == ""
     process.close()
 
@@ -91,12 +91,12 @@ def test_the_processes_of_sessions_are_told_when_they_have_ended_until_they_are_
     processes, key, own = Processes(), (b"worker", 7), (b"this one", 8)
     processes.add(key, child.pid)
     processes.add(own, os.getpid())
-    assert (list(processes), processes.ended(), processes.state(key)) == ([key, own], {}, State.RUNS)
+    assert (list(processes), processes.ended(), processes.state(key)) == ([key, own], {}, ProcessState.RUNS)
     child.kill()
     assert eventually(lambda: list(processes.ended()) == [key])
     processes.remove(key)
     processes.remove(key)
-    assert (list(processes), processes.ended(), processes.state(key)) == ([own], {}, State.UNKNOWN)
+    assert (list(processes), processes.ended(), processes.state(key)) == ([own], {}, ProcessState.UNKNOWN)
     processes.close()
     assert list(processes) == []
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_server.engine import Engine
 from kvstore_server.namespace import EngineConfig
-from kvstore_server.processes import LAST_WORDS, State
+from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 
 DEAD_AFTER = 20.0
@@ -20,14 +20,14 @@ class Seen:
     """Processes as the server sees them, of rank 0 and 1."""
 
     def __init__(self) -> None:
-        self.states: dict[tuple[bytes, int], State] = {}
+        self.states: dict[tuple[bytes, int], ProcessState] = {}
         self.how = ""
 
     def ended(self) -> dict[tuple[bytes, int], str]:
-        return {key: self.how for key, state in self.states.items() if state is State.ENDED}
+        return {key: self.how for key, state in self.states.items() if state is ProcessState.ENDED}
 
-    def state(self, key: tuple[bytes, int]) -> State:
-        return self.states.get(key, State.UNKNOWN)
+    def state(self, key: tuple[bytes, int]) -> ProcessState:
+        return self.states.get(key, ProcessState.UNKNOWN)
 
 
 class Place:
@@ -69,7 +69,7 @@ def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last
 ):
     place = Place()
     place.waits()
-    place.seen.states[place.keys[1]], place.seen.how = State.ENDED, KILLED
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
     [failed] = place.goes_on(DEAD_AFTER)
     assert failed.code == "WorkerLostError"
     assert f"the process of rank 1 (h1:11) {KILLED}" in failed.text
@@ -80,7 +80,7 @@ def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> No
     place = Place()
     place.waits()
     place.engine.namespaces["job"].next_look = DEAD_AFTER
-    place.seen.states[place.keys[1]] = State.ENDED
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
     [failed] = place.goes_on(PATIENCE)
     assert failed.code == "WorkerLostError"
     assert place.now <= LAST_WORDS + 0.31
@@ -89,7 +89,7 @@ def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> No
 def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:
     place = Place()
     place.waits()
-    place.seen.states[place.keys[1]] = State.ENDED
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
     assert place.goes_on(0.1) == []
     place.seen.how = KILLED
     [failed] = place.goes_on(DEAD_AFTER)
@@ -98,7 +98,7 @@ def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:
 
 def test_what_it_has_said_before_it_ended_counts_although_it_comes_later() -> None:
     place = Place()
-    place.seen.states[place.keys[1]] = State.ENDED
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
     assert place.goes_on(0.2) == []
     assert place.says(1, m.Gather(0, PATIENCE))
     out = place.says(0, m.Gather(0, PATIENCE))
@@ -112,7 +112,7 @@ def test_what_it_has_said_before_it_ended_counts_although_it_comes_later() -> No
 
 def test_a_dead_worker_is_counted_and_shown_as_failed() -> None:
     place = Place()
-    place.seen.states[place.keys[1]], place.seen.how = State.ENDED, KILLED
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
     place.goes_on(1.0)
     [stats] = place.says(0, m.Stats())
     assert isinstance(stats.reply.body, m.Status)
@@ -132,7 +132,7 @@ def test_where_a_successor_may_go_on_in_its_place_a_dead_worker_is_waited_for_as
 ) -> None:
     place = Place(mode)
     place.waits()
-    place.seen.states[place.keys[1]], place.seen.how = State.ENDED, KILLED
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
     [failed] = place.goes_on(3 * DEAD_AFTER)
     assert KILLED in failed.text
     assert DEAD_AFTER <= place.now <= DEAD_AFTER + 0.3
@@ -141,7 +141,7 @@ def test_where_a_successor_may_go_on_in_its_place_a_dead_worker_is_waited_for_as
 def test_a_process_that_runs_is_waited_for_until_the_deadline_of_the_wait_however_silent_it_is() -> None:
     place = Place()
     place.waits()
-    place.seen.states[place.keys[1]] = State.RUNS
+    place.seen.states[place.keys[1]] = ProcessState.RUNS
     [failed] = place.goes_on(2 * PATIENCE)
     assert place.now == pytest.approx(PATIENCE, abs=0.2)
     assert failed.code == "DeadlineError"
@@ -150,7 +150,7 @@ def test_a_process_that_runs_is_waited_for_until_the_deadline_of_the_wait_howeve
 
 def test_a_namespace_without_values_is_kept_while_a_process_of_it_runs() -> None:
     place = Place(num_workers=1)
-    place.seen.states[place.keys[0]] = State.RUNS
+    place.seen.states[place.keys[0]] = ProcessState.RUNS
     for at in range(int(10 * DEAD_AFTER)):
         place.engine.look_at(place.seen, float(at))  # type: ignore[arg-type]
         place.engine.tick(float(at))
@@ -160,9 +160,9 @@ def test_a_namespace_without_values_is_kept_while_a_process_of_it_runs() -> None
 def test_a_stopped_process_is_lost_by_its_silence_which_begins_when_it_was_last_seen_to_run() -> None:
     place = Place()
     place.waits()
-    place.seen.states[place.keys[1]] = State.RUNS
+    place.seen.states[place.keys[1]] = ProcessState.RUNS
     assert place.goes_on(3 * DEAD_AFTER) == []
-    place.seen.states[place.keys[1]] = State.STOPPED
+    place.seen.states[place.keys[1]] = ProcessState.STOPPED
     [failed] = place.goes_on(2 * PATIENCE)
     assert failed.code == "WorkerLostError"
     assert "and its process is stopped" in failed.text
@@ -181,7 +181,7 @@ def test_a_process_that_cannot_be_seen_is_lost_by_its_silence_and_the_error_says
 
 def test_nobody_is_looked_at_who_is_heard() -> None:
     place = Place()
-    place.seen.states[place.keys[1]] = State.STOPPED
+    place.seen.states[place.keys[1]] = ProcessState.STOPPED
     place.now = 0.4 * DEAD_AFTER
     place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
     place.now = 0.9 * DEAD_AFTER
