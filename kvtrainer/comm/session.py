@@ -150,7 +150,7 @@ class Asked(Protocol):
     def server(self) -> int: ...
 
 
-class _Call(NamedTuple):
+class _ControlCall(NamedTuple):
     """A control request on its way."""
 
     server: int
@@ -165,7 +165,7 @@ class Calls:
         self.requests = requests
         self.answers: list[m.ReplyBody | None] = [None] * len(requests)
         self.numbers: list[int] = []
-        self.waiting: dict[int, _Call] = {}
+        self.waiting: dict[int, _ControlCall] = {}
         """Those that are to be answered, by position."""
 
     def __repr__(self) -> str:
@@ -368,7 +368,7 @@ class Session:
         try:
             for at, (server, body) in enumerate(requests):
                 calls.numbers.append(self.next_number(partial(calls.take, at)))
-                calls.waiting[at] = _Call(server, calls.numbers[at], body)
+                calls.waiting[at] = _ControlCall(server, calls.numbers[at], body)
                 self._send_call(calls.waiting[at])
         except BaseException:
             self.drop(calls)
@@ -423,7 +423,7 @@ class Session:
         for number in calls.numbers:
             self.forget(number)
 
-    def _send_call(self, call: _Call) -> None:
+    def _send_call(self, call: _ControlCall) -> None:
         self.send(call.server, call.number, call.body)
 
     def take_what_came(self) -> None:
@@ -595,7 +595,7 @@ class Session:
                 "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
             )
         if isinstance(body, m.PullRows):
-            return self.late([_Call(server, 0, body)], "send rows")
+            return self.late([_ControlCall(server, 0, body)], "send rows")
         self._gone.add(server)
         return ServerUnreachableError(
             f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"
