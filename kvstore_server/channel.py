@@ -52,14 +52,14 @@ _LINE = 64
 _POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
-_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _TRAY, _WATCH = range(8)
+_MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH = range(8)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
-of weights; a tray of so many bytes is wanted, or is there; a worker's session, which wants no memory, but that both
+of weights; a staging buffer of so many bytes is wanted, or is there; a worker's session, which wants no memory, but that both
 sides know each other's process."""
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
 _FIRST_WEIGHTS = 1 << 20
-"""The first number of memory that is not a channel's own, but holds weights, or is a tray."""
+"""The first number of memory that is not a channel's own, but holds weights, or is a staging buffer."""
 _SEAL_FUTURE_WRITE = 0x10
 _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
@@ -224,7 +224,7 @@ class Shelf:
             del self._places[number]
 
 
-class Tray:
+class StagingBuffer:
     """A server's memory in which a worker makes what the server reads in its place.
 
     Args:
@@ -254,12 +254,12 @@ class Tray:
         return begin | self.arena.number << _NUMBER
 
 
-class TrayRequest:
-    """A tray that a worker has asked for."""
+class StagingBufferRequest:
+    """A staging buffer that a worker has asked for."""
 
     def __init__(self) -> None:
-        self.tray: Tray | None = None
-        """The tray, once it has come. None comes where the server has no memory, or another was asked for meanwhile."""
+        self.staging_buffer: StagingBuffer | None = None
+        """The staging buffer, once it has come. None comes where the server has no memory, or another was asked for meanwhile."""
         self.is_sent = False
         """Whether the server will hear of it."""
 
@@ -299,17 +299,17 @@ class Channel:
         """Bytes of data that a message may bring."""
         self._shelf = shelf
         self._weights: dict[int, SharedArena] = {}
-        """Memory of weights that the worker knows, by its number; on the server the worker's tray."""
-        self.tray: Tray | None = None
+        """Memory of weights that the worker knows, by its number; on the server the worker's staging buffer."""
+        self.staging_buffer: StagingBuffer | None = None
         """Of the worker, once the server has made the one that was asked for last."""
-        self._asked_trays: deque[TrayRequest] = deque()
+        self._asked_staging_buffers: deque[StagingBufferRequest] = deque()
         """Those that have not come."""
-        self._last_tray = _FIRST_WEIGHTS
-        """On the server, the number of the worker's last tray."""
+        self._last_staging_buffer = _FIRST_WEIGHTS
+        """On the server, the number of the worker's last staging buffer."""
         self._shown: set[int] = set()
         """The numbers that the server has told."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
-        """Place → what the peer reads there, as often as it was sent that: weights, or what is in a tray."""
+        """Place → what the peer reads there, as often as it was sent that: weights, or what is in a staging buffer."""
         self._num_lent = 0
         self._lent: dict[int, weakref.ref[Bytes]] = {}
         """The frames that somebody still reads."""
@@ -339,8 +339,8 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; frames that somebody has stay readable."""
-        if self.tray is not None:
-            self.tray.is_lost = True
+        if self.staging_buffer is not None:
+            self.staging_buffer.is_lost = True
         for place in list(self._read):
             while place in self._read:
                 self._take_back(place)
@@ -357,14 +357,14 @@ class Channel:
         Args:
             payloads: Its last frame, in pieces.
             may_stay: They may be read where they lie; those of the shelf are, and held until that is over. A worker's
-                are where they lie in its tray.
+                are where they lie in its staging buffer.
 
         Raises:
             OSError: the peer is gone.
         """
         pieces = payloads or ()
         data = sum(map(_nbytes_of, pieces))
-        least = len(pieces) * SENT_ALONE if self.tray is None else _INLINE + 1
+        least = len(pieces) * SENT_ALONE if self.staging_buffer is None else _INLINE + 1
         stays = self._place_of(pieces) if may_stay and pieces and data >= least else None
         table: list[int] = []
         inline: list[Frame] = []
@@ -403,8 +403,8 @@ class Channel:
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
         """Return where the peer can read data that need not be copied; None where it cannot."""
-        if self.tray is not None:
-            return self.tray.find(pieces)
+        if self.staging_buffer is not None:
+            return self.staging_buffer.find(pieces)
         place = None if self._shelf is None else self._shelf.find(pieces)
         return place if place is not None and self.show(np.array([place])) else None
 
@@ -521,19 +521,19 @@ class Channel:
         self.is_tight = is_tight
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 
-    def ask_for_tray(self, nbytes: int) -> TrayRequest:
-        """Have the server make a tray of so many bytes.
+    def ask_for_staging_buffer(self, nbytes: int) -> StagingBufferRequest:
+        """Have the server make a staging buffer of so many bytes.
 
         A former one is lost, whoever asked for that.
         """
-        if self.tray is not None:
-            self.tray.is_lost, self.tray = True, None
-        asked = TrayRequest()
-        self._asked_trays.append(asked)  # first, so that whatever comes has somebody who asked
+        if self.staging_buffer is not None:
+            self.staging_buffer.is_lost, self.staging_buffer = True, None
+        asked = StagingBufferRequest()
+        self._asked_staging_buffers.append(asked)  # first, so that whatever comes has somebody who asked
         with suppress(OSError):  # found out by `receive`
-            asked.is_sent = self._put(_TRAY, (), (), nbytes)
+            asked.is_sent = self._put(_STAGING_BUFFER, (), (), nbytes)
         if not asked.is_sent:
-            self._asked_trays.pop()
+            self._asked_staging_buffers.pop()
         return asked
 
     def trim(self) -> None:
@@ -596,15 +596,15 @@ class Channel:
             self._reads, self._lent_bytes = {value: SharedArena(fds.pop(), value)}, 0
         elif kind == _WEIGHTS and self._make is None and fds:
             self._weights[value] = SharedArena(fds.pop(), value, is_ours=False)
-        elif kind == _TRAY and self._make is not None and value:
-            self._last_tray += 1
-            arena, is_told = self._made(value, _TRAY, self._last_tray)
+        elif kind == _STAGING_BUFFER and self._make is not None and value:
+            self._last_staging_buffer += 1
+            arena, is_told = self._made(value, _STAGING_BUFFER, self._last_staging_buffer)
             self._weights = {} if arena is None or not is_told else {arena.number: arena}
-        elif kind == _TRAY and self._make is None and self._asked_trays:
-            asked = self._asked_trays.popleft()
-            if fds and not self._asked_trays:
-                self.tray = asked.tray = Tray(fds.pop(), value, self._read)
-                self.tray.arena.populate()
+        elif kind == _STAGING_BUFFER and self._make is None and self._asked_staging_buffers:
+            asked = self._asked_staging_buffers.popleft()
+            if fds and not self._asked_staging_buffers:
+                self.staging_buffer = asked.staging_buffer = StagingBuffer(fds.pop(), value, self._read)
+                self.staging_buffer.arena.populate()
         else:
             raise ValueError(f"a datagram of kind {kind}")
 

@@ -1,8 +1,8 @@
 """Gradients where servers read them: long ones are born there, so that a step copies none; others are copied once.
 
-A server makes a tray for each worker. Of short gradients, which lie side by side in slices, it holds the slices, and a
+A server makes a staging buffer for each worker. Of short gradients, which lie side by side in slices, it holds the slices, and a
 step gathers them there. Long ones have room in it once a backward pass has made one anew; a loop that assigns `.grad`
-has no use for that. The worker maps parts of the trays of all servers side by side, so that each long gradient is one
+has no use for that. The worker maps parts of the staging buffers of all servers side by side, so that each long gradient is one
 piece of memory, and the backward pass puts it there. A page that two servers share belongs to the first one; what the
 other one has of it is copied before it is sent.
 """
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Channel, Tray, TrayRequest
+from kvstore_server.channel import Channel, StagingBuffer, StagingBufferRequest
 from kvstore_server.codec import torch_dtype
 from kvstore_server.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
@@ -47,7 +47,7 @@ class _Run(NamedTuple):
     end: int
     """With the padding of the last one."""
     place: int
-    """Where it begins in its server's tray."""
+    """Where it begins in its server's staging buffer."""
 
     @property
     def key(self) -> int:
@@ -103,9 +103,9 @@ class BornGradients:
             others = []
         spread = {key for key in _keys_of(others) if len({one.server for one in plan.slices_with(key)}) > 1}
         self._gathered = [piece for piece in others if piece.segments[0].key not in spread]
-        """Slices that lie side by side in their server's tray."""
+        """Slices that lie side by side in their server's staging buffer."""
         self._sizes: dict[int, int] = {}
-        """Server → the bytes of its tray, without room for gradients that are born."""
+        """Server → the bytes of its staging buffer, without room for gradients that are born."""
         for piece in self._gathered:
             self._sizes[piece.server] = self._sizes.get(piece.server, 0) + _nbytes(piece)
         self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
@@ -121,14 +121,14 @@ class BornGradients:
         """Whether a gradient came that could have been born here."""
         self._asked: Mapping[int, int] | None = None
         """The sizes that servers were asked for last."""
-        self._requests: dict[int, TrayRequest] = {}
+        self._requests: dict[int, StagingBufferRequest] = {}
         """Server → that."""
         self._num_rounds = 0
         self.is_coming = False
-        """Whether servers were asked for trays that are not mapped yet."""
+        """Whether servers were asked for staging buffers that are not mapped yet."""
         self._runs: list[_Run] = []
         """Those that are mapped."""
-        self._trays: dict[int, Tray] = {}
+        self._staging_buffers: dict[int, StagingBuffer] = {}
         self._memory: Any = np.zeros(0, np.uint8)
         self._homes: dict[int, _Home] = {}
         self._last: dict[int, Callable[[], object]] = {}
@@ -142,12 +142,16 @@ class BornGradients:
         self._has_trimmed = self._has_forks = False
 
     def open(self) -> None:
-        """Map the trays, once a round of servers that were asked is over; without them steps copy gradients."""
-        trays = {server: asked.tray for server, asked in self._requests.items()}
-        found = {server: tray for server, tray in trays.items() if tray is not None and not tray.is_lost}
+        """Map the staging buffers, once a round of servers that were asked is over; without them steps copy gradients."""
+        staging_buffers = {server: asked.staging_buffer for server, asked in self._requests.items()}
+        found = {
+            server: staging_buffer
+            for server, staging_buffer in staging_buffers.items()
+            if staging_buffer is not None and not staging_buffer.is_lost
+        }
         try:
-            if len(found) < len(trays):
-                raise OSError(f"{len(trays) - len(found)} of {len(trays)} have made none")
+            if len(found) < len(staging_buffers):
+                raise OSError(f"{len(staging_buffers) - len(found)} of {len(staging_buffers)} have made none")
             self._map(found)
             if not self._has_forks:
                 self._has_forks = True
@@ -178,7 +182,7 @@ class BornGradients:
             is_like = is_plain and grad.dtype == home.dtype and grad.shape == home.shape
             if not is_like or torch.is_grad_enabled() or last() is not None:
                 return None
-            if not all([tray.is_free for tray in self._trays.values()]):
+            if not all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()]):
                 return None
             memory = self._memory[home.begin : home.begin + home.nbytes]
             last = weakref.ref(memory)
@@ -196,7 +200,7 @@ class BornGradients:
             without: Keys that are left out.
         """
         self._is_wanted = True
-        if not all([tray.is_free for tray in self._trays.values()]):
+        if not all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()]):
             return {}
         return {
             key: torch.frombuffer(
@@ -212,8 +216,8 @@ class BornGradients:
         return torch.from_numpy(self._memory)
 
     def targets(self) -> Mapping[int, Tensor]:
-        """Return where to gather gradients, flat, by key; nowhere before there are trays, or while a server reads."""
-        are_free = all([tray.is_free for tray in self._trays.values()])
+        """Return where to gather gradients, flat, by key; nowhere before there are staging buffers, or while a server reads."""
+        are_free = all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()])
         return self._targets if are_free else NOWHERE
 
     def in_place(self, lent: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
@@ -247,31 +251,37 @@ class BornGradients:
         return found | self._filled if are_gathered else found
 
     def _ask(self, sizes: Mapping[int, int]) -> None:
-        """Have servers make trays; they do before they answer to the round that comes."""
-        asked = {server: self._channels[server].ask_for_tray(nbytes) for server, nbytes in sizes.items()}
+        """Have servers make staging buffers; they do before they answer to the round that comes."""
+        asked = {
+            server: self._channels[server].ask_for_staging_buffer(nbytes) for server, nbytes in sizes.items()
+        }
         if all([one.is_sent for one in asked.values()]):
             self._asked, self._requests, self.is_coming = sizes, asked, True
 
     def _is_home(self, key: int, begin: int) -> bool:
         return key in self._last and self._homes[key].begin == begin
 
-    def _map(self, trays: Mapping[int, Tray]) -> None:
-        """Map the trays; whatever interrupts it leaves no gradients here."""
+    def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
+        """Map the staging buffers; whatever interrupts it leaves no gradients here."""
         self._last, self._targets = {}, NOWHERE
         plan = self._plan
         self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
         keys = list(dict.fromkeys([run.key for run in self._runs]))
         sizes = [_whole_pages(plan.specs[key].nbytes) for key in keys]
         pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory, self._edges, self._trays = np.frombuffer(pages, np.uint8)[: sum(sizes)], {}, dict(trays)
+        self._memory, self._edges, self._staging_buffers = (
+            np.frombuffer(pages, np.uint8)[: sum(sizes)],
+            {},
+            dict(staging_buffers),
+        )
         numbers = torch.from_numpy(self._memory)
         for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
             spec = plan.specs[key]
             self._homes[key] = _Home(end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {})
         for run in self._runs:
-            home, tray = self._homes[run.key], trays[run.pieces[0].server]
-            self._map_run(run, home, tray, is_shared=True)
-            shared, at = tray.arena.numbers, run.place
+            home, staging_buffer = self._homes[run.key], staging_buffers[run.pieces[0].server]
+            self._map_run(run, home, staging_buffer, is_shared=True)
+            shared, at = staging_buffer.arena.numbers, run.place
             for piece in run.pieces:
                 home.slices[piece.index] = shared[at : at + _nbytes(piece)].view(home.dtype)
                 at += _nbytes(piece)
@@ -279,11 +289,13 @@ class BornGradients:
                 front = numbers[home.begin + run.begin : home.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
-        targets, self._filled = self._lay_out(trays)
+        targets, self._filled = self._lay_out(staging_buffers)
         self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _nobody)
         self._targets = targets
 
-    def _lay_out(self, trays: Mapping[int, Tray]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    def _lay_out(
+        self, staging_buffers: Mapping[int, StagingBuffer]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return where gradients are gathered, flat, by key, and their slices, by index."""
         targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
@@ -292,7 +304,7 @@ class BornGradients:
             filled |= home.slices
         ends: dict[int, int] = {}
         for piece in self._gathered:
-            shared, begin = trays[piece.server].arena.numbers, ends.get(piece.server, 0)
+            shared, begin = staging_buffers[piece.server].arena.numbers, ends.get(piece.server, 0)
             end = ends[piece.server] = begin + _nbytes(piece)
             filled[piece.index] = shared[begin:end].view(torch_dtype(piece.dtype))
             for segment in piece.segments:
@@ -301,24 +313,26 @@ class BornGradients:
                     targets[segment.key] = shared[first : first + spec.nbytes].view(torch_dtype(spec.dtype))
         return targets, filled
 
-    def _map_run(self, run: _Run, home: _Home, tray: Tray, is_shared: bool) -> None:
+    def _map_run(self, run: _Run, home: _Home, staging_buffer: StagingBuffer, is_shared: bool) -> None:
         address = self._memory.ctypes.data + home.begin + run.own
         if run.own < run.end:
             nbytes, offset = _whole_pages(run.end) - run.own, run.place + run.own - run.begin
-            put_pages(address, nbytes, tray.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
+            put_pages(address, nbytes, staging_buffer.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
 
     def part(self) -> None:
         """Part from the parent in a forked process: writes to gradients are seen here alone, and none are made here."""
         self._last, self._targets = {}, NOWHERE
         for run in self._runs:
-            self._map_run(run, self._homes[run.key], self._trays[run.pieces[0].server], is_shared=False)
+            self._map_run(
+                run, self._homes[run.key], self._staging_buffers[run.pieces[0].server], is_shared=False
+            )
 
 
 def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_Run]:
     """Yield the slices of keys, neighbours of one server together, with their places.
 
     Args:
-        sizes: Server → the bytes of its tray; added to.
+        sizes: Server → the bytes of its staging buffer; added to.
     """
     pieces = [piece for piece in plan.slices if piece.segments[0].key in keys]
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):

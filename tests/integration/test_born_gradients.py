@@ -250,7 +250,7 @@ def test_no_gradient_is_born_while_a_server_has_not_said_that_it_has_read_the_fo
     worker = alone(jobs, members)
     worker.steps()
     exchange: Any = worker.trainer._pipeline.link.exchange
-    unread = exchange.born._trays[1]._reads
+    unread = exchange.born._staging_buffers[1]._reads
     assert not unread
     unread[0] = []
     worker.trainer.zero_grad()

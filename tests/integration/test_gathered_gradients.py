@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.channel import Channel, TrayRequest
+from kvstore_server.channel import Channel, StagingBufferRequest
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.connection import Connection
 from kvtrainer.kvstore import DistKVStore
@@ -149,14 +149,20 @@ def test_a_step_copies_gradients_once(jobs: Servers, members: Members, options: 
 def test_nothing_is_gathered_where_a_server_still_reads(jobs: Servers, members: Members) -> None:
     worker, other = alone(jobs, members), alone(jobs, members)
     born = worker.exchange.born
-    unread = born._trays[1]._reads
+    unread = born._staging_buffers[1]._reads
     assert not unread
-    before = {server: tray.arena.numbers.clone() for server, tray in born._trays.items()}
+    before = {
+        server: staging_buffer.arena.numbers.clone()
+        for server, staging_buffer in born._staging_buffers.items()
+    }
     unread[0] = []
     worker.steps()
     assert worker.copied > 0
     assert all(
-        [torch.equal(born._trays[server].arena.numbers, numbers) for server, numbers in before.items()]
+        [
+            torch.equal(born._staging_buffers[server].arena.numbers, numbers)
+            for server, numbers in before.items()
+        ]
     )
     del unread[0]
     worker.steps()
@@ -183,7 +189,10 @@ def test_a_parameter_that_has_a_gradient_again_does_not_keep_that_of_former_step
 def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: Members) -> None:
     worker = alone(jobs, members)
     born = worker.exchange.born
-    before = {server: tray.arena.numbers.clone() for server, tray in born._trays.items()}
+    before = {
+        server: staging_buffer.arena.numbers.clone()
+        for server, staging_buffer in born._staging_buffers.items()
+    }
     worker.backward()
 
     def gather() -> None:
@@ -196,7 +205,10 @@ def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: M
     child.join(LIMIT)
     assert child.exitcode == 0
     assert all(
-        [torch.equal(born._trays[server].arena.numbers, numbers) for server, numbers in before.items()]
+        [
+            torch.equal(born._staging_buffers[server].arena.numbers, numbers)
+            for server, numbers in before.items()
+        ]
     )
 
 
@@ -294,13 +306,13 @@ def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones
     limit: int,
 ) -> None:
     """Of two servers one makes none, or none of more than a limit."""
-    ask, first = Channel.ask_for_tray, list[Channel]()
+    ask, first = Channel.ask_for_staging_buffer, list[Channel]()
 
-    def ask_for_too_much(channel: Channel, nbytes: int) -> TrayRequest:
+    def ask_for_too_much(channel: Channel, nbytes: int) -> StagingBufferRequest:
         first.append(channel)
         return ask(channel, 1 << 46 if channel is first[0] and nbytes > limit else nbytes)
 
-    monkeypatch.setattr(Channel, "ask_for_tray", ask_for_too_much)
+    monkeypatch.setattr(Channel, "ask_for_staging_buffer", ask_for_too_much)
     store = members.join(jobs.of(2), 0, 1, new_name())
     parameters = [Parameter(torch.zeros(1024, 700)), *[Parameter(torch.zeros(60, 50)) for _ in range(40)]]
     trainer = kvtrainer.Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore=store)

@@ -2,7 +2,7 @@
 
 Only sockets and polls are played: a poll loses wake-ups, delays and repeats them, and a socket holds few messages. Each
 side keeps what it got for a while. The moment that memory may be used again it is overwritten, so that who reads it too
-late, or gives it back too early, sees other numbers. That holds for the worker's tray, too.
+late, or gives it back too early, sees other numbers. That holds for the worker's staging buffer, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import zmq
 from torch import Tensor
 
 from kvstore_server.budget import Budget
-from kvstore_server.channel import Channel, Listener, SharedArena, Tray, make_memory
+from kvstore_server.channel import Channel, Listener, SharedArena, StagingBuffer, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
@@ -47,7 +47,7 @@ PLAN = make_plan([TensorSpec("long", (131_072,), "float32"), TensorSpec("short",
 EVERYTHING = {
     "lost wake-up", "repeated wake-up", "socket full", "queued", "backlog", "memory for requests",
     "memory for replies", "no more memory", "copied", "read in place", "mapped", "moved", "died", "survived",
-    "read in a tray", "sent twice out of a tray", "another tray",
+    "read in a staging buffer", "sent twice out of a staging buffer", "another staging buffer",
 }  # fmt: skip
 CHANNELS: Mutants = {}
 
@@ -227,10 +227,10 @@ class Job:
         """Request → what was given, which must not change before it is answered."""
         self.kept: list[tuple[int, Tensor]] = []
         """(version, weights) that the worker got and reads."""
-        self._born: tuple[Tray, int] | None = None
-        """The tray that was written to since it was free, and the request that has that."""
+        self._born: tuple[StagingBuffer, int] | None = None
+        """The staging buffer that was written to since it was free, and the request that has that."""
         self._asked: int | None = None
-        """The last request before a tray was asked for; None once a later one was answered, and so it is there."""
+        """The last request before a staging buffer was asked for; None once a later one was answered, and so it is there."""
 
     def now(self) -> float:
         self.time += 0.001
@@ -242,25 +242,33 @@ class Job:
         sizes = self.draw.choices(SIZES, k=self.draw.randint(1, 4))
         given = [torch.full((size,), self._last % 251, dtype=torch.uint8) for size in sizes]
         self.open[self._last] = given
-        tray, times = self.channels[0].tray, 1
-        if tray is not None and self._born is None and tray.is_free and sum(sizes) <= tray.arena.nbytes:
-            begin = self.draw.randint(0, tray.arena.nbytes - sum(sizes))
-            numbers = tray.arena.numbers[begin : begin + sum(sizes)]
-            given, self._born = list(numbers.fill_(self._last % 251).split(sizes)), (tray, self._last)
+        staging_buffer, times = self.channels[0].staging_buffer, 1
+        if (
+            staging_buffer is not None
+            and self._born is None
+            and staging_buffer.is_free
+            and sum(sizes) <= staging_buffer.arena.nbytes
+        ):
+            begin = self.draw.randint(0, staging_buffer.arena.nbytes - sum(sizes))
+            numbers = staging_buffer.arena.numbers[begin : begin + sum(sizes)]
+            given, self._born = (
+                list(numbers.fill_(self._last % 251).split(sizes)),
+                (staging_buffer, self._last),
+            )
             self.open[self._last], times = [], self.draw.randint(1, 2)
-            self.seen["sent twice out of a tray"] += times - 1
+            self.seen["sent twice out of a staging buffer"] += times - 1
         for _ in range(times):
             body = contribution(enumerate(given), 1, table=0, given=len(given))
             self.connection.send(0, m.Request(1, TOKEN, self._last, body))
         self.seen["queued"] += any(self.connection._queues)
 
-    def ask_for_tray(self) -> None:
-        """Have the worker ask for a tray, or for another one."""
-        former = self.channels[0].tray
+    def ask_for_staging_buffer(self) -> None:
+        """Have the worker ask for a staging buffer, or for another one."""
+        former = self.channels[0].staging_buffer
         if self._asked is None and (former is None or self.draw.random() < 0.1):
             self._asked = self._last
-            self.channels[0].ask_for_tray(MEMORY)
-            self.seen["another tray"] += former is not None
+            self.channels[0].ask_for_staging_buffer(MEMORY)
+            self.seen["another staging buffer"] += former is not None
 
     def listen(self) -> None:
         """Have the worker take one message, and read all that it has once more."""
@@ -314,13 +322,13 @@ class Job:
                 self._free[at] = free
                 for begin, end in free:
                     channel._sends.bytes[begin:end] = 0xEE
-        self.seen["read in a tray"] += bool(mine._read)
-        tray, number = self._born or (None, 0)
+        self.seen["read in a staging buffer"] += bool(mine._read)
+        staging_buffer, number = self._born or (None, 0)
         is_queueing = any([request.number == number for _, _, request in self.connection._queues[0]])
-        if tray is not None and tray.is_lost:
+        if staging_buffer is not None and staging_buffer.is_lost:
             self._born = None  # it is never written to again
-        elif tray is not None and tray.is_free and not is_queueing:
-            tray.arena.bytes[:], self._born = 0xEE, None
+        elif staging_buffer is not None and staging_buffer.is_free and not is_queueing:
+            staging_buffer.arena.bytes[:], self._born = 0xEE, None
 
     def turn(self) -> None:
         """Do one of all things that can happen next."""
@@ -341,7 +349,7 @@ class Job:
         elif act == 6:
             self.store.check(draw.randint(0, 6))
         elif act == 7:
-            self.ask_for_tray()
+            self.ask_for_staging_buffer()
         self.spoil()
 
     def die(self) -> None:
@@ -375,7 +383,9 @@ class Job:
                     break
         else:
             held = len(self.leases.held), len(self.channels[0]._read)
-            raise Violation(f"stuck with {sorted(self.open)} open, {held} slices held, and places in trays")
+            raise Violation(
+                f"stuck with {sorted(self.open)} open, {held} slices held, and places in staging buffers"
+            )
         for slot in self.store.slots:
             self.store.write(slot)
         if self.store.storage._moved:
@@ -458,37 +468,37 @@ def wish_that_is_forgotten(real: Any, self: Any, nbytes: int) -> None:
 
 
 @replaces(Channel, "send", CHANNELS)
-def tray_is_free_once_it_was_sent(real: Any, self: Any, *args: Any, **options: Any) -> bool:
-    """A worker does not note that the server still reads what it was sent out of the tray."""
+def staging_buffer_is_free_once_it_was_sent(real: Any, self: Any, *args: Any, **options: Any) -> bool:
+    """A worker does not note that the server still reads what it was sent out of the staging buffer."""
     is_sent = bool(real(self, *args, **options))
-    if self.tray is not None:
+    if self.staging_buffer is not None:
         self._read.clear()
     return is_sent
 
 
 @replaces(Channel, "receive", CHANNELS)
-def tray_is_free_once_it_was_answered(real: Any, self: Any) -> Any:
-    """A worker takes an answer for the word that the server does not read its tray any more."""
+def staging_buffer_is_free_once_it_was_answered(real: Any, self: Any) -> Any:
+    """A worker takes an answer for the word that the server does not read its staging buffer any more."""
     frames = real(self)
-    if self.tray is not None and frames is not None:
+    if self.staging_buffer is not None and frames is not None:
         self._read.clear()
     return frames
 
 
 @replaces(Channel, "_take_back", CHANNELS)
-def tray_is_free_once_one_message_was_read(real: Any, self: Any, place: int) -> None:
-    """What was sent twice out of a tray counts as read when one message was."""
+def staging_buffer_is_free_once_one_message_was_read(real: Any, self: Any, place: int) -> None:
+    """What was sent twice out of a staging buffer counts as read when one message was."""
     real(self, place)
     while self._shelf is None and place in self._read:
         real(self, place)
 
 
 @replaces(Channel, "close", CHANNELS)
-def tray_is_free_at_the_end(real: Any, self: Any) -> None:
-    """A worker whose channel has ended writes to a tray that the server still reads."""
+def staging_buffer_is_free_at_the_end(real: Any, self: Any) -> None:
+    """A worker whose channel has ended writes to a staging buffer that the server still reads."""
     real(self)
-    if self.tray is not None:
-        self.tray.is_lost = False
+    if self.staging_buffer is not None:
+        self.staging_buffer.is_lost = False
 
 
 @replaces(Channel, "close", CHANNELS)

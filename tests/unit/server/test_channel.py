@@ -170,7 +170,7 @@ def test_the_worker_takes_the_pages_of_memory_that_it_will_write_and_not_the_ser
 
     worker, server = ends(make)
     worker.make_room(64 * MIB)
-    worker.ask_for_tray(32 * MIB)
+    worker.ask_for_staging_buffer(32 * MIB)
     assert server.receive() is None
     sizes = [os.fstat(fd).st_size for fd in made]
     assert sizes == [128 * MIB, 32 * MIB]
@@ -620,55 +620,59 @@ def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
     assert len(shelf.fds) == 1
 
 
-def test_what_a_worker_puts_into_its_tray_is_read_there_and_the_tray_is_free_afterwards(ends: Pair) -> None:
+def test_what_a_worker_puts_into_its_staging_buffer_is_read_there_and_the_staging_buffer_is_free_afterwards(
+    ends: Pair,
+) -> None:
     worker, server = ends()
-    worker.ask_for_tray(MIB)
+    worker.ask_for_staging_buffer(MIB)
     assert server.receive() is None
     assert worker.receive() is None
-    tray = worker.tray
-    assert tray is not None
-    gradient = tray.arena.numbers[4096 : 4096 + 200_000].fill_(3)
+    staging_buffer = worker.staging_buffer
+    assert staging_buffer is not None
+    gradient = staging_buffer.arena.numbers[4096 : 4096 + 200_000].fill_(3)
     assert worker.send([b"head", b"body"], [gradient[:100_000], gradient[100_000:]], may_stay=True)
     frames = server.receive()
     assert frames is not None
     gradient.fill_(5)  # which the server sees, so it has no copy
     assert set(bytes(frames[2])) == {5}
-    assert not tray.is_free
+    assert not staging_buffer.is_free
     del frames
     server.send([b"done"])
     assert bytes_of(worker.receive()) == [b"done"]
-    assert tray.is_free
+    assert staging_buffer.is_free
     worker.close()
-    assert not tray.is_free
+    assert not staging_buffer.is_free
 
 
-def test_of_two_who_ask_for_a_tray_one_after_the_other_the_last_has_it(ends: Pair) -> None:
+def test_of_two_who_ask_for_a_staging_buffer_one_after_the_other_the_last_has_it(ends: Pair) -> None:
     worker, server = ends()
-    first = worker.ask_for_tray(MIB)
-    second = worker.ask_for_tray(2 * MIB)
+    first = worker.ask_for_staging_buffer(MIB)
+    second = worker.ask_for_staging_buffer(2 * MIB)
     assert server.receive() is None
     assert worker.receive() is None
-    assert first.tray is None
-    assert second.tray is not None
-    assert second.tray.arena.nbytes == 2 * MIB
-    assert worker.send([b"head", b"body"], [second.tray.arena.numbers[:200_000].fill_(3)], may_stay=True)
+    assert first.staging_buffer is None
+    assert second.staging_buffer is not None
+    assert second.staging_buffer.arena.nbytes == 2 * MIB
+    assert worker.send(
+        [b"head", b"body"], [second.staging_buffer.arena.numbers[:200_000].fill_(3)], may_stay=True
+    )
     frames = server.receive()
     assert frames is not None
     assert set(bytes(frames[2])) == {3}
-    third = worker.ask_for_tray(MIB)
-    assert second.tray.is_lost
+    third = worker.ask_for_staging_buffer(MIB)
+    assert second.staging_buffer.is_lost
     assert server.receive() is None
     assert worker.receive() is None
-    assert third.tray is not None
+    assert third.staging_buffer is not None
     assert set(bytes(frames[2])) == {3}  # the server has that memory as long as it reads there
 
 
-def test_a_worker_gets_no_tray_where_the_server_has_no_memory(ends: Pair) -> None:
+def test_a_worker_gets_no_staging_buffer_where_the_server_has_no_memory(ends: Pair) -> None:
     worker, server = ends()
-    worker.ask_for_tray(2 * GIB)
+    worker.ask_for_staging_buffer(2 * GIB)
     assert server.receive() is None
     assert worker.receive() is None
-    assert worker.tray is None
+    assert worker.staging_buffer is None
     assert server.send([b"on"])
     assert bytes_of(worker.receive()) == [b"on"]
 
@@ -699,15 +703,15 @@ def test_all_memory_of_a_channel_counts_from_before_it_is_made_until_the_channel
     worker = joined(bounded)
     assert budget.shared == 2 * LEAST_MEMORY
     worker.make_room(8 * MIB)
-    asked = worker.ask_for_tray(12 * MIB)
+    asked = worker.ask_for_staging_buffer(12 * MIB)
     assert taken(bounded) == []
     assert worker.receive() is None
-    assert asked.tray is not None
+    assert asked.staging_buffer is not None
     assert budget.shared == 2 * LEAST_MEMORY + (16 + 12) * MIB
     assert worker.send([b"head", b"body", b"x" * MIB])
     assert taken(bounded)[0][1][2] == b"x" * MIB
     assert budget.shared == LEAST_MEMORY + (16 + 12) * MIB  # the first memory for requests is not used again
-    worker.ask_for_tray(5 * MIB)
+    worker.ask_for_staging_buffer(5 * MIB)
     assert taken(bounded) == []
     assert budget.shared == LEAST_MEMORY + (16 + 5) * MIB
     assert bounded.channels[OWN].make_room(3 * MIB)
@@ -736,11 +740,11 @@ def test_what_a_server_may_not_use_is_not_made_and_the_worker_goes_on_without(
 ) -> None:
     worker, made = joined(bounded), list[int]()
     monkeypatch.setattr(channel, "make_memory", made.append)
-    asked = worker.ask_for_tray(56 * MIB + 1)
+    asked = worker.ask_for_staging_buffer(56 * MIB + 1)
     worker.make_room(32 * MIB)
     assert taken(bounded) == []
     assert worker.receive() is None
-    assert (asked.tray, worker.is_tight, made, budget.shared) == (None, True, [], 2 * LEAST_MEMORY)
+    assert (asked.staging_buffer, worker.is_tight, made, budget.shared) == (None, True, [], 2 * LEAST_MEMORY)
     assert worker.send([b"head", b"body", b"x" * MIB])
     assert not bounded.channels[OWN].make_room(32 * MIB)
     assert bounded.channels[OWN].send([b"answer"])
@@ -773,7 +777,7 @@ def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_
     bounded: Listener, budget: Budget
 ) -> None:
     small, large = joined(bounded, b"small"), joined(bounded, b"large")
-    large.ask_for_tray(40 * MIB)
+    large.ask_for_staging_buffer(40 * MIB)
     assert taken(bounded) == []
     bounded.look_after(0.0)
     assert list(bounded.channels) == [b"small", b"large"]
