@@ -159,7 +159,7 @@ class Places:
         self._free.insert(at, (begin, end))
 
 
-class Shelf:
+class WeightExports:
     """A server's weights in memory that all its workers can read and none can change.
 
     They count as what the tables need, wherever they lie, so nothing is claimed for their memory.
@@ -272,7 +272,7 @@ class Channel:
         sends: Memory for what this end sends.
         reads: Memory of what it gets.
         make: On the server, makes memory of so many bytes and that number; see `Listener.make`.
-        shelf: On the server, weights that the worker may read where they lie.
+        exports: On the server, weights that the worker may read where they lie.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Channel:
         sends: SharedArena,
         reads: SharedArena,
         make: Callable[[int, int], tuple[SharedArena, int] | None] | None = None,
-        shelf: Shelf | None = None,
+        exports: WeightExports | None = None,
     ) -> None:
         end.setblocking(False)
         self._end = end
@@ -297,7 +297,7 @@ class Channel:
         """There is no more memory."""
         self.portion = _PORTION
         """Bytes of data that a message may bring."""
-        self._shelf = shelf
+        self._exports = exports
         self._weights: dict[int, SharedArena] = {}
         """Memory of weights that the worker knows, by its number; on the server the worker's staging buffer."""
         self.staging_buffer: StagingBuffer | None = None
@@ -356,7 +356,7 @@ class Channel:
 
         Args:
             payloads: Its last frame, in pieces.
-            may_stay: They may be read where they lie; those of the shelf are, and held until that is over. A worker's
+            may_stay: They may be read where they lie; those of the exported weights are, and held until that is over. A worker's
                 are where they lie in its staging buffer.
 
         Raises:
@@ -396,23 +396,23 @@ class Channel:
             self._places.give_back(begin)
         if is_sent and stays is not None:
             self._read.setdefault(stays, []).append(pieces)
-            if self._shelf is not None:
+            if self._exports is not None:
                 for piece in pieces:
-                    self._shelf.leases.hold(piece)
+                    self._exports.leases.hold(piece)
         return is_sent
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
         """Return where the peer can read data that need not be copied; None where it cannot."""
         if self.staging_buffer is not None:
             return self.staging_buffer.find(pieces)
-        place = None if self._shelf is None else self._shelf.find(pieces)
+        place = None if self._exports is None else self._exports.find(pieces)
         return place if place is not None and self.show(np.array([place])) else None
 
     def show(self, places: npt.NDArray[np.int64]) -> bool:
-        """Give the worker the memories of the shelf in which places are; return whether it has them."""
-        assert self._shelf is not None
+        """Give the worker the memories of the exported weights in which places are; return whether it has them."""
+        assert self._exports is not None
         for number in set((places[places >= 0] >> _NUMBER).tolist()) - self._shown:
-            fd = self._shelf.fds.get(number)  # none where the table has ended since
+            fd = self._exports.fds.get(number)  # none where the table has ended since
             if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False
             self._shown.add(number)
@@ -428,9 +428,9 @@ class Channel:
         found = self._read.pop(place, None)
         if found is not None:
             pieces = found.pop()
-            if self._shelf is not None:
+            if self._exports is not None:
                 for piece in pieces:
-                    self._shelf.leases.release(piece)
+                    self._exports.leases.release(piece)
             if found:
                 self._read[place] = found
 
@@ -758,7 +758,7 @@ class Listener:
         self._admits = admits
         self._look_at = look_at
         self._budget = budget
-        self._shelf = Shelf(leases)
+        self._exports = WeightExports(leases)
         self.channels: dict[bytes, Channel] = {}
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
@@ -776,8 +776,8 @@ class Listener:
             raise
         self._ready = select.epoll()
         self._ready.register(self._end, select.EPOLLIN)
-        leases.shared = self._shelf.make
-        leases.place_of = lambda weights: self._shelf.find([weights])
+        leases.shared = self._exports.make
+        leases.place_of = lambda weights: self._exports.find([weights])
 
     def fileno(self) -> int:
         """Return a descriptor that can be read where something has come."""
@@ -790,7 +790,7 @@ class Listener:
         for end in (*self._strangers.values(), self._end):
             end.close()
         self._ready.close()
-        self._shelf.close()
+        self._exports.close()
         self.processes.close()
 
     def receive(self, answer: Callable[[bytes, list[Frame]], object]) -> None:
@@ -923,7 +923,7 @@ class Listener:
         if peer in self.channels:
             self.drop(peer)
         requests, replies = arenas
-        self.channels[peer] = Channel(end, replies, requests, self.make, self._shelf)
+        self.channels[peer] = Channel(end, replies, requests, self.make, self._exports)
         self._peers[end.fileno()] = peer, token
 
     def make(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:

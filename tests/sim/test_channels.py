@@ -209,8 +209,8 @@ class Job:
         listener._ready.close()
         listener._ready = self.polls[1]  # type: ignore[assignment]
         self.leases, self.store = leases, Store(draw, leases, seen)
-        shelf, end = listener._shelf, self.ends[1]
-        theirs = Channel(end, SharedArena(replies), SharedArena(requests), listener.make, shelf)  # type: ignore[arg-type]
+        exports, end = listener._exports, self.ends[1]
+        theirs = Channel(end, SharedArena(replies), SharedArena(requests), listener.make, exports)  # type: ignore[arg-type]
         listener.channels[PEER], listener._peers[end.fileno()] = theirs, (PEER, TOKEN)
         self.server = Server(self.store, ServerOptions(), leases, self.now)  # type: ignore[arg-type]
         self.server._listener, self.server._channels = listener, listener.channels
@@ -446,7 +446,7 @@ def weights_are_written_while_they_are_read(real: Any, self: Any, buffer: Tensor
 def released_by_the_first_reader(real: Any, self: Any, place: int) -> None:
     """Weights that were sent twice count as read when one message was."""
     real(self, place)
-    while self._shelf is not None and place in self._read:
+    while self._exports is not None and place in self._read:
         real(self, place)
 
 
@@ -489,7 +489,7 @@ def staging_buffer_is_free_once_it_was_answered(real: Any, self: Any) -> Any:
 def staging_buffer_is_free_once_one_message_was_read(real: Any, self: Any, place: int) -> None:
     """What was sent twice out of a staging buffer counts as read when one message was."""
     real(self, place)
-    while self._shelf is None and place in self._read:
+    while self._exports is None and place in self._read:
         real(self, place)
 
 

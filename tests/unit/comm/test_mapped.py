@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvstore_server.channel import SharedArena, Shelf
+from kvstore_server.channel import SharedArena, WeightExports
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm import mapped
@@ -62,11 +62,11 @@ class _Refused:
 
 def _server_memory(plan: Plan, server: int) -> tuple[Storage, SharedArena, Leases]:
     leases = Leases()
-    shelf = Shelf(leases)
-    leases.shared, leases.place_of = shelf.make, lambda weights: shelf.find([weights])
+    exports = WeightExports(leases)
+    leases.shared, leases.place_of = exports.make, lambda weights: exports.find([weights])
     storage = Storage(leases)
     storage.add(plan, server, None)
-    [(number, fd)] = shelf.fds.items()
+    [(number, fd)] = exports.fds.items()
     return storage, SharedArena(os.dup(fd), number, is_ours=False), leases
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import SharedArena, Shelf
+from kvstore_server.channel import SharedArena, WeightExports
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm.row_pulls import MappedRows
@@ -45,11 +45,14 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
     laid = [dealt(table, plan, key).view(-1) for key, table in enumerate(job.tables)]
     for server in plan.servers:
         leases = Leases()
-        shelf = Shelf(leases)
-        leases.shared, leases.place_of = shelf.make, lambda weights, shelf=shelf: shelf.find([weights])
+        exports = WeightExports(leases)
+        leases.shared, leases.place_of = (
+            exports.make,
+            lambda weights, exports=exports: exports.find([weights]),
+        )
         storage = Storage(leases)
         storage.add(plan, server, None)
-        [(number, fd)] = shelf.fds.items()
+        [(number, fd)] = exports.fds.items()
         memory = SharedArena(os.dup(fd), number, is_ours=False)
         job.servers.append(storage)
         for at, slot in enumerate(storage.slots):

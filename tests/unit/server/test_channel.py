@@ -28,7 +28,7 @@ from kvstore_server.channel import (
     Listener,
     Places,
     SharedArena,
-    Shelf,
+    WeightExports,
     connect,
     make_memory,
     watch,
@@ -47,14 +47,14 @@ Pair = Callable[..., tuple[Channel, Channel]]
 
 @pytest.fixture
 def ends() -> Iterator[Pair]:
-    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests, `shelf`
+    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests, `exports`
     that of weights."""
     opened: list[Channel] = []
 
     def connected(
         make: Callable[[int], int | None] = lambda nbytes: make_memory(nbytes) if nbytes < GIB else None,
         memory: int | None = None,
-        shelf: Shelf | None = None,
+        exports: WeightExports | None = None,
     ) -> tuple[Channel, Channel]:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         requests, replies = make_memory(LEAST_MEMORY) if memory is None else memory, make_memory(LEAST_MEMORY)
@@ -64,7 +64,7 @@ def ends() -> Iterator[Pair]:
             fd = make(nbytes)
             return None if fd is None else (SharedArena(os.dup(fd), number), fd)
 
-        opened.extend([worker, Channel(b, SharedArena(replies), SharedArena(requests), made, shelf)])
+        opened.extend([worker, Channel(b, SharedArena(replies), SharedArena(requests), made, exports)])
         return worker, opened[-1]
 
     yield connected
@@ -496,15 +496,15 @@ def test_nobody_is_watched_who_has_no_session(listener: Listener) -> None:
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    found = Shelf(Leases())
+def exports() -> Iterator[WeightExports]:
+    found = WeightExports(Leases())
     yield found
     found.close()
 
 
-def weights_on(shelf: Shelf, *sizes: int) -> list[torch.Tensor]:
+def weights_on(exports: WeightExports, *sizes: int) -> list[torch.Tensor]:
     """Weights of so many floats each, one behind the other: 0, 1, 2, …"""
-    memory = shelf.make(4 * sum(sizes))
+    memory = exports.make(4 * sum(sizes))
     assert memory is not None
     numbers = memory.view(torch.float32)
     numbers.copy_(torch.arange(sum(sizes)))
@@ -512,28 +512,30 @@ def weights_on(shelf: Shelf, *sizes: int) -> list[torch.Tensor]:
 
 
 def test_weights_are_read_where_they_lie_and_held_until_the_reader_lets_them_go(
-    ends: Pair, shelf: Shelf
+    ends: Pair, exports: WeightExports
 ) -> None:
-    worker, server = ends(shelf=shelf)
-    a, b = weights_on(shelf, 50_000, 30_000)
+    worker, server = ends(exports=exports)
+    a, b = weights_on(exports, 50_000, 30_000)
     for _ in range(2):  # the second time the worker knows the memory
         assert server.send([b"head", b"body"], [a, b], may_stay=True)
         frames = worker.receive()
         assert frames is not None
         found = torch.frombuffer(frames.pop(), dtype=torch.float32)
         assert torch.equal(found, torch.arange(80_000, dtype=torch.float32))
-        assert shelf.leases.is_busy(a)
-        assert shelf.leases.is_busy(b)
+        assert exports.leases.is_busy(a)
+        assert exports.leases.is_busy(b)
         del found
         assert worker.send([b"next"])
         assert bytes_of(server.receive()) == [b"next"]
-        assert not shelf.leases.is_busy(a)
-        assert not shelf.leases.is_busy(b)
+        assert not exports.leases.is_busy(a)
+        assert not exports.leases.is_busy(b)
 
 
-def test_weights_that_were_sent_twice_are_held_until_both_were_read(ends: Pair, shelf: Shelf) -> None:
-    worker, server = ends(shelf=shelf)
-    [weights] = weights_on(shelf, 50_000)
+def test_weights_that_were_sent_twice_are_held_until_both_were_read(
+    ends: Pair, exports: WeightExports
+) -> None:
+    worker, server = ends(exports=exports)
+    [weights] = weights_on(exports, 50_000)
     received = []
     for _ in range(2):
         server.send([b"head", b"body"], [weights], may_stay=True)
@@ -542,18 +544,18 @@ def test_weights_that_were_sent_twice_are_held_until_both_were_read(ends: Pair, 
         received.pop()
         worker.send([b"next"])
         assert bytes_of(server.receive()) == [b"next"]
-        assert shelf.leases.is_busy(weights) is is_busy
+        assert exports.leases.is_busy(weights) is is_busy
 
 
-def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, shelf: Shelf) -> None:
-    worker, server = ends(shelf=shelf)
-    [weights] = weights_on(shelf, 50_000)
+def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, exports: WeightExports) -> None:
+    worker, server = ends(exports=exports)
+    [weights] = weights_on(exports, 50_000)
     server.send([b"head", b"body"], [weights], may_stay=True)
     frames = worker.receive()
     assert frames is not None
     frames[2][:] = 0
     assert torch.equal(weights, torch.arange(50_000, dtype=torch.float32))
-    [fd] = shelf.fds.values()
+    [fd] = exports.fds.values()
     with pytest.raises(PermissionError):
         mmap.mmap(fd, 4096)
     for size in (0, 1 << 20):
@@ -561,32 +563,36 @@ def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, shelf: Shelf
             os.ftruncate(fd, size)
 
 
-def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, shelf: Shelf) -> None:
-    worker, server = ends(shelf=shelf)
-    [weights] = weights_on(shelf, 50_000)
+def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, exports: WeightExports) -> None:
+    worker, server = ends(exports=exports)
+    [weights] = weights_on(exports, 50_000)
     server.send([b"head", b"body"], [weights], may_stay=True)
     frames = worker.receive()
     server.close()
-    assert not shelf.leases.is_busy(weights)
+    assert not exports.leases.is_busy(weights)
     assert frames is not None
     assert torch.equal(torch.frombuffer(frames[2], dtype=torch.float32), weights)
 
 
-def test_weights_that_lie_apart_may_change_or_are_small_are_copied(ends: Pair, shelf: Shelf) -> None:
-    worker, server = ends(shelf=shelf)
-    a, between, b, small = weights_on(shelf, 50_000, 16, 50_000, 1000)
+def test_weights_that_lie_apart_may_change_or_are_small_are_copied(
+    ends: Pair, exports: WeightExports
+) -> None:
+    worker, server = ends(exports=exports)
+    a, between, b, small = weights_on(exports, 50_000, 16, 50_000, 1000)
     for pieces, may_stay in (([a, b], True), ([a, between, b], False), ([small], True), ([a.clone()], True)):
         assert server.send([b"head", b"body"], pieces, may_stay)
         frames = worker.receive()
         assert frames is not None
         assert bytes(frames[2]) == b"".join(piece.numpy().tobytes() for piece in pieces)
-        assert not any(map(shelf.leases.is_busy, pieces))
+        assert not any(map(exports.leases.is_busy, pieces))
 
 
-def test_weights_that_are_gone_by_now_are_shown_without_their_memory(ends: Pair, shelf: Shelf) -> None:
-    worker, server = ends(shelf=shelf)
-    [weights] = weights_on(shelf, 50_000)
-    place = shelf.find([weights])
+def test_weights_that_are_gone_by_now_are_shown_without_their_memory(
+    ends: Pair, exports: WeightExports
+) -> None:
+    worker, server = ends(exports=exports)
+    [weights] = weights_on(exports, 50_000)
+    place = exports.find([weights])
     assert place is not None
     del weights  # as a table that ends while an answer waits for its turn
     assert server.show(np.array([place]))
@@ -596,28 +602,28 @@ def test_weights_that_are_gone_by_now_are_shown_without_their_memory(ends: Pair,
 
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
 def test_a_server_that_can_make_no_memory_for_weights_says_why_once(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+    exports: WeightExports, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory at all")
 
     monkeypatch.setattr(os, call, refuse)
-    assert [shelf.make(MIB), shelf.make(MIB)] == [None, None]
+    assert [exports.make(MIB), exports.make(MIB)] == [None, None]
     assert ["no memory at all" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_weights_are_found_while_others_are_forgotten(shelf: Shelf) -> None:
-    others, weights = weights_on(shelf, 100), weights_on(shelf, 100)
+def test_weights_are_found_while_others_are_forgotten(exports: WeightExports) -> None:
+    others, weights = weights_on(exports, 100), weights_on(exports, 100)
 
     class Address(int):
         def __le__(self, _: int) -> bool:
             others.clear()
             return False
 
-    number, (address, nbytes) = next(iter(shelf._places.items()))
-    shelf._places[number] = Address(address), nbytes
-    assert shelf.find(weights) is not None
-    assert len(shelf.fds) == 1
+    number, (address, nbytes) = next(iter(exports._places.items()))
+    exports._places[number] = Address(address), nbytes
+    assert exports.find(weights) is not None
+    assert len(exports.fds) == 1
 
 
 def test_what_a_worker_puts_into_its_staging_buffer_is_read_there_and_the_staging_buffer_is_free_afterwards(
