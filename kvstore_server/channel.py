@@ -66,7 +66,7 @@ _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
 """Messages that are taken from one worker before it is another one's turn."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
-_STRANGERS = 128
+_PENDING_PEERS = 128
 _CONNECT_TIMEOUT = 5.0
 _ONE_FD = socket.CMSG_SPACE(4)
 _CREDENTIALS = struct.Struct("iII")
@@ -764,13 +764,13 @@ class Listener:
         self._peers: dict[int, tuple[bytes, int]] = {}
         """Descriptor → routing id and token."""
         self.processes = Processes()
-        self._strangers: dict[int, socket.socket] = {}
+        self._pending_peers: dict[int, socket.socket] = {}
         """Those that have not said yet who they are."""
         self._end = _socket()
         try:
             self._end.setblocking(False)
             self._end.bind(_name(run))
-            self._end.listen(_STRANGERS)
+            self._end.listen(_PENDING_PEERS)
         except OSError:
             self._end.close()
             raise
@@ -787,7 +787,7 @@ class Listener:
         """End all channels."""
         for fd in list(self._peers):
             self._drop(fd)
-        for end in (*self._strangers.values(), self._end):
+        for end in (*self._pending_peers.values(), self._end):
             end.close()
         self._ready.close()
         self._exports.close()
@@ -796,7 +796,7 @@ class Listener:
     def receive(self, answer: Callable[[bytes, list[Frame]], object]) -> None:
         """Have messages that have come answered, of each worker a few; each is given its sender's routing id, too."""
         for fd, _ in self._ready.poll(0):
-            if fd in self._strangers:
+            if fd in self._pending_peers:
                 self._attach(fd)
             elif fd not in self._peers:
                 self._accept()  # or one that is gone by now: then nobody is there
@@ -876,19 +876,19 @@ class Listener:
             except PermissionError:
                 end.close()
                 return
-            if len(self._strangers) == _STRANGERS:
-                self._strangers.pop(next(iter(self._strangers))).close()
-            self._strangers[end.fileno()] = end
+            if len(self._pending_peers) == _PENDING_PEERS:
+                self._pending_peers.pop(next(iter(self._pending_peers))).close()
+            self._pending_peers[end.fileno()] = end
             self._ready.register(end, select.EPOLLIN)
 
-    def _attach(self, stranger: int) -> None:
+    def _attach(self, pending_peer: int) -> None:
         """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not.
 
         One that wants none is told that its process is watched, and the connection has served its purpose.
         """
         arenas: list[SharedArena] = []
         fds: list[int] = []
-        end = self._strangers.pop(stranger)
+        end = self._pending_peers.pop(pending_peer)
         try:
             data = end.recv(_HEAD.size + 256)
             kind, _, _, token = _HEAD.unpack_from(data)
@@ -910,7 +910,7 @@ class Listener:
                 fds.append(made[1])
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
         except BlockingIOError:  # another one's event, who had the same number
-            self._strangers[stranger] = end
+            self._pending_peers[pending_peer] = end
             return
         except (OSError, struct.error) as error:
             _log.info("refused a channel: %s", error)
