@@ -41,7 +41,7 @@ from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Book, CommitStatus, DelayedRequest, Given, Ints, Mode, Waiter
+from kvstore_server.rounds import CommitStatus, DelayedRequest, Given, Ints, Mode, RoundTracker, Waiter
 from kvstore_server.shard import Leases, Partial, Updater
 from kvstore_server.table import ALL, RankCommit, Table
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
@@ -346,51 +346,57 @@ class Engine:
             out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         if some is None:
             return out
-        for book, mine in space.rounds.books(sender.rank, some.tables, commits[:, 1]):
+        for tracker, mine in space.rounds.trackers(sender.rank, some.tables, commits[:, 1]):
             if mine is not None:
                 commits, some = body.commits[mine], space.together(body.commits[mine, 0])
-            out += self._commit(sender, book, commits, some, body)
+            out += self._commit(sender, tracker, commits, some, body)
         return out
 
     def _commit(
-        self, sender: Sender, book: Book, commits: m.Matrix, some: Together, body: m.Contribute
+        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, some: Together, body: m.Contribute
     ) -> list[m.Outgoing]:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
         if self.is_stopping or body.hyper or any([table.conflict is not None for table in some.named]):
             rounds = commits[:, 1].tolist()
             errors = [
-                self._why_refused(book, *one, body.hyper) for one in zip(some.named, rounds, strict=True)
+                self._why_refused(tracker, *one, body.hyper) for one in zip(some.named, rounds, strict=True)
             ]
             for table, round_, error in zip(some.named, rounds, errors, strict=True):
                 if error is not None:
                     out.append(_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
             some = space.together(commits[:, 0])
-        verdicts = book.commit(rank, commits, body, sender.waiter, now)
+        verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
         if verdicts is not None:
             some = space.together(some.tables[verdicts == CommitStatus.ACCEPTED])
-            out += self._answer_others(sender, book, commits, verdicts, body)
-        space.log_rounds("committed", book, some.named, rank)
+            out += self._answer_others(sender, tracker, commits, verdicts, body)
+        space.log_rounds("committed", tracker, some.named, rank)
         for table in some.named if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
-        committed = book.num_committed[some.tables]
-        num_complete = committed.tolist().count(book.num_members)
+        committed = tracker.num_committed[some.tables]
+        num_complete = committed.tolist().count(tracker.num_members)
         if 0 < num_complete < len(committed):
-            some = space.together(some.tables[committed == book.num_members])
+            some = space.together(some.tables[committed == tracker.num_members])
         if num_complete:
-            out += self._finish(space, book, some, now)
+            out += self._finish(space, tracker, some, now)
         return out
 
-    def _why_refused(self, book: Book, table: Table, round_: int, hyper: bytes) -> KVStoreError | None:
+    def _why_refused(
+        self, tracker: RoundTracker, table: Table, round_: int, hyper: bytes
+    ) -> KVStoreError | None:
         """Say why a commit is not even looked at; None where it is."""
         if table.conflict is not None:
             return _again(table.conflict)
-        if self.is_stopping and round_ == book.number(table.number) and not book.num_committed[table.number]:
+        if (
+            self.is_stopping
+            and round_ == tracker.number(table.number)
+            and not tracker.num_committed[table.number]
+        ):
             return ServerStoppingError(f"server {self.config.server} is stopping and takes no new round")
         if hyper:
             try:
@@ -400,14 +406,14 @@ class Engine:
         return None
 
     def _answer_others(
-        self, sender: Sender, book: Book, commits: m.Matrix, verdicts: Ints, body: m.Contribute
+        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, verdicts: Ints, body: m.Contribute
     ) -> list[m.Outgoing]:
         """Answer the commits that were not accepted now: repeated ones, and those that cannot count."""
         space, rank, waiter, now = sender.space, sender.rank, sender.waiter, sender.now
         out: list[m.Outgoing] = []
         waiting: list[int] = []
         again: list[Committed] = []
-        whose = ALL if book is space.rounds.shared else rank
+        whose = ALL if tracker is space.rounds.shared else rank
         for (number, round_, count, _, version, flags), verdict in zip(
             commits.tolist(), verdicts.tolist(), strict=True
         ):
@@ -417,12 +423,12 @@ class Engine:
             elif verdict == CommitStatus.REPEATED:
                 waiting.append(number)
             elif verdict == CommitStatus.REFUSED:
-                out += _reply(waiter, m.Missing(number, round_, book.missing_slots(rank, number, count)))
+                out += _reply(waiter, m.Missing(number, round_, tracker.missing_slots(rank, number, count)))
             elif verdict == CommitStatus.FAILED:
-                why, following = book.why_failed(number, round_), book.number(number)
+                why, following = tracker.why_failed(number, round_), tracker.number(number)
                 out.append(_failed(waiter, why, number, round_, following))
             elif verdict == CommitStatus.AHEAD:
-                what = f"rank {rank} committed round {round_} while round {book.number(number)} is open"
+                what = f"rank {rank} committed round {round_} while round {tracker.number(number)} is open"
                 out.append(_failed(waiter, ProtocolError(what), number, round_))
             elif verdict == CommitStatus.APPLIED:
                 again.append(Committed(number, round_, version, flags))
@@ -430,37 +436,42 @@ class Engine:
                     # What was told before it was applied may have been lost as well.
                     out += _held(table, round_, waiter, table.ends[whose].partials)
         if waiting:
-            missing = book.missing_ranks(waiting[0])
+            missing = tracker.missing_ranks(waiting[0])
             out += _still_waiting(space, waiter, space.open_round(waiting[0]), missing, now)
         return out + _outcomes(space, whose, rank, waiter, again, (now, body.timeout))
 
     def _finish(
-        self, space: Namespace, book: Book, some: Together, now: float, decision: Decision | None = None
+        self,
+        space: Namespace,
+        tracker: RoundTracker,
+        some: Together,
+        now: float,
+        decision: Decision | None = None,
     ) -> list[m.Outgoing]:
         """Apply rounds that all have committed, and answer; or fail them for all members.
 
         Those that want a decision are held until there is one.
         """
         out: list[m.Outgoing] = []
-        is_shared = book is space.rounds.shared
+        is_shared = tracker is space.rounds.shared
         ended, others = None, some.numbers
         if is_shared and decision is None:
-            ended, others = self._change(space, book, some, out)
+            ended, others = self._change(space, tracker, some, out)
         applied: list[int] = []
         for number in others:
-            if self._finish_alone(space, book, space.tables[number], decision, out):
+            if self._finish_alone(space, tracker, space.tables[number], decision, out):
                 applied.append(number)
         if applied or ended is None:
             before = [] if ended is None else ended.numbers
             ended = space.together(np.array(before + applied, np.int64))
         answers: list[Answer] = []
-        for rank, given in book.given.items():
-            answers += _answers(book, rank, given, ended, is_plain=not applied)
+        for rank, given in tracker.given.items():
+            answers += _answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
-        space.log_rounds("applied", book, ended.named)
-        book.finish(ended.tables, ended.slots)
-        for rank, given in book.given.items() if not is_shared else ():
+        space.log_rounds("applied", tracker, ended.named)
+        tracker.finish(ended.tables, ended.slots)
+        for rank, given in tracker.given.items() if not is_shared else ():
             for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
                 space.rounds.advance(rank, number)
                 space.waits.contributed(number, rank, now)
@@ -480,12 +491,17 @@ class Engine:
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
                 versions = [table.version for table in ended.named]
-                rows = np.array((ended.numbers, book.numbers[ended.tables] - 1, versions)).T
+                rows = np.array((ended.numbers, tracker.numbers[ended.tables] - 1, versions)).T
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Done(rows))))
         return out + self._release(space) if space.waits.all else out
 
     def _finish_alone(
-        self, space: Namespace, book: Book, table: Table, decision: Decision | None, out: list[m.Outgoing]
+        self,
+        space: Namespace,
+        tracker: RoundTracker,
+        table: Table,
+        decision: Decision | None,
+        out: list[m.Outgoing],
     ) -> bool:
         """Apply the open round of one table; return whether it was.
 
@@ -495,23 +511,23 @@ class Engine:
         number = table.number
         try:
             rest = slicewise.finish(space, table) if table.begun is not None else None
-            if rest is not None or self._apply(space, book, table, decision):
+            if rest is not None or self._apply(space, tracker, table, decision):
                 out += rest or ()
                 return True
-            space.log_rounds("held", book, [table])
-            for given in book.given.values():  # those that wait for a decision, and have data
+            space.log_rounds("held", tracker, [table])
+            for given in tracker.given.values():  # those that wait for a decision, and have data
                 waiter, said = given.waiters[number], given.said[number]
                 if waiter is not None and said is not None and said.hold and table.held:
-                    out += _held(table, book.number(number), waiter, table.held.sum.partials)
+                    out += _held(table, tracker.number(number), waiter, table.held.sum.partials)
         except KVStoreError as error:
-            out += self._fail(space, book, table, error)
+            out += self._fail(space, tracker, table, error)
         except Exception as error:
-            _log.exception("round %d of table %r failed", book.number(number), table.name)
-            out += self._fail(space, book, table, self._fault(error))
+            _log.exception("round %d of table %r failed", tracker.number(number), table.name)
+            out += self._fail(space, tracker, table, self._fault(error))
         return False
 
     def _change(
-        self, space: Namespace, book: Book, some: Together, out: list[m.Outgoing]
+        self, space: Namespace, tracker: RoundTracker, some: Together, out: list[m.Outgoing]
     ) -> tuple[Together | None, list[int]]:
         """Sum and update all tables together that are alike; returns those, if there are some, and the others.
 
@@ -522,7 +538,7 @@ class Engine:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
             return None, some.numbers
-        alike, others = space.alike(book, some, optimizer), list[int]()
+        alike, others = space.alike(tracker, some, optimizer), list[int]()
         if True not in alike or space.name in self.updaters:
             return None, some.numbers
         if False in alike or not some.is_ascending:
@@ -533,10 +549,10 @@ class Engine:
         left: list[int] = []
         for table in some.named:
             try:
-                hyper = table.hyper.common(book.given)
+                hyper = table.hyper.common(tracker.given)
                 hypers.append(() if optimizer is None else table.hypers((), optimizer, hyper))
             except KVStoreError as error:
-                out += self._fail(space, book, table, error)
+                out += self._fail(space, tracker, table, error)
             else:
                 packed.append(hyper)
                 left.append(table.number)
@@ -546,7 +562,7 @@ class Engine:
             some = space.together(np.array(left))
         try:
             first = some.numbers[0]  # of all of them a rank has said the same
-            ranks = book.given.values()
+            ranks = tracker.given.values()
             given = [space.contribution(one.said[first], optimizer, one.runs(some.slots)) for one in ranks]
             if optimizer is None:
                 space.shard.assign_sum(given)
@@ -554,29 +570,31 @@ class Engine:
                 space.shard.update(given, optimizer, hypers, [table.unit for table in some.named])
         except KVStoreError as error:  # nothing has changed
             for table in some.named:
-                out += self._fail(space, book, table, error)
+                out += self._fail(space, tracker, table, error)
             return None, others
         except Exception as error:
             _log.exception("the update of %d tables failed", len(some.named))
             for table in some.named:
-                out += self._fail(space, book, table, table.break_off(error))
+                out += self._fail(space, tracker, table, table.break_off(error))
             return None, others
         end = None
         for table, hyper in zip(some.named, packed, strict=True):
             end = table.changed(hyper, end)
         return some, others
 
-    def _apply(self, space: Namespace, book: Book, table: Table, decision: Decision | None) -> bool:
+    def _apply(
+        self, space: Namespace, tracker: RoundTracker, table: Table, decision: Decision | None
+    ) -> bool:
         """Apply the open round of a table; returns False where it is held instead."""
         trace = space.recording.active
         start = 0.0 if trace is None else trace.clock()
-        round_, is_shared = book.number(table.number), book is space.rounds.shared
+        round_, is_shared = tracker.number(table.number), tracker is space.rounds.shared
         parts: dict[int, RankCommit] = {}
         if decision is not None:
             table.apply_held(decision)
         else:
             optimizer = space.optimizer.agreed()
-            found = [(rank, space.given(rank, book, table, optimizer)) for rank in book.given]
+            found = [(rank, space.given(rank, tracker, table, optimizer)) for rank in tracker.given]
             parts = {rank: part for rank, part in found if part is not None}
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
@@ -586,24 +604,26 @@ class Engine:
             table.apply(whose, round_, parts, optimizer, updater, without)
         if trace is not None:
             nbytes = sum(part.given.nbytes for part in parts.values())
-            described = {"round": round_, "ranks": book.num_members, "bytes": nbytes}
+            described = {"round": round_, "ranks": tracker.num_members, "bytes": nbytes}
             trace.add(table.name, ROUNDS, start, ROUND_LANE, described)
         return True
 
-    def _fail(self, space: Namespace, book: Book, table: Table, error: KVStoreError) -> list[m.Outgoing]:
+    def _fail(
+        self, space: Namespace, tracker: RoundTracker, table: Table, error: KVStoreError
+    ) -> list[m.Outgoing]:
         """Fail the open round of a table for its members, and tell those who wait for it."""
-        number = book.number(table.number)
+        number = tracker.number(table.number)
         space.note_failure(error)
-        space.log_rounds("failed", book, [table], error=error)
+        space.log_rounds("failed", tracker, [table], error=error)
         space.forget_absent([table.number])
-        if book is space.rounds.shared:
+        if tracker is space.rounds.shared:
             slicewise.take_back(space, table)
             table.fail(ALL)
         else:
-            [rank] = book.given
+            [rank] = tracker.given
             table.fail(rank)
             space.rounds.advance(rank, table.number)
-        waiters = book.fail(table.number, error)
+        waiters = tracker.fail(table.number, error)
         return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
@@ -612,21 +632,21 @@ class Engine:
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
         )
-        book = space.rounds.book(rank, table.number, abort.round)
-        book.of(rank)
-        whose = ALL if book is space.rounds.shared else rank
-        number, stands = book.number(table.number), book.was_applied(table.number, abort.round)
+        tracker = space.rounds.tracker(rank, table.number, abort.round)
+        tracker.of(rank)
+        whose = ALL if tracker is space.rounds.shared else rank
+        number, stands = tracker.number(table.number), tracker.was_applied(table.number, abort.round)
         out = []
         if abort.round == number:
-            out += self._fail(space, book, table, error)
+            out += self._fail(space, tracker, table, error)
         elif abort.undo and abort.round == number - 1 and stands and table.undo(whose):
-            book.undo(table.number, error)
-            space.log_rounds("undone", book, [table], rank, error, back=1)
+            tracker.undo(table.number, error)
+            space.log_rounds("undone", tracker, [table], rank, error, back=1)
         for wait in space.waits.take(
             lambda wait: (wait.table, wait.rank, wait.round) == (table.number, rank, abort.round)
         ):
             out += _fail_wait(space, wait, error)
-        return out + _info(sender, {"applied": book.was_applied(table.number, abort.round)})
+        return out + _info(sender, {"applied": tracker.was_applied(table.number, abort.round)})
 
     def _resolve(self, sender: Sender, resolve: m.Resolve) -> list[m.Outgoing]:
         """Apply a round that is held as a rank says; a round that is over stays as it is.
@@ -935,7 +955,7 @@ class Engine:
         return self._fail_hopeless(space, sender.now)
 
 
-def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: bool) -> list[Answer]:
+def _answers(tracker: RoundTracker, rank: int, given: Given, ended: Together, is_plain: bool) -> list[Answer]:
     """List what the requests of a rank hear of rounds that end.
 
     Args:
@@ -946,7 +966,7 @@ def _answers(book: Book, rank: int, given: Given, ended: Together, is_plain: boo
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
     if first is not None and flags.count(flags[0]) == len(flags) == waiters.count(first):
         return [Answer(rank, first, flags[0], [], 0.0)]
-    rounds, versions = book.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
+    rounds, versions = tracker.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
     found: dict[Waiter, Answer] = {}
     for waiter, *row in zip(waiters, ended.numbers, rounds, versions, flags, strict=True):
         said = given.said[row[0]]

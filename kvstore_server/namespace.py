@@ -39,12 +39,12 @@ from kvstore_server.reduction import NO_KEYS, RankContribution, Run, part_of
 from kvstore_server.rounds import (
     NO_BYTES,
     Announced,
-    Book,
     DelayedRequest,
     Ints,
     Mode,
     NamespaceRounds,
     Piece,
+    RoundTracker,
     SlicePart,
     Terms,
     Waits,
@@ -199,7 +199,7 @@ class Namespace:
     def log_rounds(
         self,
         state: str,
-        book: Book,
+        tracker: RoundTracker,
         tables: Sequence[Table],
         rank: int | None = None,
         error: KVStoreError | None = None,
@@ -208,21 +208,21 @@ class Namespace:
         """Log a transition of the open round of some tables, or of a rank's part in it; nothing without a debug log.
 
         Args:
-            book: The book in which the round is open.
+            tracker: The book in which the round is open.
             error: Why it failed.
             back: The round is not the open one, but so many before it.
         """
         if self.log is None or not tables:
             return
-        numbers, is_shared = [table.number for table in tables], book is self.rounds.shared
-        missing = book.missing_ranks(numbers[0]) if is_shared and state in ("begun", "committed") else []
+        numbers, is_shared = [table.number for table in tables], tracker is self.rounds.shared
+        missing = tracker.missing_ranks(numbers[0]) if is_shared and state in ("begun", "committed") else []
         self.log.round(
             state,
             self.name,
             numbers,
-            [book.number(number) - back for number in numbers],
+            [tracker.number(number) - back for number in numbers],
             [table.name for table in tables],
-            rank if is_shared or len(book.given) != 1 else next(iter(book.given)),
+            rank if is_shared or len(tracker.given) != 1 else next(iter(tracker.given)),
             [f"worker:{one}" for one in missing],
             error,
         )
@@ -474,17 +474,17 @@ class Namespace:
             self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
-        for book, mine in self.rounds.books(rank, tables, body.pushes[:, 1]):
+        for tracker, mine in self.rounds.trackers(rank, tables, body.pushes[:, 1]):
             pushes = body.pushes
             if mine is None:
-                book.push(rank, pushes, sources, which, starts)
+                tracker.push(rank, pushes, sources, which, starts)
             else:
                 pushes = pushes[mine]
-                book.push(rank, pushes, sources, which[mine], starts[mine])
+                tracker.push(rank, pushes, sources, which[mine], starts[mine])
             if self.shard.undos:
                 of = self.rounds.slots.table[pushes[:, 0]]
-                for number in set(of[pushes[:, 1] == book.numbers[of]].tolist()):
-                    self.tables[number].begin_round(ALL if book is self.rounds.shared else rank)
+                for number in set(of[pushes[:, 1] == tracker.numbers[of]].tolist()):
+                    self.tables[number].begin_round(ALL if tracker is self.rounds.shared else rank)
 
     def _push_part(self, rank: int, body: m.Contribute) -> None:
         """Keep a part of a slice, which is all that the message brings. Raises as `push`."""
@@ -570,9 +570,11 @@ class Namespace:
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
-    def given(self, rank: int, book: Book, table: Table, optimizer: Optimizer | None) -> RankCommit | None:
+    def given(
+        self, rank: int, tracker: RoundTracker, table: Table, optimizer: Optimizer | None
+    ) -> RankCommit | None:
         """Return what a rank has committed to the open round of a table; None of one that has joined."""
-        given, number, unit = book.of(rank), table.number, table.unit
+        given, number, unit = tracker.of(rank), table.number, table.unit
         flags, said = int(given.flags[number]), given.said[number]
         assert said is not None
         if flags & m.HAS_JOINED:
@@ -582,7 +584,7 @@ class Namespace:
         contribution = self.contribution(said, optimizer, runs, absent)
         return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
-    def alike(self, book: Book, some: Together, optimizer: Optimizer | None) -> list[bool]:
+    def alike(self, tracker: RoundTracker, some: Together, optimizer: Optimizer | None) -> list[bool]:
         """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
@@ -591,7 +593,7 @@ class Namespace:
             one.is_initialised and one.held is None and one.begun is None and one.number not in left
             for one in some.named
         ]
-        for given in book.given.values():
+        for given in tracker.given.values():
             said: list[Any] = list(map(given.said.__getitem__, some.numbers))
             first = said[0]
             if not first.is_plain or said.count(first) < len(said):

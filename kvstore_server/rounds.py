@@ -391,7 +391,7 @@ class Histogram:
             self.total += value
 
 
-class Book:
+class RoundTracker:
     """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed.
 
     Attributes:
@@ -732,13 +732,13 @@ class NamespaceRounds:
         self.num_workers = num_workers
         self.slots = Slots()
         self.durations = Histogram(ROUND_SECONDS)
-        self.shared = Book(num_workers, self.slots, self.durations)
+        self.shared = RoundTracker(num_workers, self.slots, self.durations)
         self.left: set[int] = set()
         """The ranks whose processes left because they were done."""
         self.begun: set[int] = set()
         """Tables of which some slices may be those of the open round already: until it is over nobody reads them."""
         self._is_sync, self.bound = mode.is_sync, mode.bound
-        self._lanes: dict[int, Book] = {}
+        self._lanes: dict[int, RoundTracker] = {}
         self._clocks: dict[int, list[int]] = {}
         """Table → the clock of each rank."""
         self._joined: dict[int, set[int]] = {}
@@ -747,26 +747,26 @@ class NamespaceRounds:
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
         """Open the first round of a new table, whose slices here have so many bytes each; see `Slots.is_next`."""
         self.slots.add(sizes, are_next)
-        for book in (self.shared, *self._lanes.values()):
-            book.fit()
+        for tracker in (self.shared, *self._lanes.values()):
+            tracker.fit()
 
-    def books(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[Book, Bools | None]]:
-        """List the books of a rank's rounds of some tables, and which are in each; None: all."""
+    def trackers(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[RoundTracker, Bools | None]]:
+        """List the round trackers of a rank's rounds of some tables, and which are in each; None: all."""
         if self._is_sync:
             return [(self.shared, None)]
         # The first round of a table is always one of all ranks together.
         is_shared = (rounds == 0) | (self.shared.numbers[tables] == 0)
-        found: list[tuple[Book, Bools | None]] = [(self.shared, is_shared)] if is_shared.any() else []
+        found: list[tuple[RoundTracker, Bools | None]] = [(self.shared, is_shared)] if is_shared.any() else []
         if not is_shared.all():
             found.append((self.lane(rank, tables[~is_shared], rounds[~is_shared]), ~is_shared))
         return found
 
-    def book(self, rank: int, table: int, round_: int = -1) -> Book:
-        """Return the book of which a rank means that round of a table, or its present one."""
-        [(book, _)] = self.books(rank, np.array([table]), np.array([round_]))
-        return book
+    def tracker(self, rank: int, table: int, round_: int = -1) -> RoundTracker:
+        """Return the round tracker of which a rank means that round of a table, or its present one."""
+        [(tracker, _)] = self.trackers(rank, np.array([table]), np.array([round_]))
+        return tracker
 
-    def lane(self, rank: int, tables: Ints, rounds: Ints) -> Book:
+    def lane(self, rank: int, tables: Ints, rounds: Ints) -> RoundTracker:
         """Return the lane of a rank, in which it means those rounds of some tables.
 
         The first one that a process means is its first, and sets its clock. With several servers it takes the greatest
@@ -774,7 +774,7 @@ class NamespaceRounds:
         """
         lane = self._lanes.get(rank)
         if lane is None:
-            lane = self._lanes[rank] = Book(1, self.slots, self.durations)
+            lane = self._lanes[rank] = RoundTracker(1, self.slots, self.durations)
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)
@@ -807,7 +807,7 @@ class NamespaceRounds:
 
     def mismatches(self, table: int) -> int:
         """Different payloads that arrived under an identity that had one already."""
-        return sum(book.mismatches.get(table, 0) for book in (self.shared, *self._lanes.values()))
+        return sum(tracker.mismatches.get(table, 0) for tracker in (self.shared, *self._lanes.values()))
 
     def advance(self, rank: int, table: int) -> None:
         """Advance the clock of a rank, a round of whose lane is over; if it had joined, it is back."""
@@ -836,7 +836,7 @@ class NamespaceRounds:
     def fail_join(self, rank: int, table: int, round_: int, error: KVStoreError) -> None:
         """Fail the joining of a rank, which will not see that all have joined: it takes part as before."""
         self.joined(table).discard(rank)
-        lane = self.book(rank, table)
+        lane = self.tracker(rank, table)
         if round_ == lane.number(table) - 1:
             lane.undo(table, error)
 

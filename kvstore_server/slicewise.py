@@ -68,13 +68,13 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
         ProtocolError: it names slices that are not of its table.
     """
     out: list[m.Outgoing] = []
-    book = space.rounds.shared
+    tracker = space.rounds.shared
     is_plain = space.mode.is_sync and not body.hold and not body.absent
     for commit in body.commits.tolist() if is_plain else ():
         number, round_, *_, flags = commit
         table = space.table(number)
-        is_open = round_ == book.number(number) and not book.has_committed(rank, number)
-        if is_open and not flags & ~_PLAIN and book.announce(rank, commit, body, waiter):
+        is_open = round_ == tracker.number(number) and not tracker.has_committed(rank, number)
+        if is_open and not flags & ~_PLAIN and tracker.announce(rank, commit, body, waiter):
             _go_on(space, table, rank)
             if table.begun is None:
                 _begin(space, table)
@@ -105,10 +105,10 @@ def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
 
 def _begin(space: Namespace, table: Table) -> None:
     """Let a round be applied slice by slice, if all ranks announced it and it may be."""
-    book, number = space.rounds.shared, table.number
-    said = {r: given.announced[number] for r, given in book.given.items() if number in given.announced}
+    tracker, number = space.rounds.shared, table.number
+    said = {r: given.announced[number] for r, given in tracker.given.items() if number in given.announced}
     is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
-    if len(said) < book.num_members or not is_ready:
+    if len(said) < tracker.num_members or not is_ready:
         return
     news = {rank: one.hyper for rank, one in said.items() if one.hyper}
     try:
@@ -125,7 +125,7 @@ def _begin(space: Namespace, table: Table) -> None:
         left = range(table.unit.first, table.unit.end)
         table.begun = Begun(optimizer, hyper, hypers, said, dict.fromkeys(left, 0))
         space.rounds.begun.add(number)
-        space.log_rounds("begun", book, [table])
+        space.log_rounds("begun", tracker, [table])
 
 
 def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
@@ -270,11 +270,11 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
 
     None: nothing of the round is applied, because it is not as it was announced.
     """
-    begun, book, number = table.begun, space.rounds.shared, table.number
+    begun, tracker, number = table.begun, space.rounds.shared, table.number
     assert begun is not None
     is_as_said = begun.undo is not None and (number not in {of for of, _ in space.absent})
     for rank, one in begun.said.items():
-        given = book.of(rank)
+        given = tracker.of(rank)
         said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
         is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
         is_as_said &= _fits(table, begun, one, given.marks[table.unit.first : table.unit.end])
@@ -289,7 +289,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         return None
     told = []
     for rank, one in begun.said.items():
-        waiters = book.of(rank).waiters
+        waiters = tracker.of(rank).waiters
         if _wants_bytes(one) and waiters[number] == one.waiter:
             told.append(one)
             waiters[number] = None

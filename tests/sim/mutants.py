@@ -24,7 +24,7 @@ from kvstore_server.norms import Decision
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.reduction import Sums
-from kvstore_server.rounds import _HERE, Book, CommitStatus, Given, NamespaceRounds, Waits
+from kvstore_server.rounds import _HERE, CommitStatus, Given, NamespaceRounds, RoundTracker, Waits
 from kvstore_server.shard import Shard
 from kvstore_server.table import ALL, Table
 from kvtrainer.comm.tables import Compressor
@@ -319,7 +319,7 @@ def whoever_has_the_token(real: Any, self: Any, peer: bytes, token: int) -> Any:
     return real(self, peer, token)
 
 
-@replaces(Book, "commit")
+@replaces(RoundTracker, "commit")
 def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A round is complete when as many commits as workers came, whoever sent them."""
     verdicts = real(self, rank, commits, *args)
@@ -329,7 +329,7 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
     return verdicts
 
 
-@replaces(Book, "commit")
+@replaces(RoundTracker, "commit")
 def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A commit is accepted with whatever generation of a slice is there."""
     commits = commits.copy()
@@ -351,7 +351,7 @@ def all_forgotten(real: Any, self: Any, table: int) -> None:
     self.clear(np.array([table]), self._slots.of(np.array([table])))
 
 
-@replaces(Book, "push")
+@replaces(RoundTracker, "push")
 def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, which: Any, starts: Any) -> Any:
     """A slice that arrives twice counts twice."""
     given = self.of(rank)
@@ -365,7 +365,7 @@ def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, wh
     real(self, rank, pushes, sources, which, starts)
 
 
-@replaces(Book, "commit")
+@replaces(RoundTracker, "commit")
 def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
     """Contributions are summed as they came."""
     verdicts = real(self, rank, *args)
@@ -374,7 +374,7 @@ def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
     return verdicts
 
 
-@replaces(Book, "commit")
+@replaces(RoundTracker, "commit")
 def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A round does not wait for the slowest worker."""
     verdicts = real(self, rank, commits, *args)
@@ -384,7 +384,7 @@ def early_apply(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) 
     return verdicts
 
 
-@replaces(Book, "replace_process")
+@replaces(RoundTracker, "replace_process")
 def slices_of_the_dead(real: Any, self: Any, rank: int) -> None:
     """What a process had pushed and not committed is left for its successor's commit."""
     given = self.of(rank)
@@ -546,7 +546,7 @@ def generations_unnamed(self: Any, body: Any) -> Any:
     return replace(body, pushes=body.pushes[:0]) if is_announcement else body
 
 
-@replaces(Book, "announce")
+@replaces(RoundTracker, "announce")
 def expected_instead_of_known(real: Any, self: Any, rank: int, commit: Any, said: Any, waiter: Any) -> Any:
     """What a rank expected and what it knows count alike, whichever came last."""
     known = self.of(rank).announced.get(commit[0])

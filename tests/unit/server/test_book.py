@@ -15,11 +15,11 @@ from kvstore_server.rounds import (
     ASYNC,
     SSP,
     SYNCHRONOUS,
-    Book,
     CommitStatus,
     DelayedRequest,
     Mode,
     NamespaceRounds,
+    RoundTracker,
     Slots,
     Waiter,
     Waits,
@@ -40,19 +40,21 @@ def rounds_of(num_workers: int = 2, mode: Mode = SYNCHRONOUS) -> NamespaceRounds
 
 
 @pytest.fixture
-def book() -> Book:
+def tracker() -> RoundTracker:
     """Rounds of two workers."""
     return rounds_of().shared
 
 
-def push(book: Book, rank: int, payload: Any, *, slot: int = 1, round_: int = 0, generation: int = 0) -> None:
-    book.push(
+def push(
+    tracker: RoundTracker, rank: int, payload: Any, *, slot: int = 1, round_: int = 0, generation: int = 0
+) -> None:
+    tracker.push(
         rank, m.matrix([(slot, round_, generation, 64)], 4), [payload], np.zeros(1, int), np.zeros(1, int)
     )
 
 
 def commit(
-    book: Book,
+    tracker: RoundTracker,
     rank: int,
     *tables: int,
     round_: int = 0,
@@ -65,93 +67,93 @@ def commit(
     """Commit with (slices, sum of their generations); what became of it."""
     rows = m.matrix([(table, round_, *given, -1, flags) for table in tables or (W,)], m.COMMIT_WORDS)
     said = m.Contribute(m.matrix((), 4), (), rows, timeout=timeout)
-    verdicts = book.commit(rank, rows, said, Waiter(b"%d" % rank, waiter), now)
+    verdicts = tracker.commit(rank, rows, said, Waiter(b"%d" % rank, waiter), now)
     return (
         [CommitStatus.ACCEPTED] * len(rows) if verdicts is None else [CommitStatus(one) for one in verdicts]
     )
 
 
-def given(book: Book, rank: int, table: int = W) -> list[tuple[int, Any]]:
-    first, end = book._slots.first[table : table + 2].tolist()
-    mine = book.of(rank)
+def given(tracker: RoundTracker, rank: int, table: int = W) -> list[tuple[int, Any]]:
+    first, end = tracker._slots.first[table : table + 2].tolist()
+    mine = tracker.of(rank)
     return [(slot, mine.payload(slot)[0]) for slot in range(first, end) if mine.marks[slot]]
 
 
-def finish(book: Book, *tables: int) -> None:
+def finish(tracker: RoundTracker, *tables: int) -> None:
     ended = np.array(tables or (W,))
-    book.finish(ended, book._slots.of(ended))
+    tracker.finish(ended, tracker._slots.of(ended))
 
 
 @pytest.mark.parametrize(("value", "mismatches"), [(1, 0), (2, 1)])
 def test_another_payload_under_the_same_identity_is_counted_and_dropped(
-    book: Book, value: int, mismatches: int
+    tracker: RoundTracker, value: int, mismatches: int
 ) -> None:
     first, second = (torch.full((64,), number, dtype=torch.uint8) for number in (1, value))
-    push(book, 0, first)
-    push(book, 0, second)
-    assert book.mismatches.get(W, 0) == mismatches
-    [(_, kept)] = given(book, 0)
+    push(tracker, 0, first)
+    push(tracker, 0, second)
+    assert tracker.mismatches.get(W, 0) == mismatches
+    [(_, kept)] = given(tracker, 0)
     assert kept is first
 
 
-def test_buffers_are_kept_only_while_a_slice_in_them_counts(book: Book) -> None:
-    mine = book.of(0)
+def test_buffers_are_kept_only_while_a_slice_in_them_counts(tracker: RoundTracker) -> None:
+    mine = tracker.of(0)
     rows = m.matrix([(0, 0, 0, 64), (1, 0, 0, 64), (2, 0, 0, 64)], 4)
-    book.push(0, rows, ["several"], np.zeros(3, int), np.array([0, 64, 128]))
-    push(book, 0, "newer", slot=2, generation=1)
+    tracker.push(0, rows, ["several"], np.zeros(3, int), np.array([0, 64, 128]))
+    push(tracker, 0, "newer", slot=2, generation=1)
     assert [mine.payload(slot) for slot in (1, 2)] == [("several", 64), ("newer", 0)]
-    finish(book, W)
+    finish(tracker, W)
     assert {mine.payload(slot)[0] for slot in range(4)} == {"several", None}
-    finish(book, 0)
+    finish(tracker, 0)
     assert {mine.payload(slot)[0] for slot in range(4)} == {None}
 
 
-def test_a_commit_keeps_nothing_of_the_payloads_that_came_with_it(book: Book) -> None:
+def test_a_commit_keeps_nothing_of_the_payloads_that_came_with_it(tracker: RoundTracker) -> None:
     payload = torch.zeros(64)
     kept = weakref.ref(payload)
     rows = m.matrix([(W, 0, 0, 0, -1, 0)], m.COMMIT_WORDS)
     said = m.Contribute(m.matrix((), 4), (payload,), rows)
-    book.commit(0, rows, said, Waiter(b"0", 1), 0.0)
+    tracker.commit(0, rows, said, Waiter(b"0", 1), 0.0)
     del payload, said
     assert kept() is None
 
 
-def test_who_waits_is_found_by_request_with_its_tables(book: Book) -> None:
-    commit(book, 0, 0, 1, waiter=7)
-    commit(book, 0, 2, waiter=8)
-    assert book.of(0).waiters == [Waiter(b"0", 7), Waiter(b"0", 7), Waiter(b"0", 8)]
+def test_who_waits_is_found_by_request_with_its_tables(tracker: RoundTracker) -> None:
+    commit(tracker, 0, 0, 1, waiter=7)
+    commit(tracker, 0, 2, waiter=8)
+    assert tracker.of(0).waiters == [Waiter(b"0", 7), Waiter(b"0", 7), Waiter(b"0", 8)]
 
 
-def test_failures_are_forgotten_once_every_rank_has_gone_on(book: Book) -> None:
+def test_failures_are_forgotten_once_every_rank_has_gone_on(tracker: RoundTracker) -> None:
     for _ in range(100):
-        book.fail(W, ERROR)
-    finish(book)
-    assert not book._failures
+        tracker.fail(W, ERROR)
+    finish(tracker)
+    assert not tracker._failures
 
 
 def test_of_very_many_failures_in_a_row_the_last_reasons_are_kept_and_none_counts_as_applied(
-    book: Book,
+    tracker: RoundTracker,
 ) -> None:
     for number in range(1000):
-        book.fail(W, KVStoreError(str(number)))
-    assert all(commit(book, 0, round_=number) == [CommitStatus.FAILED] for number in range(1000))
-    assert not any(book.was_applied(W, number) for number in range(1000))
-    assert str(book.why_failed(W, 999)) == "999"
-    assert len(book._failures[W]) < 100
+        tracker.fail(W, KVStoreError(str(number)))
+    assert all(commit(tracker, 0, round_=number) == [CommitStatus.FAILED] for number in range(1000))
+    assert not any(tracker.was_applied(W, number) for number in range(1000))
+    assert str(tracker.why_failed(W, 999)) == "999"
+    assert len(tracker._failures[W]) < 100
 
 
-def test_what_is_ahead_of_the_open_round_is_refused(book: Book) -> None:
+def test_what_is_ahead_of_the_open_round_is_refused(tracker: RoundTracker) -> None:
     with pytest.raises(ProtocolError, match="rank 1 pushed to round 3 while round 0 is open"):
-        push(book, 1, "x", round_=3)
-    assert commit(book, 1, round_=3) == [CommitStatus.AHEAD]
+        push(tracker, 1, "x", round_=3)
+    assert commit(tracker, 1, round_=3) == [CommitStatus.AHEAD]
 
 
-def test_a_round_is_late_from_its_deadline_on_until_it_ends(book: Book) -> None:
-    commit(book, 0, 0, now=100.0, timeout=60.0)
-    commit(book, 0, 1, now=101.0, timeout=5.0)
-    assert [book.late(now) for now in (105.9, 106.0, 106.0, 160.0)] == [[], [1], [1], [0, 1]]
-    book.fail(1, ERROR)
-    assert book.late(160.0) == [0]
+def test_a_round_is_late_from_its_deadline_on_until_it_ends(tracker: RoundTracker) -> None:
+    commit(tracker, 0, 0, now=100.0, timeout=60.0)
+    commit(tracker, 0, 1, now=101.0, timeout=5.0)
+    assert [tracker.late(now) for now in (105.9, 106.0, 106.0, 160.0)] == [[], [1], [1], [0, 1]]
+    tracker.fail(1, ERROR)
+    assert tracker.late(160.0) == [0]
 
 
 # ---------------------------------------------------------------- each rank for itself
@@ -167,7 +169,7 @@ def lanes_at(*clocks: int, bound: int | None = 0) -> NamespaceRounds:
     return rounds
 
 
-def lane_of(rounds: NamespaceRounds, rank: int, round_: int) -> Book:
+def lane_of(rounds: NamespaceRounds, rank: int, round_: int) -> RoundTracker:
     return rounds.lane(rank, np.array([W]), np.array([round_]))
 
 
