@@ -179,10 +179,10 @@ class ServerLayout:
         first: The position of the first one in the round.
     """
 
-    def __init__(self, server: int, tables: Sequence[RemoteTable], first: int, book: Tables) -> None:
+    def __init__(self, server: int, tables: Sequence[RemoteTable], first: int, all_tables: Tables) -> None:
         self.server = server
         index = np.array([table.index for table in tables], np.int64)
-        numbers = book.number[server, index]
+        numbers = all_tables.number[server, index]
         here = np.flatnonzero(numbers >= 0)
         here = here[np.argsort(numbers[here])]
         self.at: list[int] = (first + here).tolist()
@@ -217,7 +217,7 @@ class ServerLayout:
             is_gathered = is_resident and nbytes < SENT_ALONE
             self.begin.append(self.size if is_gathered else -1)
             self.size += nbytes if is_gathered else 0
-        starts = book.slot[server, self.index].tolist()
+        starts = all_tables.slot[server, self.index].tolist()
         slots = [
             start + at for start, pieces in zip(starts, by_table, strict=True) for at in range(len(pieces))
         ]

@@ -38,7 +38,7 @@ servers get commits, too: between the first and the last of those there should b
 class Leg:
     """A round's part on one server, by position of table and slice in the layout."""
 
-    def __init__(self, layout: ServerLayout, round_: Round, book: Tables) -> None:
+    def __init__(self, layout: ServerLayout, round_: Round, all_tables: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
@@ -69,8 +69,8 @@ class Leg:
         """Tables of which the server has not said yet how the round ended."""
         if round_.is_read:
             self.open = {at for at, coming in enumerate(self.coming) if coming}
-        self.rounds = book.round[layout.index]
-        self.commits = self._make_commits(round_, book)
+        self.rounds = all_tables.round[layout.index]
+        self.commits = self._make_commits(round_, all_tables)
         """A row for each table, as of Contribute."""
         self.came = [-1] * len(layout.tables)
         """The version of the weights that came."""
@@ -106,7 +106,7 @@ class Leg:
             f"{len(self.layout.tables)} tables: {state}{slices}{held}{failed}>"
         )
 
-    def _make_commits(self, round_: Round, book: Tables) -> m.Matrix:
+    def _make_commits(self, round_: Round, all_tables: Tables) -> m.Matrix:
         """Make each table's commit. It says how many slices, computed with which version, and what is wanted."""
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
@@ -114,7 +114,7 @@ class Leg:
         if self.given is not layout.resident:
             commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
         is_kept, wants = contribution.is_kept or layout.takes_deltas, contribution.outs is not None
-        commits[:, 4] = (book.held if is_kept else book.version)[self.server][layout.index]
+        commits[:, 4] = (all_tables.held if is_kept else all_tables.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
         flags |= m.WANTS_HALF * layout.takes_half
@@ -466,7 +466,7 @@ class Round:
             for at in leg.open:
                 leg.drop_former(at)
 
-    def write(self, leg: Leg, gone: Collection[int], book: Tables) -> None:
+    def write(self, leg: Leg, gone: Collection[int], all_tables: Tables) -> None:
         """Write new weights to their places, but for some tables (by index). Note their versions.
 
         Raises:
@@ -504,10 +504,10 @@ class Round:
         if gone:
             read &= ~np.isin(layout.index, list(gone))
         if self.is_given:
-            book.newest[leg.server, layout.index[read]] = came[read]
-            book.version[leg.server, layout.index[read]] = came[read]
+            all_tables.newest[leg.server, layout.index[read]] = came[read]
+            all_tables.version[leg.server, layout.index[read]] = came[read]
         if self.contribution.is_kept or follows:
-            book.held[leg.server, layout.index[read]] = came[read]
+            all_tables.held[leg.server, layout.index[read]] = came[read]
 
     def _map(self, mapped: MappedWeights | SeenWeights, leg: Leg, gone: Collection[int]) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""

@@ -447,7 +447,7 @@ class Rounds:
 
     def _end(self, round_: Round, error: BaseException | None) -> None:
         """Count the rounds that were applied. Give up those that were not, on all servers."""
-        tables, book = round_.contribution.tables, self.tables
+        tables, all_tables = round_.contribution.tables, self.tables
         own = [table.index for table in tables if self.open.get(table.index) is round_]
         for index in own if round_.is_read else ():  # nothing hangs on its end
             del self.open[index]
@@ -463,34 +463,34 @@ class Rounds:
                 lost.update(leg.layout.index[[*leg.open, *leg.failed]].tolist())
         if round_.is_read:
             for leg in round_.legs if error is None else ():
-                round_.write(leg, frozenset(), book)
+                round_.write(leg, frozenset(), all_tables)
             return
         if not round_.legs:  # it was not even prepared
             lost.update(table.index for table in tables)
         for table in tables if round_.decided else ():
             differs = None if table.index in lost else _disagreement(round_, table)
             if differs is not None:
-                book.broken[table.index] = differs
-        gone = lost.union(book.broken)
+                all_tables.broken[table.index] = differs
+        gone = lost.union(all_tables.broken)
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
         is_sync = self._session.options.mode.is_sync
         for leg in round_.legs:
             for at, version in leg.applied.items():
                 index = int(leg.layout.index[at])
-                before = int(book.version[leg.server, index])
+                before = int(all_tables.version[leg.server, index])
                 if index not in gone:
-                    book.newest[leg.server, index] = version
+                    all_tables.newest[leg.server, index] = version
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(leg, gone, book)
+            round_.write(leg, gone, all_tables)
         if round_.contribution.mapped is not None and not gone:
             round_.contribution.mapped.refresh()
         if ages:
-            book.staleness[list(ages)] = list(ages.values())
+            all_tables.staleness[list(ages)] = list(ages.values())
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
-        book.round[applied] += 1
-        book.is_initialised[applied] = True
+        all_tables.round[applied] += 1
+        all_tables.is_initialised[applied] = True
         for table in tables if round_.encoded else ():
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
