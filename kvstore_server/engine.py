@@ -35,7 +35,7 @@ from kvstore_server.errors import (
     to_wire,
 )
 from kvstore_server.membership import FRESH, MOST_JOBS, Sessions, random_token, read_report
-from kvstore_server.namespace import EngineConfig, Namespace, Together
+from kvstore_server.namespace import EngineConfig, Namespace, TableBatch
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
@@ -353,7 +353,7 @@ class Engine:
         return out
 
     def _commit(
-        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, some: Together, body: m.Contribute
+        self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, some: TableBatch, body: m.Contribute
     ) -> list[m.Outgoing]:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
@@ -444,7 +444,7 @@ class Engine:
         self,
         space: Namespace,
         tracker: RoundTracker,
-        some: Together,
+        some: TableBatch,
         now: float,
         decision: Decision | None = None,
     ) -> list[m.Outgoing]:
@@ -527,8 +527,8 @@ class Engine:
         return False
 
     def _change(
-        self, space: Namespace, tracker: RoundTracker, some: Together, out: list[m.Outgoing]
-    ) -> tuple[Together | None, list[int]]:
+        self, space: Namespace, tracker: RoundTracker, some: TableBatch, out: list[m.Outgoing]
+    ) -> tuple[TableBatch | None, list[int]]:
         """Sum and update all tables together that are alike; returns those, if there are some, and the others.
 
         Args:
@@ -955,7 +955,9 @@ class Engine:
         return self._fail_hopeless(space, sender.now)
 
 
-def _answers(tracker: RoundTracker, rank: int, given: Given, ended: Together, is_plain: bool) -> list[Answer]:
+def _answers(
+    tracker: RoundTracker, rank: int, given: Given, ended: TableBatch, is_plain: bool
+) -> list[Answer]:
     """List what the requests of a rank hear of rounds that end.
 
     Args:

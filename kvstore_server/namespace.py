@@ -112,7 +112,7 @@ class Located(NamedTuple):
     """Each table, and how many bytes came for it."""
 
 
-class Together(NamedTuple):
+class TableBatch(NamedTuple):
     """Some tables that are named together, and what follows from that alone."""
 
     tables: Ints
@@ -174,7 +174,7 @@ class Namespace:
         """Of each slot."""
         self._is_resident: list[bool] = []
         """Of each slot, whether workers hold a copy of it."""
-        self._together = Memo[Together](self.rounds.slots)
+        self._batches = Memo[TableBatch](self.rounds.slots)
         self._located = Memo[Located](self.rounds.slots)
         self.shard = Shard(leases)
         """The numbers of all tables."""
@@ -363,15 +363,15 @@ class Namespace:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
-    def together(self, tables: Ints) -> Together:
+    def together(self, tables: Ints) -> TableBatch:
         """Return what follows from the names of some tables; not to be changed.
 
         Raises:
             ProtocolError: one of them does not exist or is named twice, or there are too many.
         """
-        return self._together.get(tables.tobytes(), self._put_together, tables)
+        return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
-    def _put_together(self, tables: Ints) -> Together:
+    def _make_batch(self, tables: Ints) -> TableBatch:
         numbers = tables.tolist()
         self.check_named("request", numbers)
         named = [self.table(number) for number in numbers]
@@ -382,7 +382,7 @@ class Namespace:
         owners, none = position[self.rounds.slots.table[slots]], np.zeros(len(slots), np.int64)
         places = np.array([self.shard.storage.places[slot] for slot in slots.tolist()], np.int64)
         [mapped] = (places >= 0).nonzero()
-        return Together(
+        return TableBatch(
             tables.copy(),
             numbers,
             named,
@@ -584,7 +584,7 @@ class Namespace:
         contribution = self.contribution(said, optimizer, runs, absent)
         return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
-    def alike(self, tracker: RoundTracker, some: Together, optimizer: Optimizer | None) -> list[bool]:
+    def alike(self, tracker: RoundTracker, some: TableBatch, optimizer: Optimizer | None) -> list[bool]:
         """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
@@ -629,7 +629,7 @@ class Namespace:
         plain = RankContribution(runs, scale, absent)
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
-    def weights(self, some: Together, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
+    def weights(self, some: TableBatch, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
         """Return present weights of some tables, except row-sparse ones, for some ranks; not copies.
 
         With `half`, those wider than that are rounded to bfloat16. For a pull they may only be looked at.
@@ -653,7 +653,7 @@ class Namespace:
                 table.note_given(ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
-    def shown(self, some: Together, num_ranks: int, are_known: bool) -> m.Weights:
+    def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
         """Return the present weights of some tables for ranks that map them: where they are, and those without a place.
 
         Args:
