@@ -334,7 +334,7 @@ class Engine:
         """Take slices, and commits; each round that they complete ends."""
         space, commits = sender.space, body.commits
         has_pushes = len(body.pushes) > 0
-        some = space.together(commits[:, 0]) if len(commits) else None
+        some = space.batch_of(commits[:, 0]) if len(commits) else None
         if some is not None and commits[0, 5] & m.ANNOUNCES:
             if self.is_stopping or space.name in self.updaters:
                 return []
@@ -348,7 +348,7 @@ class Engine:
             return out
         for tracker, mine in space.rounds.trackers(sender.rank, some.tables, commits[:, 1]):
             if mine is not None:
-                commits, some = body.commits[mine], space.together(body.commits[mine, 0])
+                commits, some = body.commits[mine], space.batch_of(body.commits[mine, 0])
             out += self._commit(sender, tracker, commits, some, body)
         return out
 
@@ -366,10 +366,10 @@ class Engine:
                 if error is not None:
                     out.append(_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
-            some = space.together(commits[:, 0])
+            some = space.batch_of(commits[:, 0])
         verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
         if verdicts is not None:
-            some = space.together(some.tables[verdicts == CommitStatus.ACCEPTED])
+            some = space.batch_of(some.tables[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, tracker, commits, verdicts, body)
         space.log_rounds("committed", tracker, some.named, rank)
         for table in some.named if body.absent or body.hyper else ():
@@ -381,7 +381,7 @@ class Engine:
         committed = tracker.num_committed[some.tables]
         num_complete = committed.tolist().count(tracker.num_members)
         if 0 < num_complete < len(committed):
-            some = space.together(some.tables[committed == tracker.num_members])
+            some = space.batch_of(some.tables[committed == tracker.num_members])
         if num_complete:
             out += self._finish(space, tracker, some, now)
         return out
@@ -463,7 +463,7 @@ class Engine:
                 applied.append(number)
         if applied or ended is None:
             before = [] if ended is None else ended.numbers
-            ended = space.together(np.array(before + applied, np.int64))
+            ended = space.batch_of(np.array(before + applied, np.int64))
         answers: list[Answer] = []
         for rank, given in tracker.given.items():
             answers += _answers(tracker, rank, given, ended, is_plain=not applied)
@@ -543,7 +543,7 @@ class Engine:
             return None, some.numbers
         if False in alike or not some.is_ascending:
             others = [n for n, is_alike in zip(some.numbers, alike, strict=True) if not is_alike]
-            some = space.together(np.sort(some.tables[alike]))
+            some = space.batch_of(np.sort(some.tables[alike]))
         packed: list[bytes] = []
         hypers: list[Sequence[Mapping[str, Any]]] = []
         left: list[int] = []
@@ -559,7 +559,7 @@ class Engine:
         if not left:
             return None, others
         if len(left) < len(some.numbers):
-            some = space.together(np.array(left))
+            some = space.batch_of(np.array(left))
         try:
             first = some.numbers[0]  # of all of them a rank has said the same
             ranks = tracker.given.values()
@@ -669,7 +669,7 @@ class Engine:
                 f"rank {rank} decides about round {resolve.round} of {table.name!r}, which is not held: round "
                 f"{number} is open"
             )
-        some = space.together(np.array([table.number]))
+        some = space.batch_of(np.array([table.number]))
         return self._finish(space, shared, some, sender.now, decision)
 
     # ---------------------------------------------------------------- reads
@@ -678,7 +678,7 @@ class Engine:
         """Answer with weights of each table, as soon as the rank may read it."""
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
-        for table in space.together(np.array(numbers, np.int64)).named:
+        for table in space.batch_of(np.array(numbers, np.int64)).named:
             if table.conflict is not None:
                 raise _again(table.conflict)
             if not table.is_initialised:
@@ -1037,9 +1037,9 @@ def _outcomes(
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
     for are_known, numbers in mapped.items():
-        bodies.append(space.shown(space.together(np.array(numbers)), 1, are_known))
+        bodies.append(space.shown(space.batch_of(np.array(numbers)), 1, are_known))
     for half, numbers in wanted.items():
-        bodies.append(space.weights(space.together(np.array(numbers)), rank, half=half))
+        bodies.append(space.weights(space.batch_of(np.array(numbers)), rank, half=half))
     return out + [one for body in bodies for one in _reply(waiter, body)]
 
 
@@ -1056,7 +1056,7 @@ def _present(
         else:
             tables = [space.tables[number] for number in numbers]
             plain = [table.number for table in tables if table.deltas is None]
-            some = space.together(np.array(plain, np.int64))
+            some = space.batch_of(np.array(plain, np.int64))
             found = [space.weights(some, rank, is_pull=True)] if plain else []
             changed = [table for table in tables if table.deltas is not None]
             found += [space.rows(rank, table, table.changed_parts(-1), is_pull=True) for table in changed]

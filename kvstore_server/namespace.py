@@ -363,7 +363,7 @@ class Namespace:
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
-    def together(self, tables: Ints) -> TableBatch:
+    def batch_of(self, tables: Ints) -> TableBatch:
         """Return what follows from the names of some tables; not to be changed.
 
         Raises:

@@ -122,7 +122,7 @@ def gradients() -> tuple[Plan, dict[str, Tensor], dict[str, Tensor]]:
     return plan, values, filled(plan, values)
 
 
-def together(values: Mapping[str, Tensor], *keys: str) -> Tensor:
+def batch_of(values: Mapping[str, Tensor], *keys: str) -> Tensor:
     return torch.cat([values[key].reshape(-1) for key in keys])
 
 
@@ -130,7 +130,7 @@ def together(values: Mapping[str, Tensor], *keys: str) -> Tensor:
 def test_all_parameters_are_measured_together(p: float) -> None:
     plan, values, arenas = gradients()
     norm, finite = measure(plan, arenas, {}, [True] * 3, p)
-    assert norm == pytest.approx(norm_of(together(values, *SHAPES), p), rel=1e-12)
+    assert norm == pytest.approx(norm_of(batch_of(values, *SHAPES), p), rel=1e-12)
     assert finite
 
 
@@ -139,7 +139,7 @@ def test_what_is_left_out_does_not_count_even_if_it_is_not_finite() -> None:
     begin = plan.key_offsets[2]
     arenas["float32"][begin : begin + 9] = math.nan
     norm, finite = measure(plan, arenas, {}, [True, True, False], 2.0)
-    assert norm == pytest.approx(norm_of(together(values, "small", "big"), 2.0), rel=1e-12)
+    assert norm == pytest.approx(norm_of(batch_of(values, "small", "big"), 2.0), rel=1e-12)
     assert finite
     assert measure(plan, arenas, {}, [True] * 3, 2.0).is_finite is False
     assert measure(plan, arenas, {}, [False] * 3, 2.0) == Measured(0.0, True)
@@ -148,7 +148,7 @@ def test_what_is_left_out_does_not_count_even_if_it_is_not_finite() -> None:
 def test_rows_count_in_place_of_what_is_in_the_arena() -> None:
     plan, values, arenas = gradients()
     rows = RowSet(torch.tensor([2, 499]), randn(2, 300, seed=9))
-    expected = torch.cat([together(values, "small", "bias"), rows.values.reshape(-1)])
+    expected = torch.cat([batch_of(values, "small", "bias"), rows.values.reshape(-1)])
     norm, _ = measure(plan, arenas, {1: rows}, [True] * 3, 2.0)
     assert norm == pytest.approx(norm_of(expected, 2.0), rel=1e-12)
     assert measure(plan, arenas, {1: rows}, [False] * 3, 2.0).norm == 0.0

@@ -114,10 +114,10 @@ def test_many_tables_of_one_key_do_not_all_land_on_one_server() -> None:
 
 
 def test_a_table_on_one_server_has_the_slices_of_one_that_is_spread_and_another_digest() -> None:
-    spread, together = make_plan(MIXED, 3), make_plan(MIXED, 3, one_server=True)
-    assert boundaries(together) == boundaries(spread)
-    assert (len(spread.servers), len(together.servers)) == (3, 1)
-    assert together.digest != spread.digest
+    spread, batch_of = make_plan(MIXED, 3), make_plan(MIXED, 3, one_server=True)
+    assert boundaries(batch_of) == boundaries(spread)
+    assert (len(spread.servers), len(batch_of.servers)) == (3, 1)
+    assert batch_of.digest != spread.digest
 
 
 def test_tables_on_one_server_do_not_all_land_on_the_same_one() -> None:

@@ -55,8 +55,8 @@ def one_run(shard: Shard, units: Sequence[Unit], given: Sequence[Mapping[int, Te
 
 @pytest.mark.parametrize("name", [*BUILT_IN, Curved])
 def test_units_that_are_updated_together_have_the_bits_that_each_has_alone(name: Any) -> None:
-    optimizer, together = make(name), Shard()
-    units = [together.add(plan_of(size)) for size in SIZES]
+    optimizer, batch_of = make(name), Shard()
+    units = [batch_of.add(plan_of(size)) for size in SIZES]
     alone = [Shard() for _ in SIZES]
     own = [shard.add(plan_of(size)) for shard, size in zip(alone, SIZES, strict=True)]
     hypers = [optimizer.hyper]
@@ -64,14 +64,14 @@ def test_units_that_are_updated_together_have_the_bits_that_each_has_alone(name:
         parts = []
         for rank in range(2):
             given = [give(own[at], rank, step) for at in some]
-            runs = one_run(together, [units[at] for at in some], given)
+            runs = one_run(batch_of, [units[at] for at in some], given)
             parts.append(RankContribution(runs, 0.5))
-        together.update(parts, optimizer, [hypers] * len(some), [units[at] for at in some])
+        batch_of.update(parts, optimizer, [hypers] * len(some), [units[at] for at in some])
         for at in some:
             apart = [given_to(alone[at], give(own[at], rank, step), 0.5) for rank in range(2)]
             alone[at].update(apart, optimizer, [hypers])
     for unit, shard, other in zip(units, alone, own, strict=True):
-        assert torch.equal(weights(together, unit), weights(shard, other))
+        assert torch.equal(weights(batch_of, unit), weights(shard, other))
 
 
 def test_one_kernel_call_updates_many_units() -> None:
@@ -157,8 +157,8 @@ def test_tables_that_lie_side_by_side_have_the_bits_that_each_has_alone(
     name: str, options: dict[str, Any]
 ) -> None:
     sizes, optimizer = (4001, 500, 90), create(name, **options)
-    together, plan = Shard(), tables_of(sizes)
-    unit = together.add(plan)
+    batch_of, plan = Shard(), tables_of(sizes)
+    unit = batch_of.add(plan)
     alone = [Shard() for _ in sizes]
     own = [shard.add(tables_of([size])) for shard, size in zip(alone, sizes, strict=True)]
     slow = {**optimizer.hyper, "lr": 0.03125}
@@ -171,16 +171,16 @@ def test_tables_that_lie_side_by_side_have_the_bits_that_each_has_alone(
             here = [key for key in range(3) if rank < 2 or key not in absent]
             rows = {key: some_rows(sizes[key], seed=100 * step + 10 * rank + key) for key in here}
             payloads = split_rows(plan, rows)
-            parts.append(given_to(together, payloads, scale, frozenset({0, 1, 2}.difference(here))))
+            parts.append(given_to(batch_of, payloads, scale, frozenset({0, 1, 2}.difference(here))))
             for key in here:
                 payloads = split_rows(own[key].plan, {0: rows[key]})
                 apart[key].append(given_to(alone[key], payloads, scale))
-        together.update(parts, optimizer, [hypers])
+        batch_of.update(parts, optimizer, [hypers])
         for key, shard in enumerate(alone):
             shard.update(apart[key], optimizer, [[hypers[key]]])
     for key, (shard, other) in enumerate(zip(alone, own, strict=True)):
-        assert torch.equal(together.rows_of(unit, key), shard.rows_of(other, 0))
-        assert together.rows_of(unit, key).any()
+        assert torch.equal(batch_of.rows_of(unit, key), shard.rows_of(other, 0))
+        assert batch_of.rows_of(unit, key).any()
 
 
 def test_one_kernel_call_updates_rows_of_tables_that_lie_side_by_side() -> None:
