@@ -246,7 +246,7 @@ class Sums:
     ) -> list[Chunk]:
         slots, ends, chunks = self._storage.slots, self._storage.ends, []
         outlines = [Outline(*one) for one in given]
-        for spans in self._together(outlines, by_rows, whole_keys, are_whole):
+        for spans in self._span_groups(outlines, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
             absent = [[outlines[source.number].absent for source in span.given] for span in spans]
             found: list[bool] = []
@@ -269,33 +269,33 @@ class Sums:
         start, used = self._storage.slots[span.first].start - begin, last.start + last.piece.used - begin
         return span._replace(start=start, used=used, stop=stop)
 
-    def _together(
+    def _span_groups(
         self, outlines: Sequence[Outline], by_rows: Collection[int], whole_keys: bool, are_whole: bool
     ) -> Iterator[list[Span]]:
         """Spans cut and joined to what is summed at once."""
-        together: list[Span] = []
+        group: list[Span] = []
         begin, storage = 0, self._storage
         for span in self._spans(outlines, by_rows):
             first, weights = span.first, storage.slots[span.first].block.weights
             is_cut = weights.device.type == "cpu" and not (are_whole and weights.dtype not in _HALF)
             at_once = CACHED if is_cut else sys.maxsize
             while first < span.end:
-                is_next = bool(together) and storage.is_next(together[-1].end - 1, first)
+                is_next = bool(group) and storage.is_next(group[-1].end - 1, first)
                 is_bound = is_next and whole_keys and storage.continues_key(first)
-                if together and not is_bound and not (is_next and storage.ends[first] - begin <= at_once):
-                    yield together
-                    together = []
-                if not together:
+                if group and not is_bound and not (is_next and storage.ends[first] - begin <= at_once):
+                    yield group
+                    group = []
+                if not group:
                     begin = storage.slots[first].start
                 end = bisect_right(storage.ends, begin + at_once, first + 1, span.end)
                 while whole_keys and end < span.end and storage.continues_key(end):
                     end += 1
                 skipped = storage.slots[first].start - storage.slots[span.first].start
                 given = [source._replace(at=source.at + skipped) for source in span.given]
-                together.append(Span(first, end, given, span.sparse))
+                group.append(Span(first, end, given, span.sparse))
                 first = end
-        if together:
-            yield together
+        if group:
+            yield group
 
     def _spans(self, outlines: Sequence[Outline], by_rows: Collection[int]) -> Iterator[Span]:
         """Cut what was given where its ranks, their runs or the keys with rows change."""
