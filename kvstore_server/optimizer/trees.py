@@ -54,7 +54,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `flatten`; containers are new ones, tensors the same."""
     found = dict(values)
     for name in [name for name, value in values.items() if isinstance(value, Form)]:
-        found[name] = _put_together(values[name].tree, found)
+        found[name] = _assemble(values[name].tree, found)
     return found
 
 
@@ -131,7 +131,7 @@ def _take_apart(tree: Any, path: str, found: dict[str, Any]) -> Any:
     return Leaf(path)
 
 
-def _put_together(tree: Any, found: dict[str, Any]) -> Any:
+def _assemble(tree: Any, found: dict[str, Any]) -> Any:
     return map_tree(lambda one: found.pop(one.name) if isinstance(one, Leaf) else one, tree)
 
 
