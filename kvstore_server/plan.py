@@ -298,7 +298,7 @@ class _Arena:
         self.end += length
 
 
-def _most_together(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
+def _run_length(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
     """Return the number of neighbouring slices of a key that go to one server.
 
     Those that are mapped have to begin in their page where they do on workers. So as many stay together as fill whole
@@ -327,7 +327,7 @@ def _placed(
         if whole_keys:
             most = len(pieces)
         elif not specs[key].row_sparse:
-            most = _most_together(slices, pieces, num_servers)
+            most = _run_length(slices, pieces, num_servers)
         units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
     sizes = [piece.nbytes for piece in slices]
     servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
