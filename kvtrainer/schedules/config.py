@@ -381,7 +381,7 @@ def bind_schedules(
                 clock = schedule.warmup_clock
                 if clock is not None and not any(other is clock for other in given):
                     bound.append(clock)
-        _fit_together([*bound_before, *bound])
+        _check_conflicts([*bound_before, *bound])
     return bound
 
 
@@ -468,7 +468,7 @@ def _bind(
     return bound
 
 
-def _fit_together(schedules: Sequence[BoundSchedule]) -> None:
+def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
     """Let what goes by a metric lower what schedules of the same value write.
 
     Raises:
