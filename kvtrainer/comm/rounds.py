@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 GIVE_UP_TIMEOUT = 5.0
 """Seconds to wait for servers to confirm that a round was given up."""
-_TOGETHER = 1024
+_TABLES_PER_LAYOUT = 1024
 """So many tables have their slices and commits in messages of their own, so that the servers begin with the first ones
 while this worker still sends the last."""
 _LAYOUTS_KEPT = 16
@@ -314,8 +314,8 @@ class Rounds:
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
         every = [
-            ServerLayout(server, tables[first : first + _TOGETHER], first, self.tables)
-            for first in range(0, len(tables), _TOGETHER)
+            ServerLayout(server, tables[first : first + _TABLES_PER_LAYOUT], first, self.tables)
+            for first in range(0, len(tables), _TABLES_PER_LAYOUT)
             for server in range(self._session.num_servers)
         ]
         self._layouts[key] = [layout for layout in every if layout.tables]
