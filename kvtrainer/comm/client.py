@@ -31,7 +31,7 @@ from kvtrainer.comm.row_pulls import RowPulls
 from kvtrainer.comm.session import Report, Session, SessionOptions, SessionTrace, Transport
 from kvtrainer.comm.tables import RemoteTable
 
-_REGISTERED_TOGETHER = 64
+_TABLES_PER_REGISTER = 64
 """Requests under way at once: more would only wait in the queues."""
 
 
@@ -105,8 +105,8 @@ class Client:
         for table in declared.values():
             table.delta_codec = delta_codec
         requests = [(server, table) for table in declared.values() for server in table.plan.servers]
-        for at in range(0, len(requests), _REGISTERED_TOGETHER):
-            self._register(requests[at : at + _REGISTERED_TOGETHER])
+        for at in range(0, len(requests), _TABLES_PER_REGISTER):
+            self._register(requests[at : at + _TABLES_PER_REGISTER])
         self._tables.update(declared)
         return list(declared.values())
 
