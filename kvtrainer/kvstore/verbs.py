@@ -284,7 +284,7 @@ class TableKVStore(KVStoreBase):
         self._optimizer = create_optimizer(optimizer)
         self._send_optimizer(self._optimizer)
         if not self._optimizer.elementwise:
-            self._bring_together()
+            self._relayout_whole()
         if self._engine is not None:
             self._engine.set_updater(None)
 
@@ -844,7 +844,7 @@ class TableKVStore(KVStoreBase):
             self._client.set_optimizer(spec)
             self._sent_spec = spec
 
-    def _bring_together(self) -> None:
+    def _relayout_whole(self) -> None:
         """Lay out keys that are spread over servers anew, as whole ones. They keep their present values."""
         spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
         if not spread:
