@@ -86,12 +86,12 @@ class Client:
         self,
         tables: Mapping[str, Plan | Sequence[TensorSpec]],
         whole_keys: bool = False,
-        may_stay_together: bool = False,
+        allow_single_server: bool = False,
         delta_codec: Codec | None = None,
     ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
-        With `whole_keys` no key is spread over servers; where they `may_stay_together`, no table that servers find
+        With `whole_keys` no key is spread over servers; where they `allow_single_server`, no table that servers find
         small. A plan of a table's keys, over whatever servers, is laid over these. With a `delta_codec` new weights
         come back as their changes, encoded by it.
 
@@ -100,7 +100,7 @@ class Client:
             ConfigurationError: a table is registered, or the servers hold it from an earlier run.
             ServerUnreachableError: a server did not answer.
         """
-        least = self._session.spread_from if may_stay_together else 0
+        least = self._session.spread_from if allow_single_server else 0
         declared = {name: self._declare(name, specs, whole_keys, least) for name, specs in tables.items()}
         for table in declared.values():
             table.delta_codec = delta_codec

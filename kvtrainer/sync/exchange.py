@@ -201,7 +201,7 @@ class StoreExchange(Exchange):
         [self._table] = client.register(
             {name: plan},
             whole_keys,
-            may_stay_together=True,
+            allow_single_server=True,
             delta_codec=None if takes_half else pull_codec,
         )
         if is_dist and self.updates_weights and codec is None:

@@ -77,9 +77,9 @@ def test_of_servers_that_differ_the_least_size_counts() -> None:
     specs = {
         name: [TensorSpec(name, (numel,), "float32")] for name, numel in (("small", 100), ("large", 5000))
     }
-    small, large = client.register(specs, may_stay_together=True)
+    small, large = client.register(specs, allow_single_server=True)
     assert (small.plan.one_server, large.plan.one_server) == (True, False)
-    [between] = client.register({"t": [TensorSpec("t", (200,), "float32")]}, may_stay_together=True)
+    [between] = client.register({"t": [TensorSpec("t", (200,), "float32")]}, allow_single_server=True)
     assert not between.plan.one_server
 
 
