@@ -538,12 +538,12 @@ class Engine:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
             return None, some.numbers
-        alike, others = space.alike(tracker, some, optimizer), list[int]()
-        if True not in alike or space.name in self.updaters:
+        can_batch, others = space.can_batch(tracker, some, optimizer), list[int]()
+        if True not in can_batch or space.name in self.updaters:
             return None, some.numbers
-        if False in alike or not some.is_ascending:
-            others = [n for n, is_alike in zip(some.numbers, alike, strict=True) if not is_alike]
-            some = space.batch_of(np.sort(some.tables[alike]))
+        if False in can_batch or not some.is_ascending:
+            others = [n for n, is_batchable in zip(some.numbers, can_batch, strict=True) if not is_batchable]
+            some = space.batch_of(np.sort(some.tables[can_batch]))
         packed: list[bytes] = []
         hypers: list[Sequence[Mapping[str, Any]]] = []
         left: list[int] = []

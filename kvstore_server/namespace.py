@@ -584,7 +584,7 @@ class Namespace:
         contribution = self.contribution(said, optimizer, runs, absent)
         return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
-    def alike(self, tracker: RoundTracker, some: TableBatch, optimizer: Optimizer | None) -> list[bool]:
+    def can_batch(self, tracker: RoundTracker, some: TableBatch, optimizer: Optimizer | None) -> list[bool]:
         """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
