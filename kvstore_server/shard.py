@@ -466,7 +466,7 @@ class Shard:
         for i, j in pairwise(edges):
             if present is not None and not present[i - first]:
                 continue
-            if runs and runs[-1][1] == i and _alike(block, i - 1, i):
+            if runs and runs[-1][1] == i and _same_options_and_state(block, i - 1, i):
                 runs[-1] = (runs[-1][0], j)
             else:
                 runs.append((i, j))
@@ -767,7 +767,7 @@ def _joined(parts: Sequence[RowSet]) -> RowSet:
     return RowSet(ids, torch.cat([part.values for part in parts]))
 
 
-def _alike(block: Block, a: int, b: int) -> bool:
+def _same_options_and_state(block: Block, a: int, b: int) -> bool:
     """Tell whether two segments are alike in numbers, and in state outside of memory."""
     states = block.states
     return bool(
