@@ -89,8 +89,8 @@ def _go_on(space: Namespace, table: Table, rank: int) -> None:
     if begun is None:
         return
     former = begun.said[rank]
-    is_alike = news == former._replace(packed=news.packed, is_firm=news.is_firm)
-    if is_alike and _fits(table, begun, former, news.marks):
+    is_equal = news == former._replace(packed=news.packed, is_firm=news.is_firm)
+    if is_equal and _fits(table, begun, former, news.marks):
         begun.said = {**begun.said, rank: news}
     else:
         take_back(space, table)

@@ -112,7 +112,7 @@ class Rounds:
         early = None if ahead is None else ahead.early
         is_plain, was_right = _is_plain(contribution), True
         said = None if early is None else (early.contribution.rescale, early.contribution.hyper)
-        is_alike = is_plain and said == (contribution.rescale, contribution.hyper)
+        is_equal = is_plain and said == (contribution.rescale, contribution.hyper)
         told = {} if early is None else {leg.server: leg for leg in early.legs}
         for leg in round_.legs:
             before = told.get(leg.server)
@@ -128,7 +128,7 @@ class Rounds:
                 leg.under_way = self._under_way[leg.server]
             if (
                 before is not None
-                and is_alike
+                and is_equal
                 and not leg.generation
                 and (leg.commits == before.commits).all()
             ):
