@@ -319,7 +319,7 @@ def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.dev
     if any(is_lazy(tensor) for replica in built for tensor in replica.parameters()):
         raise ConfigurationError("a DataParallel needs parameters with shapes; run a forward pass")
     for at, replica in enumerate(built[1:], 1):
-        _check_alike(built[0], replica, f"replica {at} on {devices[at]}")
+        _check_same_model(built[0], replica, f"replica {at} on {devices[at]}")
     all_of_them = [id(parameter) for replica in built for parameter in replica.parameters()]
     if len(set(all_of_them)) < len(all_of_them):
         raise ConfigurationError("the function gave two devices the same parameters; it must build new ones")
@@ -363,7 +363,7 @@ def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> 
     return [torch.device("cuda", at) for at in range(num_gpus)]
 
 
-def _check_alike(first: Module, other: Module, what: str) -> None:
+def _check_same_model(first: Module, other: Module, what: str) -> None:
     for kind, tensors in (("parameters", Module.named_parameters), ("buffers", Module.named_buffers)):
         ours, theirs = (
             {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(one)} for one in (first, other)
