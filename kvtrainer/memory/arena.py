@@ -253,8 +253,8 @@ class Arena:
                 "they were: build a new one now, and give other processes copies, as of p.detach().clone()"
             )
         if lost:
-            are_alike = all([self._has_form(keys[at]) for at in moved])
-            is_format = are_alike and not any([self._here[at].is_contiguous() for at in moved])
+            have_same_form = all([self._has_form(keys[at]) for at in moved])
+            is_format = have_same_form and not any([self._here[at].is_contiguous() for at in moved])
             raise ParameterMovedError(
                 f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(lost)}. "
