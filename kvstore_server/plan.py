@@ -4,7 +4,7 @@ Keys of one dtype share one flat arena. It is cut into slices, the unit that is 
 placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
 depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
 start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
-Row-sparse keys come last in their arena, each in slices of its own, to which its rows are dealt in turn: workers hold
+Row-sparse keys come last in their arena, each in slices of its own, to which its rows are interleaved in turn: workers hold
 the arena without them.
 
 Nothing here touches a tensor, a socket or the clock.
@@ -109,7 +109,7 @@ def row_numel(spec: TensorSpec) -> int:
 
 
 class Deal(NamedTuple):
-    """Which row lies where in neighbouring slices: one in each in turn, as cards are dealt.
+    """Which row lies where in neighbouring slices: one in each in turn, as in round-robin sharding.
 
     Ids that are asked for often are often neighbours: a vocabulary that is sorted by frequency has them all in front.
     Were a slice a piece of the table, the server with the first one would have most of the work. Slices that are as
@@ -132,10 +132,10 @@ class Deal(NamedTuple):
             return rows
         # row = turn * slices + hand lies at hand * length + turn, which needs no remainder.
         whole = self.slices * self.length
-        dealt = rows // self.slices
-        dealt *= 1 - whole
-        dealt += rows * self.length
-        return np.where(rows < whole, dealt, rows)
+        interleaved = rows // self.slices
+        interleaved *= 1 - whole
+        interleaved += rows * self.length
+        return np.where(rows < whole, interleaved, rows)
 
     def rows(self, places: Ints) -> Ints:
         """Say which rows lie there, see `places`."""
@@ -542,7 +542,7 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
 
 
 def _deal(plan: Plan, key: int) -> Deal:
-    """Say how the rows of a key are dealt to its slices: in turn where they live in a store that cuts keys."""
+    """Say how the rows of a key are interleaved over its slices: in turn where they live in a store that cuts keys."""
     if plan.whole_keys or not plan.specs[key].row_sparse:
         return Deal(1, 0)
     numels, width = [piece.used for piece in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)

@@ -82,14 +82,14 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
     return found
 
 
-def _by_row(plan: Plan, key: int, state: State, is_dealt: bool = True) -> State:
+def _by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
     """Put rows of state in the order of the table, or else of its slices. What is not per element stays as it is."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:
         return state
     shape = plan.specs[key].shape
     every = np.arange(shape[0])
-    order = torch.from_numpy(deal.places(every) if is_dealt else deal.rows(every))
+    order = torch.from_numpy(deal.places(every) if is_interleaved else deal.rows(every))
     return {
         name: value[order] if isinstance(value, Tensor) and value.shape == shape else value
         for name, value in state.items()
@@ -159,7 +159,7 @@ def import_states(
     )
     with announced("dividing optimizer states", nbytes):
         for key, given in states.items():
-            state = _by_row(plan, key, given, is_dealt=False)
+            state = _by_row(plan, key, given, is_interleaved=False)
             are_numbers = not plan.specs[key].shape  # then so is what there is of its element
             entries = {
                 n: v.to(device)

@@ -579,7 +579,7 @@ class StoreExchange(Exchange):
     ) -> Contribution:
         """Make this worker's part in a round in which rank 0's values count."""
         plan = self._table.plan
-        given = {} if self.rank else {key: _dealt(plan, key, make()) for key, make in tables.items()}
+        given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None and self.seen is None
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
@@ -593,7 +593,7 @@ class StoreExchange(Exchange):
         )
 
 
-def _dealt(plan: Plan, key: int, source: Source) -> Source:
+def _interleaved(plan: Plan, key: int, source: Source) -> Source:
     """Give a key's values as they lie in its slices, rows of one slice at a time."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:

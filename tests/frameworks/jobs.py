@@ -79,12 +79,12 @@ def numbers(module: nn.Module) -> list[float]:
 
 def union_batches(epoch: int, examples: int = EXAMPLES, workers: int = WORKERS) -> list[list[list[int]]]:
     """The batches of an epoch as DistributedSampler deals them, by step and worker."""
-    dealt = []
+    interleaved = []
     for rank in range(workers):
         sampler: DistributedSampler[Any] = DistributedSampler(Examples(examples), workers, rank, shuffle=True)
         sampler.set_epoch(epoch)
-        dealt.append(list(sampler))
-    return [[one[at : at + BATCH] for one in dealt] for at in range(0, len(dealt[0]), BATCH)]
+        interleaved.append(list(sampler))
+    return [[one[at : at + BATCH] for one in interleaved] for at in range(0, len(interleaved[0]), BATCH)]
 
 
 def train_plainly(

@@ -43,10 +43,10 @@ def test_of_uneven_examples_a_sampler_repeats_one_and_join_sees_each_once(tmp_pa
 import json, pathlib
 pathlib.Path(f"{trainer.rank}.json").write_text(json.dumps(seen))
 """
-    for code, dealt in zip(PLAIN, ([7, 7], [7, 6]), strict=True):
+    for code, interleaved in zip(PLAIN, ([7, 7], [7, 6]), strict=True):
         run_program(["-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}{told}"], tmp_path, 2, 2)
         seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-        assert [len(one) for one in seen] == [2 * count for count in dealt]
+        assert [len(one) for one in seen] == [2 * count for count in interleaved]
         for epoch in range(2):
-            parts = [one[epoch * n : (epoch + 1) * n] for one, n in zip(seen, dealt, strict=True)]
+            parts = [one[epoch * n : (epoch + 1) * n] for one, n in zip(seen, interleaved, strict=True)]
             assert set(parts[0] + parts[1]) == set(range(13))

@@ -1,4 +1,4 @@
-"""A table in a store, whose rows are dealt to its slices, trains and is saved as one that every worker has."""
+"""A table in a store, whose rows are interleaved over its slices, trains and is saved as one that every worker has."""
 
 from __future__ import annotations
 

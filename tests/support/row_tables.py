@@ -40,7 +40,7 @@ def column(table: RowSparseParameter) -> list[float]:
         return table.row_sparse_data(torch.arange(len(table)))[:, 0].tolist()
 
 
-def dealt(table: Tensor, plan: Plan, key: int) -> Tensor:
+def interleaved(table: Tensor, plan: Plan, key: int) -> Tensor:
     """The rows of a table as its slices have them: one to each long slice in turn, and the last ones to a short one."""
     sizes = [piece.used // table[0].numel() for piece in plan.slices_with(key)]
     longest = [size for size in sizes if size == max(sizes)]

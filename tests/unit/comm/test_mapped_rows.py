@@ -13,7 +13,7 @@ from kvstore_server.channel import SharedArena, WeightExports
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.storage import Leases, Storage
 from kvtrainer.comm.row_pulls import MappedRows
-from tests.support.row_tables import dealt
+from tests.support.row_tables import interleaved
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))
 """Slices of the first and the last are whole pages; no key ends where a page does but the last."""
@@ -42,7 +42,7 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
     specs = [TensorSpec(f"w{at}", shape, "float32", row_sparse=True) for at, shape in enumerate(shapes)]
     plan, drawn = make_plan(specs, num_servers), torch.Generator().manual_seed(1)
     job = Job(plan, [], {}, [torch.randn(shape, generator=drawn) for shape in shapes])
-    laid = [dealt(table, plan, key).view(-1) for key, table in enumerate(job.tables)]
+    laid = [interleaved(table, plan, key).view(-1) for key, table in enumerate(job.tables)]
     for server in plan.servers:
         leases = Leases()
         exports = WeightExports(leases)

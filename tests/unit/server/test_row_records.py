@@ -52,7 +52,7 @@ class Job:
         self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
 
     def rows(self, *places: int) -> list[float]:
-        """Read rows by where they lie on the server, to whose slices they are dealt."""
+        """Read rows by where they lie on the server, to whose slices they are interleaved."""
         [deal] = self.tables[0].plan.rows(0).deals
         ids = torch.from_numpy(deal.rows(np.array(places)))
         [found] = self.client.rows.pull([(self.tables[0], 0, ids)])
