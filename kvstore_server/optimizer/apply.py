@@ -161,25 +161,25 @@ def _update_in_blocks(
         part = slice(offset, offset + length)
         count = weight[part].numel()
         spare = 0 if optimizer.verified else -count % _UNIT
-        lent, lent_grad = lengthened(weight[part], spare), lengthened(grad[part], spare)
-        lent_grad = lent_grad if scale == 1.0 else lent_grad * scale
+        padded, padded_grad = lengthened(weight[part], spare), lengthened(grad[part], spare)
+        padded_grad = padded_grad if scale == 1.0 else padded_grad * scale
         if bound is not None:
-            lent_grad = lent_grad.clamp(-bound, bound)
+            padded_grad = padded_grad.clamp(-bound, bound)
         if state.step:
             values = {n: lengthened(v[part], spare) if _has_rows(v) else own(v) for n, v in former.items()}
         else:
-            values = optimizer.create_state(lent)
+            values = optimizer.create_state(padded)
         if optimizer.positioned:
             numbers = {**numbers, "first": numbers["first"] + (offset and length)}
         if not optimizer.verified:
             values = unflatten(values)
-        optimizer.update(lent, lent_grad, values, numbers)
+        optimizer.update(padded, padded_grad, values, numbers)
         if not optimizer.verified:
             values = flatten(values)
         if spare:
-            weight[part].copy_(lent[:count])
+            weight[part].copy_(padded[:count])
         for name, value in values.items():
-            entry = value if optimizer.verified else _entry(optimizer, name, value, (), lent.shape)
+            entry = value if optimizer.verified else _entry(optimizer, name, value, (), padded.shape)
             if _has_rows(entry):
                 whole = result.get(name, former.get(name))
                 if not isinstance(whole, Tensor):
@@ -192,7 +192,7 @@ def _update_in_blocks(
 
 
 def _entry(
-    optimizer: Optimizer, name: str, value: object, lent: Sequence[Tensor], shape: torch.Size | None
+    optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
     """Check an entry that an optimizer made; copy it if it lies in the memory of a tensor it was lent.
 
@@ -222,7 +222,7 @@ def _entry(
             f"{' or '.join(RESERVED)}"
         )
     if isinstance(value, Tensor):
-        dense = [other.values() if other.is_sparse else other for other in lent]
+        dense = [other.values() if other.is_sparse else other for other in padded]
         memory = {other.untyped_storage().data_ptr() for other in dense}
         return value.clone() if value.untyped_storage().data_ptr() in memory else value
     return value
