@@ -310,10 +310,10 @@ class Channel:
         """The numbers that the server has told."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
         """Place → what the peer reads there, as often as it was sent that: weights, or what is in a staging buffer."""
-        self._num_lent = 0
-        self._lent: dict[int, weakref.ref[Bytes]] = {}
+        self._num_borrowed = 0
+        self._borrowed: dict[int, weakref.ref[Bytes]] = {}
         """The frames that somebody still reads."""
-        self._lent_bytes = 0
+        self._borrowed_bytes = 0
         """In the memory that is read now."""
         self._returned: list[int] = []
         """Places that nobody reads any more, of which the peer has yet to be told."""
@@ -344,7 +344,7 @@ class Channel:
         for place in list(self._read):
             while place in self._read:
                 self._take_back(place)
-        self._lent.clear()  # which refers to this channel, so that its memory would be kept
+        self._borrowed.clear()  # which refers to this channel, so that its memory would be kept
         with suppress(OSError):  # the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
         self._end.close()
@@ -593,7 +593,7 @@ class Channel:
                 self._sends.populate()  # here, for the server has others to serve
                 self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
-            self._reads, self._lent_bytes = {value: SharedArena(fds.pop(), value)}, 0
+            self._reads, self._borrowed_bytes = {value: SharedArena(fds.pop(), value)}, 0
         elif kind == _WEIGHTS and self._make is None and fds:
             self._weights[value] = SharedArena(fds.pop(), value, is_ours=False)
         elif kind == _STAGING_BUFFER and self._make is not None and value:
@@ -635,7 +635,7 @@ class Channel:
                 frames.append(self._take_place(nbytes, place, is_numbers))
         return frames
 
-    def _take_place(self, nbytes: int, place: int, may_lend: bool) -> Frame:
+    def _take_place(self, nbytes: int, place: int, may_borrow: bool) -> Frame:
         """Return the bytes of a place: a copy, or its memory, as long as somebody refers to it."""
         number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
         weights = self._weights.get(number)
@@ -643,25 +643,25 @@ class Channel:
         if begin + nbytes > arena.nbytes:
             raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
         if len(self._reads) > 1 and number == max(self._reads):
-            self._reads, self._lent_bytes = {number: arena}, 0  # the peer will not use what it had before
+            self._reads, self._borrowed_bytes = {number: arena}, 0  # the peer will not use what it had before
         found = arena.bytes[begin : begin + nbytes]
-        if may_lend and (weights is not None or self._lent_bytes + nbytes <= arena.nbytes // 2):
-            self._num_lent += 1
-            self._lent[self._num_lent] = weakref.ref(
-                found, partial(self._give_back, self._num_lent, place, nbytes)
+        if may_borrow and (weights is not None or self._borrowed_bytes + nbytes <= arena.nbytes // 2):
+            self._num_borrowed += 1
+            self._borrowed[self._num_borrowed] = weakref.ref(
+                found, partial(self._give_back, self._num_borrowed, place, nbytes)
             )
-            self._lent_bytes += 0 if weights is not None else nbytes
+            self._borrowed_bytes += 0 if weights is not None else nbytes
             return found
         self._returned.append(place)
         self._returned_bytes += nbytes
         return bytearray(found)
 
     def _give_back(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
-        self._lent.pop(number, None)
+        self._borrowed.pop(number, None)
         self._returned.append(place)
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
-            self._lent_bytes -= nbytes
+            self._borrowed_bytes -= nbytes
 
 
 def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class RankContribution(NamedTuple):
         absent: The keys (as the Shard numbers them) that this rank leaves out.
         rows: Key → the rows of its block of which the rank has only those; runs do not count there.
         is_scratch: Whether the memory may be overwritten.
-        lent: Key → its numbers, contiguous, of whole lines, not to be overwritten; runs do not count there. Only of a
+        borrowed: Key → its numbers, contiguous, of whole lines, not to be overwritten; runs do not count there. Only of a
             rank that gives scratch alone.
     """
 
@@ -60,7 +60,7 @@ class RankContribution(NamedTuple):
     absent: frozenset[int] = NO_KEYS
     rows: Mapping[int, RowSet] = {}
     is_scratch: bool = False
-    lent: Mapping[int, Tensor] = {}
+    borrowed: Mapping[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:

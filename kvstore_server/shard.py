@@ -206,7 +206,7 @@ class Shard:
         for key in by_rows:
             home = self.storage.homes[key]
             rows = self._sums.sum_of_rows([home], contributions)
-            with self.storage.lent_key(home) as weight:
+            with self.storage.borrowed_key(home) as weight:
                 put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
         # What one rank gives as it is needs no wider dtype, through which NaNs would lose bits.
@@ -214,7 +214,7 @@ class Shard:
         is_sum = is_sum or not all([isinstance(run.payload, Tensor) for run in contributions[0].runs])
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, part, present = chunk.block, chunk.place, chunk.present
-            weight = self.storage.lend(chunk.first, chunk.end)
+            weight = self.storage.borrow(chunk.first, chunk.end)
             is_direct = present is None and (not is_sum or weight.dtype == compute_dtype(block.dtype))
             total = self._sums.total(chunk, contributions, weight if is_direct else None)
             if present is None and not is_direct:
@@ -325,7 +325,7 @@ class Shard:
             self._set_hypers(unit, hypers)
         total, states, last = self._sums.total(chunk, contributions), chunk.block.states, chunk.segments[-1]
         former = int(states.steps[last]), states.entries[last]
-        with self.storage.lent(slot, slot + 1) as weight:
+        with self.storage.borrowed(slot, slot + 1) as weight:
             if optimizer is None:
                 weight[begin:end].copy_(total)
             else:
@@ -359,8 +359,8 @@ class Shard:
             self._update_rows(optimizer, homes, rows)
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
-        lent = contributions[0].lent if is_alone else {}
-        if lent:
+        borrowed = contributions[0].borrowed if is_alone else {}
+        if borrowed:
             self._cuts.begin()
         for chunk in self._sums.chunks(contributions, by_rows, whole, is_plain and is_alone):
             if chunk.present is not None and not chunk.present.any():
@@ -371,11 +371,11 @@ class Shard:
                 if scale != 1.0:
                     total, scale = total.mul_(scale), 1.0
                 apply_decision(total, decision)
-            weight = self.storage.lend(chunk.first, chunk.end)
+            weight = self.storage.borrow(chunk.first, chunk.end)
             if whole:
                 self._update_keys(optimizer, chunk, weight, total)
             else:
-                self._update_runs(optimizer, chunk, weight, total, scale, lent)
+                self._update_runs(optimizer, chunk, weight, total, scale, borrowed)
             self.storage.settle(chunk.first, chunk.end, weight)
             if self.notes_changes:
                 self._note_dense(chunk)
@@ -387,9 +387,9 @@ class Shard:
         weight: Tensor,
         grad: Tensor,
         scale: float,
-        lent: Mapping[int, Tensor],
+        borrowed: Mapping[int, Tensor],
     ) -> None:
-        """Update neighbouring segments of equal numbers together, by scale · gradient. Some of that is `lent`."""
+        """Update neighbouring segments of equal numbers together, by scale · gradient. Some of that is `borrowed`."""
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
@@ -410,8 +410,8 @@ class Shard:
             if part != place:
                 where = slice(start - place.start, stop - place.start)
                 own, given = weight[where], grad[where]
-            if lent:
-                gradient: Gradient = Pieces(self._pieces(chunk, i, j, grad, lent), cuts=self._cuts)
+            if borrowed:
+                gradient: Gradient = Pieces(self._pieces(chunk, i, j, grad, borrowed), cuts=self._cuts)
             else:
                 gradient = given
             state = states.view(i, part)
@@ -419,17 +419,17 @@ class Shard:
             states.keep(i, j, part, state)
 
     def _pieces(
-        self, chunk: Chunk, first: int, end: int, grad: Tensor, lent: Mapping[int, Tensor]
+        self, chunk: Chunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Return the gradient of neighbouring segments in pieces, some of which are lent."""
+        """Return the gradient of neighbouring segments in pieces, some of which are borrowed."""
         block, begin = chunk.block, chunk.place.start
         keys = list(dict.fromkeys(block.keys[first:end]))
-        if all(map(lent.__contains__, keys)):
+        if all(map(borrowed.__contains__, keys)):
             ends_there = self.storage.homes[keys[0]].first, self.storage.homes[keys[-1]].last
             if ends_there == (first, end):
-                return list(map(lent.__getitem__, keys))
+                return list(map(borrowed.__getitem__, keys))
         starts, ends = block.states.segments, block.ends
-        homes = [home for key in lent if (home := self.storage.homes[key]).block is block]
+        homes = [home for key in borrowed if (home := self.storage.homes[key]).block is block]
         found: list[Tensor] = []
         at = first
         for home in sorted(homes, key=attrgetter("first")):
@@ -439,7 +439,7 @@ class Shard:
             if at < low:
                 found.append(grad[starts[at][0] - begin : ends[low - 1] - begin])
             start = home.part.start
-            flat = lent[home.key].view(-1)
+            flat = borrowed[home.key].view(-1)
             found.append(part_of(flat, starts[low][0] - start, ends[high - 1] - start))
             at = high
         if at < end:
@@ -494,7 +494,7 @@ class Shard:
         keep, runs = states.keep_key, [(home.first, home.last)]
         if optimizer.elementwise:  # one as well, unless numbers or state differ
             keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
-        with self.storage.lent_key(home) as weight:
+        with self.storage.borrowed_key(home) as weight:
             starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
                 part = slice(states.segments[i][0], sum(states.segments[j - 1]))
@@ -600,7 +600,7 @@ class Shard:
                     empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
                     updater(spec.key, empty, empty.clone())
                     continue
-                with self.storage.lent_key(self.storage.homes[key]) as weight:
+                with self.storage.borrowed_key(self.storage.homes[key]) as weight:
                     merged = sums.get(key)
                     merged = torch.zeros_like(weight) if merged is None else merged
                     updater(spec.key, merged.view(spec.shape), weight.view(spec.shape))

@@ -413,7 +413,7 @@ class Storage:
         """Tell whether a slot goes on with the key of the one before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
-    def lend(self, first: int, end: int, to_write: bool = True) -> Tensor:
+    def borrow(self, first: int, end: int, to_write: bool = True) -> Tensor:
         """Lend the weights of neighbouring slots as one tensor; a copy where some have moved.
 
         Args:
@@ -430,7 +430,7 @@ class Storage:
         return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
-        """Note that what was lent is written; put a copy back."""
+        """Note that what was borrowed is written; put a copy back."""
         marks = self.slots[first].block.marks
         if marks is not None:
             marks[1, self.lines[first].start : self.lines[end - 1].stop] += 1
@@ -440,24 +440,24 @@ class Storage:
                 target.copy_(source)
 
     @contextmanager
-    def lent(self, first: int, end: int) -> Iterator[Tensor]:
+    def borrowed(self, first: int, end: int) -> Iterator[Tensor]:
         """Lend the weights of neighbouring slots while a block runs."""
-        joined = self.lend(first, end)
+        joined = self.borrow(first, end)
         yield joined
         self.settle(first, end, joined)
 
     @contextmanager
-    def lent_key(self, home: Home) -> Iterator[Tensor]:
-        """Lend the weights of a key, flat, as `lent`."""
+    def borrowed_key(self, home: Home) -> Iterator[Tensor]:
+        """Lend the weights of a key, flat, as `borrowed`."""
         start = self.slots[home.slot].start
-        with self.lent(home.slot, home.end_slot) as weights:
+        with self.borrowed(home.slot, home.end_slot) as weights:
             yield weights[home.part.start - start : home.part.stop - start]
 
     def rows(self, key: int, last: int) -> Tensor:
         """Read a key's rows here, with those up to the last one side by side, as one; may be a copy."""
         home, end = self.homes[key], self.homes[last]
         start = self.slots[home.slot].start
-        weights = self.lend(home.slot, end.end_slot, to_write=False)
+        weights = self.borrow(home.slot, end.end_slot, to_write=False)
         return weights[home.part.start - start : end.part.stop - start].view(-1, home.width)
 
     def make_writable(self, slot: int) -> None:

@@ -69,12 +69,12 @@ class ShardUpdate:
         hypers: Sequence[Mapping[str, Any]],
         rows: Mapping[int, RowSet],
         decision: Decision,
-        lent: Mapping[int, Tensor],
+        borrowed: Mapping[int, Tensor],
     ) -> None:
         """Update weights of `present` keys with scale · gradient. `decision` says how that is limited.
 
         `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero. Those that
-        are `lent` lie elsewhere, are used only if nothing is decided, and left as they are.
+        are `borrowed` lie elsewhere, are used only if nothing is decided, and left as they are.
 
         Raises:
             OptimizerError: a user-defined optimizer raised; weights and state are as before.
@@ -91,7 +91,7 @@ class ShardUpdate:
         without = absent | found.keys()
         if self._runs is None or self._runs[0] is not grads or self._runs[1] != without:
             self._runs = grads, without, shard.runs_of(shard.units[0], grads, without)
-        given = RankContribution(self._runs[2], scale, absent, found, is_scratch=True, lent=lent)
+        given = RankContribution(self._runs[2], scale, absent, found, is_scratch=True, borrowed=borrowed)
         shard.update([given], self.optimizer, [hypers], decision=decision)
 
     def get_state(self, piece: Slice) -> States:
@@ -467,7 +467,7 @@ class JointUpdate:
         """
         with (
             self._undone("the step was not applied"),
-            self._lent(scale, present, decision),
+            self._borrowed(scale, present, decision),
             self._grouped(hypers),
         ):
             if again is None:
@@ -484,7 +484,7 @@ class JointUpdate:
             OptimizerError: the optimizer raised.
         """
         nothing, live = [False] * len(self._parameters), self._groups()
-        with self._undone(f"{mode}() has changed nothing"), self._lent(1.0, nothing, Decision()):
+        with self._undone(f"{mode}() has changed nothing"), self._borrowed(1.0, nothing, Decision()):
             for key, parameter in enumerate(self._parameters):
                 self._stand_in(key, parameter.data)
             with self._grouped([live[spec.group] for spec in self._device.plan.specs]):
@@ -639,7 +639,7 @@ class JointUpdate:
                 self.instance.state.pop(parameter, None)
 
     @contextmanager
-    def _lent(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
+    def _borrowed(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
         """While it is open the parameters have the reduced gradients; float32 ones stand in for half precision."""
         own_grads = [p.grad for p in self._parameters]
         places = [p.data for p in self._parameters]

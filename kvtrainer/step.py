@@ -536,16 +536,16 @@ class StepPipeline:
         loses that before, because the threshold and what is held back are of the gradient itself.
         """
         memory, link = self.memory, self.link
-        lends: Collection[int] = ()
+        zero_copy_keys: Collection[int] = ()
         targets = NOWHERE
         if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
             pass  # what is measured here is the arena
         elif link.exchange is None:
-            lends = memory.arena.long if self.groups.optimizer.takes_pieces else ()
+            zero_copy_keys = memory.arena.long if self.groups.optimizer.takes_pieces else ()
         elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
-            lends, born = link.exchange.lendable, link.exchange.born
+            zero_copy_keys, born = link.exchange.zero_copy_keys, link.exchange.born
             targets = NOWHERE if born is None else born.targets()
-        memory.gather(fresh, lends, targets)
+        memory.gather(fresh, zero_copy_keys, targets)
         if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
             self._warn_of_rows()
         if factor != 1.0 and link.is_lossy(memory.arena.grads):
@@ -716,8 +716,8 @@ class StepPipeline:
                 device.tracker.forget()  # it may evaluate the loss again
                 update.apply(scale, own, numbers, decision, again)
             else:
-                lent, device.lent = device.lent, {}
-                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, lent)
+                borrowed, device.borrowed = device.borrowed, {}
+                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, borrowed)
                 if self.link.exchange is None or (self.link.holder and not self.memory.has_replicas):
                     device.arena.zeros = frozenset(device.rows)
             device.arena.mark_updated(own)

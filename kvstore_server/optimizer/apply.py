@@ -194,7 +194,7 @@ def _update_in_blocks(
 def _entry(
     optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """Check an entry that an optimizer made; copy it if it lies in the memory of a tensor it was lent.
+    """Check an entry that an optimizer made; copy it if it lies in the memory of a tensor it was borrowed.
 
     Args:
         shape: Of the weights, where all tensors must have it or no dimension.

@@ -96,8 +96,8 @@ class BornGradients:
         here = [
             piece for piece in plan.slices if plan.is_resident(piece) and far.isdisjoint(_keys_of([piece]))
         ]
-        lent = _keys_of(here).intersection(keys)
-        long = {key for key in lent if bears and plan.specs[key].nbytes >= LEAST}
+        borrowed = _keys_of(here).intersection(keys)
+        long = {key for key in borrowed if bears and plan.specs[key].nbytes >= LEAST}
         others = [piece for piece in here if gathers and piece.segments[0].key not in keys]
         if sum([piece.nbytes for piece in others]) < _WORTH_A_PLACE:
             others = []
@@ -220,11 +220,11 @@ class BornGradients:
         are_free = all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()])
         return self._targets if are_free else NOWHERE
 
-    def in_place(self, lent: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
+    def in_place(self, borrowed: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
         """List slices (by index) that their servers see where they are.
 
         Args:
-            lent: Gradients, flat, by key, that were left where they are.
+            borrowed: Gradients, flat, by key, that were left where they are.
             are_gathered: All others were copied to `targets`.
         """
         self._num_rounds += 1
@@ -234,7 +234,7 @@ class BornGradients:
         if sizes and sizes != self._asked and self._asked is not self._all_sizes and is_known:
             self._ask(sizes)
         base = self._memory.ctypes.data
-        here = [key for key, flat in lent.items() if self._is_home(key, flat.data_ptr() - base)]
+        here = [key for key, flat in borrowed.items() if self._is_home(key, flat.data_ptr() - base)]
         edges = [pair for key in here for pair in self._edges.get(key, ())]
         if are_gathered:
             edges += [pair for key in {run.key for run in self._spread} for pair in self._edges.get(key, ())]

@@ -45,7 +45,7 @@ class Contribution(NamedTuple):
         rows: (position of the table, key by index) → rows of it, of which this rank has only those; `values` do not
             count there.
         sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
-        lent: Key (by index) → its values, flat, which are not in `values`; of the only table.
+        borrowed: Key (by index) → its values, flat, which are not in `values`; of the only table.
         born: Slice (by index) → its values in memory of its server, which reads them there.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
@@ -66,7 +66,7 @@ class Contribution(NamedTuple):
     absent: frozenset[int] = frozenset()
     rows: Mapping[tuple[int, int], RowSet] = {}
     sources: Mapping[int, Source] = {}
-    lent: Mapping[int, Tensor] = {}
+    borrowed: Mapping[int, Tensor] = {}
     born: Mapping[int, Tensor] = {}
     veto: bool = False
     assign: bool = False
@@ -122,9 +122,9 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
         key, _, start, numel = piece.segments[0]
         if not others.isdisjoint([segment.key for segment in piece.segments]):
             continue
-        lent = contribution.lent.get(key)
+        borrowed = contribution.borrowed.get(key)
         own = contribution.values[0][piece.dtype][piece.offset : piece.offset + piece.used]
-        now = own if lent is None else lent[start : start + numel]
+        now = own if borrowed is None else borrowed[start : start + numel]
         is_valid = table.compressor is None or table.compressor.has_encoded(piece.index)
         if is_valid and same_bits(now, sent[piece.index]):
             found.add(piece.index)

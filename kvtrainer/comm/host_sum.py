@@ -106,7 +106,7 @@ class HostSum:
 
     def _terms_of_all(self, own: Contribution) -> list[tuple[bool, bytes, float]]:
         """Exchange what the workers are about to give."""
-        is_special = own.rows or own.sources or own.lent or own.unread or own.veto or own.assign
+        is_special = own.rows or own.sources or own.borrowed or own.unread or own.veto or own.assign
         is_plain = own.values is not None and not (is_special or own.joined or own.is_kept)
         absent = torch.tensor(sorted(own.absent), dtype=torch.int64, device="cpu").numpy().tobytes()
         digest = blake2b(absent, digest_size=16).digest()

@@ -159,7 +159,7 @@ class RankGroup:
         runs: Sequence[tuple[int, int]],
         before: float = 1.0,
         after: float = 1.0,
-        lent: Mapping[int, Tensor] = MappingProxyType({}),
+        borrowed: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Replace runs of a flat tensor by after · Σ over ranks of before · element.
 
@@ -169,13 +169,13 @@ class RankGroup:
         Args:
             flat: one dimension, contiguous.
             runs: from where to where, ascending.
-            lent: the elements of the runs that begin there, where they are not in `flat`; only with memory.
+            borrowed: the elements of the runs that begin there, where they are not in `flat`; only with memory.
         """
         compute = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         memory = self.memory_for(flat.device)
         if memory is not None:
             targets = [(begin, flat[begin:end]) for begin, end in runs]
-            pieces = [(lent.get(begin, target), target) for begin, target in targets]
+            pieces = [(borrowed.get(begin, target), target) for begin, target in targets]
             with self.errors("sum gradients"):
                 memory.sum(pieces, compute, before, after)
         else:

@@ -624,8 +624,8 @@ def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     key, _, start, numel = piece.segments[0]
     if key in contribution.sources:
         return contribution.sources[key](start, numel).contiguous()
-    if key in contribution.lent:
-        return contribution.lent[key][start : start + numel]
+    if key in contribution.borrowed:
+        return contribution.borrowed[key][start : start + numel]
     assert contribution.values is not None
     arenas = contribution.values[layout.at[layout.table[at]]]
     if layout.begin[at] >= 0:

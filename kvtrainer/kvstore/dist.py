@@ -134,7 +134,7 @@ class DistKVStore(TableKVStore):
 
     def open_client(self, by_host: bool = False) -> Client:
         name = f"/trainer{len(self._for_trainers) + 1}"
-        return self._lend(self._connect(name, replace(self.mode, by_host=by_host)))
+        return self._borrow(self._connect(name, replace(self.mode, by_host=by_host)))
 
     def open_agreement(self) -> Agreement:
         """As `TableKVStore.open_agreement`, over synchronous rounds of a new client.

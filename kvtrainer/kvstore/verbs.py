@@ -495,13 +495,13 @@ class TableKVStore(KVStoreBase):
             by_host: As of the mode, where there are servers; the same for all workers.
         """
         assert self._engine is not None
-        return self._lend(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
+        return self._borrow(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
 
     def open_agreement(self) -> Agreement:
         """Return how all workers agree on something beside their rounds. Collective; close it when that is done."""
         return Agreement() if self.group is None else OverRanks(self.group)
 
-    def _lend(self, client: Client) -> Client:
+    def _borrow(self, client: Client) -> Client:
         self._for_trainers.append(weakref.ref(client))
         return client
 
@@ -590,7 +590,7 @@ class TableKVStore(KVStoreBase):
         rows: dict[tuple[int, int], RowSet] = {}
         for at, (entry, first) in enumerate(zip(entries, given.first, strict=True)):
             # It may be the caller's memory only if the caller waits for the end.
-            merged = self._merge(entry, first, given.others.get(at, ()), is_lent=arenas is not None)
+            merged = self._merge(entry, first, given.others.get(at, ()), is_borrowed=arenas is not None)
             if isinstance(merged, RowSet):
                 rows[at, 0] = merged
                 values.append({})
@@ -654,22 +654,24 @@ class TableKVStore(KVStoreBase):
                 summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
             else:
                 first, *others = [densified(spec, one) for one in values]
-                flat = self._merge(entry, first, others, is_lent=False)
+                flat = self._merge(entry, first, others, is_borrowed=False)
                 assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
                 summed.append(flat.view(spec.shape))
         return Values(summed, {})
 
-    def _merge(self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_lent: bool) -> Tensor | RowSet:
+    def _merge(
+        self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
+    ) -> Tensor | RowSet:
         """Sum the replicas of a key: flat, or rows where it is pushed by rows. Raises as `push`.
 
-        The sum may be the caller's own memory if that `is_lent`.
+        The sum may be the caller's own memory if that `is_borrowed`.
         """
         spec = entry.spec
         is_compressed = self._replicas is not None and spec.dtype not in INTEGERS
         flat = None if others or is_compressed else flat_view(first)
         if flat is not None:
-            return flat if is_lent else flat.clone()
+            return flat if is_borrowed else flat.clone()
         replicas = [first, *others]
         sparse = [is_sparse(one) for one in replicas]
         if all(sparse):

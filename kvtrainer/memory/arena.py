@@ -110,7 +110,7 @@ class Arena:
         """Keys (by index) with long gradients, of whole lines."""
         self._kinds = {key: (parameters[key].dtype, torch.strided, False) for key in self.long}
         """Of those the kind of a gradient that may be used where it lies."""
-        self._lendable: tuple[Collection[int], list[int]] = (), []
+        self._zero_copy_keys: tuple[Collection[int], list[int]] = (), []
         """What may be left where it is, as that was asked last, and which keys of `long` these are, ascending."""
         self._targets: Mapping[int, Tensor] | None = None
         """As of the last `gather_grads`."""
@@ -136,35 +136,35 @@ class Arena:
         self,
         given: Sequence[Tensor | None],
         present: Sequence[bool],
-        lends: Collection[int] = (),
+        zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NOWHERE,
     ) -> dict[int, Tensor]:
         """Copy the gradients of parameters `present` into `grads`. Zero the pieces of the others.
 
         Args:
             given: every parameter's gradient; of a present one dense, in any memory format.
-            lends: keys (by index) of which long gradients are left where they are. Returns those by key; what is in
+            zero_copy_keys: keys (by index) of which long gradients are left where they are. Returns those by key; what is in
                 their pieces does not count.
             targets: by key (index), flat memory elsewhere that takes the place of its piece.
         """
         if targets is not self._targets:
             self._turn_to(targets)
-        pieces, zeros, lent = self._places, self.zeros, dict[int, Tensor]()
+        pieces, zeros, borrowed = self._places, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
-        if lends and self.device.type == "cpu":
-            lent = self._lend(given, present, lends)
-        if len(lent) == len(pieces):
-            return lent
-        if lent:
-            zeros = zeros | lent.keys()
-            present = [is_in and key not in lent for key, is_in in enumerate(present)]
+        if zero_copy_keys and self.device.type == "cpu":
+            borrowed = self._borrow(given, present, zero_copy_keys)
+        if len(borrowed) == len(pieces):
+            return borrowed
+        if borrowed:
+            zeros = zeros | borrowed.keys()
+            present = [is_in and key not in borrowed for key, is_in in enumerate(present)]
         if here := list(compress(pieces, present)):
             torch._foreach_copy_(here, list[Any](compress(given, present)))
         if not all(present):
             absent = [pieces[i] for i, is_in in enumerate(present) if not is_in and i not in zeros]
             if absent:
                 torch._foreach_zero_(absent)
-        return lent
+        return borrowed
 
     def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
         """Have the places of some gradients elsewhere from now on; see `gather_grads`."""
@@ -177,13 +177,13 @@ class Arena:
         self._places = self._elsewhere[1] if targets else own
         self._targets = targets
 
-    def _lend(
-        self, given: Sequence[Tensor | None], present: Sequence[bool], lends: Collection[int]
+    def _borrow(
+        self, given: Sequence[Tensor | None], present: Sequence[bool], zero_copy_keys: Collection[int]
     ) -> dict[int, Tensor]:
         """Find those long gradients that can be used as they lie, by key; arguments as of `gather_grads`."""
-        if lends is not self._lendable[0]:
-            self._lendable = lends, sorted(self.long.intersection(lends))
-        keys = self._lendable[1]
+        if zero_copy_keys is not self._zero_copy_keys[0]:
+            self._zero_copy_keys = zero_copy_keys, sorted(self.long.intersection(zero_copy_keys))
+        keys = self._zero_copy_keys[1]
         if not all(present):
             keys = [key for key in keys if present[key]]
         grads = list[Any](map(given.__getitem__, keys))

@@ -62,7 +62,7 @@ class DeviceMemory:
         self.tracker = GradientTracker(parameters, names)
         self.rows: dict[int, RowSet] = {}
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
-        self.lent: Mapping[int, Tensor] = {}
+        self.borrowed: Mapping[int, Tensor] = {}
         """The gradients that were left where they are, contiguous, by index of the key, until they are used."""
         self.targets: Mapping[int, Tensor] = NOWHERE
         """Where gradients were gathered that are not in the arena, flat, by index of the key."""
@@ -73,13 +73,13 @@ class DeviceMemory:
     def gather(
         self,
         present: Sequence[bool],
-        lends: Collection[int] = (),
+        zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NOWHERE,
     ) -> None:
         """Copy gradients of parameters `present`, dense ones into the arena, or to `rows`.
 
         Args:
-            lends: keys (by index) of which long dense ones stay where they are, and in `lent`.
+            zero_copy_keys: keys (by index) of which long dense ones stay where they are, and in `borrowed`.
             targets: as of `Arena.gather_grads`.
 
         Raises:
@@ -91,13 +91,16 @@ class DeviceMemory:
         by_rows = self._by_rows(present) if self._sparse else []
         dense = [is_in and i not in by_rows for i, is_in in enumerate(present)] if by_rows else present
         try:
-            self.lent, self.targets = self.arena.gather_grads(grads, dense, lends, targets), targets
+            self.borrowed, self.targets = (
+                self.arena.gather_grads(grads, dense, zero_copy_keys, targets),
+                targets,
+            )
         except RuntimeError:
             found = {i for i, is_in in enumerate(present) if is_in and _is_sparse(grads[i])}
             if found <= self._sparse:
                 raise
             self._sparse |= found
-            self.gather(present, lends, targets)
+            self.gather(present, zero_copy_keys, targets)
             return
         # Parameters without elements have no rows.
         self.rows = {i: self._rows(i) for i in by_rows if 0 not in self.plan.specs[i].shape}
@@ -420,13 +423,13 @@ class Memory:
     def gather(
         self,
         present: Sequence[bool],
-        lends: Collection[int] = (),
+        zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NOWHERE,
     ) -> None:
         """Copy new gradients of parameters `present` into the arenas, by rows into `rows`.
 
         Args:
-            lends, targets: as of `DeviceMemory.gather`.
+            zero_copy_keys, targets: as of `DeviceMemory.gather`.
 
         Raises:
             ParameterMovedError: the data of a parameter were replaced.
@@ -440,7 +443,7 @@ class Memory:
                 for fresh in self.fresh_by_device(with_edits=True)
             ]
         for device, own in zip(self.devices, self.own_present, strict=True):
-            device.gather(own, lends, targets)
+            device.gather(own, zero_copy_keys, targets)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
         """Do as `gather`, for gradients on the first device that are sums by `scatter`."""

@@ -316,7 +316,7 @@ class Binding:
             self._note_lost(layout, error)
             raise
         finally:
-            layout.devices[0].lent = {}
+            layout.devices[0].borrowed = {}
             if self.replicas is not None:
                 self.replicas.forget()
         self._is_told = True
@@ -377,9 +377,9 @@ class Binding:
         changed = b"" if self._is_told else self._hyper
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
-        lent = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.lent.items()}
+        borrowed = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.borrowed.items()}
         return Gradients(
-            layout.arena.grads, device.rows, scale, absent, changed, veto, guard, lent, device.targets
+            layout.arena.grads, device.rows, scale, absent, changed, veto, guard, borrowed, device.targets
         )
 
     def _note_lost(self, layout: Memory, error: BaseException) -> None:

@@ -47,16 +47,16 @@ Arenas = Mapping[str, Tensor]
 Elsewhere = Sequence[tuple[int, Tensor]]
 """(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
 _NOWHERE: Mapping[str, Elsewhere] = MappingProxyType({})
-_LENT = 128 << 10
+_LEAST_BORROWED = 128 << 10
 """Bytes of a gradient from which on it is given as it lies: to name one of fewer takes longer than to copy it."""
 _READ_ONLY = 8
 """Of memory that is pinned: the device, as this process, must not write to it."""
 
 
-def worth_lending(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
+def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
     """Find the keys (by index) whose gradients are given as they lie, among some."""
     nbytes = plan.key_nbytes
-    return frozenset([key for key in keys if nbytes[key] >= _LENT])
+    return frozenset([key for key in keys if nbytes[key] >= _LEAST_BORROWED])
 
 
 class Gradients(NamedTuple):
@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
     guard: Guard | None = None
     """All workers' sum is measured and decided about before it is used. Only for a store that updates in synchronous
     rounds; every worker must give one, of the same type of norm."""
-    lent: Mapping[int, Tensor] = {}
+    borrowed: Mapping[int, Tensor] = {}
     """Keys (by index) whose values lie elsewhere, flat, on the CPU; what is in `arenas` does not count."""
     targets: Mapping[int, Tensor] = NOWHERE
     """The same, of all others that the exchange had a target for."""
@@ -121,7 +121,7 @@ class Exchange(ABC):
     """Whether a round takes one contribution of every worker."""
     is_ours: bool = True
     """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
-    lendable: frozenset[int] = frozenset()
+    zero_copy_keys: frozenset[int] = frozenset()
     """Keys (by index) whose gradients may stay where they are."""
     born: BornGradients | None = None
     """Gradients in the servers' memory; None where there can be none."""
@@ -205,7 +205,7 @@ class StoreExchange(Exchange):
             delta_codec=None if takes_half else pull_codec,
         )
         if is_dist and self.updates_weights and codec is None:
-            self.lendable = worth_lending(plan, plan.keys_alone)
+            self.zero_copy_keys = keys_worth_borrowing(plan, plan.keys_alone)
         self._table.takes_half, self._pull_codec = takes_half, pull_codec
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
@@ -226,7 +226,7 @@ class StoreExchange(Exchange):
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
-            self._host, self.lendable = host, frozenset()
+            self._host, self.zero_copy_keys = host, frozenset()
         if (
             optimizer is None and is_dist
         ):  # also with one worker: a script that works with one works with several
@@ -283,7 +283,7 @@ class StoreExchange(Exchange):
         """
         is_plain = self._is_dist and self.updates_weights and self._table.compressor is None
         if is_plain and self._host is None and self._client.shares_memory:
-            keys, bears = self.lendable.intersection(keys), bears and self.is_sync
+            keys, bears = self.zero_copy_keys.intersection(keys), bears and self.is_sync
             born = self._client.born_gradients(self._table, keys, bears, gathers)
             self.born = born if born.has_some else None
 
@@ -339,9 +339,9 @@ class StoreExchange(Exchange):
         """Run one round over the client; see `Exchange.run`."""
         self._forget_read()
         target = weights if self.updates_weights else grads.arenas
-        values, lent = grads.arenas, grads.lent
+        values, borrowed = grads.arenas, grads.borrowed
         if self._staging is not None:
-            values, lent = self._brought(self._staging, grads)
+            values, borrowed = self._brought(self._staging, grads)
         out = self._places(target)
         specs = self._table.plan.specs
         rows: dict[tuple[int, int], RowSet] = {}
@@ -357,11 +357,11 @@ class StoreExchange(Exchange):
         elif grads.rows:
             unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
             unread = unsent & self._table.plan.keys_alone
-        born = {} if self.born is None else self.born.in_place(lent, bool(grads.targets))
+        born = {} if self.born is None else self.born.in_place(borrowed, bool(grads.targets))
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
-            guard=grads.guard, lent=lent, born=born, unread=unread, mapped=self._in_servers,
+            guard=grads.guard, borrowed=borrowed, born=born, unread=unread, mapped=self._in_servers,
         )  # fmt: skip
         number, self.was_missed = self._table.round, True
         try:
@@ -562,13 +562,13 @@ class StoreExchange(Exchange):
         """
         if self.born is None or grads.veto:
             return staging.down(grads.arenas), {}
-        lent = self.born.places(grads.absent.union(grads.rows))
-        if lent:
+        borrowed = self.born.places(grads.absent.union(grads.rows))
+        if borrowed:
             staging.pin(self.born.memory)
         places: dict[str, list[tuple[int, Tensor]]] = {}
-        for key, place in lent.items():
+        for key, place in borrowed.items():
             places.setdefault(self.plan.specs[key].dtype, []).append((self.plan.key_offsets[key], place))
-        return staging.down(grads.arenas, places), lent
+        return staging.down(grads.arenas, places), borrowed
 
     def _of_rank_0(
         self,

@@ -38,7 +38,7 @@ from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult, Shadowed, worth_lending
+from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult, Shadowed, keys_worth_borrowing
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class GroupExchange(Exchange):
         )
         self._group.is_agreed = True
         if any([self._group.memory_for(flat.device) is not None for flat in weights.values()]):
-            self.lendable = worth_lending(self._plan, self._keys)
+            self.zero_copy_keys = keys_worth_borrowing(self._plan, self._keys)
         self._broadcast(weights)
 
     def listen(self, memory: DeviceMemory) -> None:
@@ -154,8 +154,10 @@ class GroupExchange(Exchange):
         if overlap is not None and is_common:
             rest = dense - overlap.take(grads.arenas, after)
         for dtype, flat in grads.arenas.items():
-            lent = {offsets[key]: addends for key, addends in grads.lent.items() if specs[key].dtype == dtype}
-            self._group.sum(flat, self._runs_of(dtype, rest, frozenset(lent)), before, after, lent)
+            borrowed = {
+                offsets[key]: addends for key, addends in grads.borrowed.items() if specs[key].dtype == dtype
+            }
+            self._group.sum(flat, self._runs_of(dtype, rest, frozenset(borrowed)), before, after, borrowed)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
         summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
         if overlap is not None:

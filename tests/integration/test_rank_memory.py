@@ -68,13 +68,13 @@ def parts_of_a_tensor_are_summed_and_the_others_stay(rank: int, ranks: int) -> P
     flat, expected = addends(torch.float32, numel, rank), addends(torch.float32, numel, rank)
     total = left_fold(torch.float32, numel, ranks, 1.0, 1.0)
     runs = [(0, 3), (64, 64), (100, 9000), (9000, 9500), (20_000, numel)]
-    lent = {9000: flat[9000:9500].clone()}
+    borrowed = {9000: flat[9000:9500].clone()}
     flat[9000:9500] = -1.0
     for begin, end in runs:
         expected[begin:end] = total[begin:end]
-    group.sum(flat, runs, lent=lent)
+    group.sum(flat, runs, borrowed=borrowed)
     yield torch.equal(flat, expected), True
-    yield torch.equal(lent[9000], addends(torch.float32, numel, rank)[9000:9500]), True
+    yield torch.equal(borrowed[9000], addends(torch.float32, numel, rank)[9000:9500]), True
 
 
 def what_is_longer_than_a_place_is_gathered_and_broadcast(rank: int, ranks: int) -> Pairs:

@@ -176,7 +176,7 @@ class Store:
 
     def write(self, slot: int) -> None:
         """Make an update of one slice."""
-        with self.storage.lent(slot, slot + 1) as weights:
+        with self.storage.borrowed(slot, slot + 1) as weights:
             self.versions[slot] += 1
             weights.fill_(self.versions[slot])
         self._seen["moved"] += slot in self.storage._moved
@@ -429,9 +429,9 @@ def free_before_it_was_read(real: Any, self: Any, *args: Any, **options: Any) ->
 
 
 @replaces(Channel, "_take_place", CHANNELS)
-def read_after_it_was_given_back(real: Any, self: Any, nbytes: int, place: int, may_lend: bool) -> Any:
+def read_after_it_was_given_back(real: Any, self: Any, nbytes: int, place: int, may_borrow: bool) -> Any:
     """The peer is told at once that nobody reads a place any more."""
-    found = real(self, nbytes, place, may_lend)
+    found = real(self, nbytes, place, may_borrow)
     self._returned.append(place)
     return found
 

@@ -156,8 +156,8 @@ def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
     grads = job.filled(2.0)
     job.send_ahead(grads)
     wrong = job.filled(2.0, 2.0, 9.0)
-    lent = torch.full((SPECS[2].numel,), 2.0)
-    assert job.round(wrong, job.filled(1.0), lent={2: lent}) == [[3.0]] * 3
+    borrowed = torch.full((SPECS[2].numel,), 2.0)
+    assert job.round(wrong, job.filled(1.0), borrowed={2: borrowed}) == [[3.0]] * 3
     assert job.generations() == [(0,)] * job.num_slices
 
 

@@ -166,7 +166,7 @@ def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
     told = [job.mapped.torn()]
     for storage in job.servers:
         for at in range(len(storage.slots)):
-            with storage.lent(at, at + 1) as weights:
+            with storage.borrowed(at, at + 1) as weights:
                 weights.neg_()
         told.append(job.mapped.torn())
     assert told == [set(), {slot.piece.index for slot in job.servers[0].slots}, set()]
@@ -175,7 +175,7 @@ def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
 def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: Job) -> None:
     with ExitStack() as writing:
         for storage in job.servers:
-            writing.enter_context(storage.lent(0, len(storage.slots)))
+            writing.enter_context(storage.borrowed(0, len(storage.slots)))
         assert job.mapped.torn() == set(range(8))
     assert not job.mapped.torn()
     job.mapped.refresh()
@@ -186,12 +186,12 @@ def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Jo
     [storage, _], leases = job.servers, job.leases[0]
     read, place = storage.visible[0], storage.place(0)
     leases.hold(read)
-    with storage.lent(0, 1) as weights:
+    with storage.borrowed(0, 1) as weights:
         weights.fill_(0.5)
     assert storage.place(0) == -1
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
     leases.release(read)
-    with storage.lent(0, 1) as weights:
+    with storage.borrowed(0, 1) as weights:
         weights.fill_(2.5)
     job.mapped.refresh()
     assert storage.place(0) == place

@@ -34,7 +34,7 @@ class Job:
     def write(self, key: int, value: float) -> None:
         """Have the servers write all rows of a key, as they do in a round."""
         for storage in self.servers:
-            with storage.lent_key(storage.homes[key]) as weights:
+            with storage.borrowed_key(storage.homes[key]) as weights:
                 weights.fill_(value)
 
 
@@ -93,7 +93,7 @@ def test_rows_are_what_servers_wrote_last() -> None:
 def test_rows_that_a_server_is_writing_or_died_writing_are_not_used() -> None:
     job, ids = _job(), torch.arange(4)
     rows, storage = job.rows(0), job.servers[1]
-    with storage.lent_key(storage.homes[0]):
+    with storage.borrowed_key(storage.homes[0]):
         assert rows.take(ids) is None
     assert rows.take(ids) is not None
 
@@ -101,7 +101,7 @@ def test_rows_that_a_server_is_writing_or_died_writing_are_not_used() -> None:
 def test_writing_another_table_does_not_matter() -> None:
     job = _job()
     rows, storage = job.rows(0), job.servers[0]
-    with storage.lent_key(storage.homes[2]):
+    with storage.borrowed_key(storage.homes[2]):
         assert rows.take(torch.arange(4)) is not None
 
 
