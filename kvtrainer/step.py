@@ -543,8 +543,8 @@ class StepPipeline:
         elif link.exchange is None:
             zero_copy_keys = memory.arena.long if self.groups.optimizer.takes_pieces else ()
         elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
-            zero_copy_keys, born = link.exchange.zero_copy_keys, link.exchange.born
-            targets = NOWHERE if born is None else born.targets()
+            zero_copy_keys, shared_grads = link.exchange.zero_copy_keys, link.exchange.shared_grads
+            targets = NOWHERE if shared_grads is None else shared_grads.targets()
         memory.gather(fresh, zero_copy_keys, targets)
         if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
             self._warn_of_rows()

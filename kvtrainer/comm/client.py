@@ -25,10 +25,10 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, divided, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import Event, Trace, events_of
-from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.row_pulls import RowPulls
 from kvtrainer.comm.session import Report, Session, SessionOptions, SessionTrace, Transport
+from kvtrainer.comm.shared_grads import SharedGradients
 from kvtrainer.comm.tables import RemoteTable
 
 _TABLES_PER_REGISTER = 64
@@ -63,11 +63,11 @@ class Client:
         """Send a report with signs of life, and have it count how long this worker waits."""
         self._session.report = report
 
-    def born_gradients(
-        self, table: RemoteTable, keys: Collection[int], bears: bool, gathers: bool
-    ) -> BornGradients:
-        """Have servers of this host make memory for gradients of a table; see `BornGradients`."""
-        return BornGradients(table.plan, keys, self._session.transport.channel, bears, gathers)
+    def shared_gradients(
+        self, table: RemoteTable, keys: Collection[int], allocates: bool, gathers: bool
+    ) -> SharedGradients:
+        """Have servers of this host make memory for gradients of a table; see `SharedGradients`."""
+        return SharedGradients(table.plan, keys, self._session.transport.channel, allocates, gathers)
 
     @property
     def shares_all_memory(self) -> bool:

@@ -46,7 +46,7 @@ class Contribution(NamedTuple):
             count there.
         sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
         borrowed: Key (by index) → its values, flat, which are not in `values`; of the only table.
-        born: Slice (by index) → its values in memory of its server, which reads them there.
+        shared_grads: Slice (by index) → its values in memory of its server, which reads them there.
         veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
         assign: The lowest rank's values replace the weights; every rank must say so.
         joined: This rank has no more data: it gives nothing, until all ranks have said so.
@@ -67,7 +67,7 @@ class Contribution(NamedTuple):
     rows: Mapping[tuple[int, int], RowSet] = {}
     sources: Mapping[int, Source] = {}
     borrowed: Mapping[int, Tensor] = {}
-    born: Mapping[int, Tensor] = {}
+    shared_grads: Mapping[int, Tensor] = {}
     veto: bool = False
     assign: bool = False
     joined: bool = False
@@ -149,7 +149,7 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
             continue
         values, absent = contribution.values[at], contribution.absent
         rows = {key: rows for (position, key), rows in contribution.rows.items() if position == at}
-        packed = pack_rows(table.plan, rows, values, absent, contribution.born)
+        packed = pack_rows(table.plan, rows, values, absent, contribution.shared_grads)
         found = {index: EncodedSlice(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]

@@ -180,7 +180,7 @@ class Leg:
         """(form, slices, what they are given)."""
         plain: Sequence[int] = self._encode_some(round_, given, batches) if round_.encoded else given
         runs: list[list[int]] = []
-        if contribution.born:
+        if contribution.shared_grads:
             runs, plain = _in_place(contribution, layout, plain)
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
@@ -194,7 +194,7 @@ class Leg:
             batches.append((b"", plain, tuple(payloads)))
         copied = nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
         for run in runs:
-            payloads = [contribution.born[layout.pieces[at].index] for at in run]
+            payloads = [contribution.shared_grads[layout.pieces[at].index] for at in run]
             batches.append((b"", run, tuple(payloads)))
             nbytes += sum([data.nbytes for data in payloads])
         is_apart = copied > SENT_ALONE and (len(given) > 1 or self.is_announced)
@@ -641,7 +641,7 @@ def _in_place(
     runs: list[list[int]] = []
     end = -1
     for at in given:
-        own = contribution.born.get(layout.pieces[at].index)
+        own = contribution.shared_grads.get(layout.pieces[at].index)
         if own is None:
             others.append(at)
             continue

@@ -667,4 +667,4 @@ class Ahead:
         self.expected = None
         if not self._surprises.skips() and contribution is not None:
             # The gradients themselves are not kept alive.
-            self.expected = contribution._replace(borrowed={}, born={})
+            self.expected = contribution._replace(borrowed={}, shared_grads={})

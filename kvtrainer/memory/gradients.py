@@ -66,7 +66,7 @@ class GradientTracker:
         weakref.finalize(self, _remove, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
-        self.births: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
+        self.grad_allocators: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
         """Position → copies a new gradient of a parameter that has none to where it is to be; None if it may not."""
         self._required: list[bool] = []
         """Those that required a gradient when they were looked at last."""
@@ -238,7 +238,7 @@ class GradientTracker:
         """End all that hooks do. Gradients are left as they are; `attach` begins anew, for nobody who listens."""
         with self._attaching:
             self._listener = self._seen = None
-            self.births = {}
+            self.grad_allocators = {}
             self._stop_waiting()
             _remove(self._handles)
             self._nodes = [None] * len(self._parameters)
@@ -364,12 +364,12 @@ class _BeforeAccumulation:
                 tracker.overwritten.add(i)
         if getattr(parameter, "grad_req", None) == "write":
             parameter.grad = None
-        birth = tracker.births.get(i)
-        if birth is None or parameter.grad is not None:
+        allocator = tracker.grad_allocators.get(i)
+        if allocator is None or parameter.grad is not None:
             return None
         # Nobody else has the copy, so torch makes it `.grad` as it is.
-        born = birth(grads[0])
-        return None if born is None else (born,)
+        shared_grads = allocator(grads[0])
+        return None if shared_grads is None else (shared_grads,)
 
 
 @uncompiled

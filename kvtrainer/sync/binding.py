@@ -225,7 +225,7 @@ class Binding:
             if self.zero_copy:
                 self.exchange.map(arena.weights)
             if not self.selection.overlaps:
-                self.exchange.bear(arena.long, bears=self.zero_copy, gathers=is_on_cpu)
+                self.exchange.allocate_shared_grads(arena.long, allocates=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
             try:
                 self.exchange.init(arena.weights, layout.tables.first())
@@ -242,8 +242,8 @@ class Binding:
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
         if self.holder is not None and self.holder.shown is not None:
             self._watch(arena, self.holder.shown)
-        if self.holder is not None and self.holder.born is not None and is_on_cpu:
-            layout.devices[0].tracker.births = self.holder.born.births()
+        if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
+            layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0], self._foresee)
         if isinstance(self.exchange, GroupExchange):

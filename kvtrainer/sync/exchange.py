@@ -26,12 +26,12 @@ from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, Plan, Slice, row_numel
 from kvstore_server.rows import RowSet
-from kvtrainer.comm.born import BornGradients
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.comm.mapped import MappedWeights, OwnWeights, SeenWeights, put_pages
 from kvtrainer.comm.row_pulls import TableRows
+from kvtrainer.comm.shared_grads import SharedGradients
 from kvtrainer.comm.tables import Compressor
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
@@ -123,7 +123,7 @@ class Exchange(ABC):
     """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
     zero_copy_keys: frozenset[int] = frozenset()
     """Keys (by index) whose gradients may stay where they are."""
-    born: BornGradients | None = None
+    shared_grads: SharedGradients | None = None
     """Gradients in the servers' memory; None where there can be none."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
@@ -273,19 +273,19 @@ class StoreExchange(Exchange):
             return self._staging.places(weights)
         return self._copies or weights if self.own is None else self.own.flats
 
-    def bear(self, keys: Collection[int], bears: bool, gathers: bool) -> None:
+    def allocate_shared_grads(self, keys: Collection[int], allocates: bool, gathers: bool) -> None:
         """Have gradients made in memory of this host's servers, where they can be; before `init`.
 
         Args:
             keys: Those (by index) whose gradients may be used where they lie.
-            bears: Whether long ones of these may be born there.
+            allocates: Whether long ones of these may be allocated there.
             gathers: Whether all others are copied there, and not to the arena.
         """
         is_plain = self._is_dist and self.updates_weights and self._table.compressor is None
         if is_plain and self._host is None and self._client.shares_memory:
-            keys, bears = self.zero_copy_keys.intersection(keys), bears and self.is_sync
-            born = self._client.born_gradients(self._table, keys, bears, gathers)
-            self.born = born if born.has_some else None
+            keys, allocates = self.zero_copy_keys.intersection(keys), allocates and self.is_sync
+            shared_grads = self._client.shared_gradients(self._table, keys, allocates, gathers)
+            self.shared_grads = shared_grads if shared_grads.has_some else None
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = self._down(weights)
@@ -357,11 +357,13 @@ class StoreExchange(Exchange):
         elif grads.rows:
             unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
             unread = unsent & self._table.plan.keys_alone
-        born = {} if self.born is None else self.born.in_place(borrowed, bool(grads.targets))
+        shared_grads = (
+            {} if self.shared_grads is None else self.shared_grads.in_place(borrowed, bool(grads.targets))
+        )
         contribution = Contribution(
             [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
             rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
-            guard=grads.guard, borrowed=borrowed, born=born, unread=unread, mapped=self._in_servers,
+            guard=grads.guard, borrowed=borrowed, shared_grads=shared_grads, unread=unread, mapped=self._in_servers,
         )  # fmt: skip
         number, self.was_missed = self._table.round, True
         try:
@@ -376,8 +378,8 @@ class StoreExchange(Exchange):
             self.was_missed = self._may_count(number)
             raise
         self._check_places(out)
-        if self.born is not None and self.born.is_coming:
-            self.born.open()
+        if self.shared_grads is not None and self.shared_grads.is_coming:
+            self.shared_grads.open()
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return RoundResult(frozenset(), True, None, measured, decision)
@@ -560,11 +562,11 @@ class StoreExchange(Exchange):
 
         Long ones go where servers read them, if these have memory for them.
         """
-        if self.born is None or grads.veto:
+        if self.shared_grads is None or grads.veto:
             return staging.down(grads.arenas), {}
-        borrowed = self.born.places(grads.absent.union(grads.rows))
+        borrowed = self.shared_grads.places(grads.absent.union(grads.rows))
         if borrowed:
-            staging.pin(self.born.memory)
+            staging.pin(self.shared_grads.memory)
         places: dict[str, list[tuple[int, Tensor]]] = {}
         for key, place in borrowed.items():
             places.setdefault(self.plan.specs[key].dtype, []).append((self.plan.key_offsets[key], place))

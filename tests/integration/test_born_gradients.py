@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvstore_server.probe import look
-from kvtrainer.comm import born
+from kvtrainer.comm import shared_grads
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -86,7 +86,7 @@ NOT_BORN = [False] * len(SHAPES)
 
 
 def alone(jobs: Servers, members: Members, servers: int = 2, **options: Any) -> Worker:
-    """A worker of its own job after two steps: the second one has found gradients that can be born, and asked."""
+    """A worker of its own job after two steps: the second one has found gradients that can be allocated, and asked."""
     worker = Worker(members.join(jobs.of(servers), 0, 1, new_name()), 0, **options)
     worker.steps(2)
     return worker
@@ -250,7 +250,7 @@ def test_no_gradient_is_born_while_a_server_has_not_said_that_it_has_read_the_fo
     worker = alone(jobs, members)
     worker.steps()
     exchange: Any = worker.trainer._pipeline.link.exchange
-    unread = exchange.born._staging_buffers[1]._reads
+    unread = exchange.shared_grads._staging_buffers[1]._reads
     assert not unread
     unread[0] = []
     worker.trainer.zero_grad()
@@ -383,7 +383,7 @@ def test_a_worker_that_cannot_map_the_memory_copies_and_says_so(
     def refuse(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(born, "put_pages", refuse)
+    monkeypatch.setattr(shared_grads, "put_pages", refuse)
     worker = alone(jobs, members)
     worker.steps()
     assert are_born(worker) == NOT_BORN

@@ -40,7 +40,7 @@ class Worker:
         self.exchange = StoreExchange(store.open_client(), PLAN, optimizer, is_dist=True)
         if streams is not None:
             self.exchange.map(self.weights)
-            self.exchange.bear(LONG, bears=True, gathers=False)
+            self.exchange.allocate_shared_grads(LONG, allocates=True, gathers=False)
         self.exchange.init(self.weights)
 
     def _flat(self, numbers: Tensor) -> dict[str, Tensor]:
@@ -113,10 +113,10 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
 ) -> None:
     def body(worker: Worker, rank: int) -> tuple[int, set[int], list[int]]:
         trained(worker, rank)
-        seen, born = worker.exchange.seen, worker.exchange.born
+        seen, shared_grads = worker.exchange.seen, worker.exchange.shared_grads
         assert seen is not None
-        assert born is not None
-        free = born.places(without=())
+        assert shared_grads is not None
+        free = shared_grads.places(without=())
         assert worker.streams is not None
         pinned = worker.streams.num_pinned
         worker.exchange.close()

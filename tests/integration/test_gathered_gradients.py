@@ -94,7 +94,7 @@ def on_two(members: Members, servers: Sequence[Process], work: Any, **options: A
 def on_two_that_send(members: Members, servers: Sequence[Process], work: Any, **options: Any) -> list[Any]:
     """The same, of workers that have no memory of servers for gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreExchange, "bear", lambda *_, **__: None)
+        patch.setattr(StoreExchange, "allocate_shared_grads", lambda *_, **__: None)
         return on_two(members, servers, work, **options)
 
 
@@ -138,7 +138,7 @@ def test_a_step_copies_gradients_once(jobs: Servers, members: Members, options: 
     assert worker.copied > 0  # it had no other place
     for _ in range(2):
         step()
-    sent = [channel._sends.numbers for channel in worker.exchange.born._channels.values()]
+    sent = [channel._sends.numbers for channel in worker.exchange.shared_grads._channels.values()]
     for numbers in sent:
         numbers.zero_()
     step()
@@ -148,19 +148,19 @@ def test_a_step_copies_gradients_once(jobs: Servers, members: Members, options: 
 
 def test_nothing_is_gathered_where_a_server_still_reads(jobs: Servers, members: Members) -> None:
     worker, other = alone(jobs, members), alone(jobs, members)
-    born = worker.exchange.born
-    unread = born._staging_buffers[1]._reads
+    shared_grads = worker.exchange.shared_grads
+    unread = shared_grads._staging_buffers[1]._reads
     assert not unread
     before = {
         server: staging_buffer.arena.numbers.clone()
-        for server, staging_buffer in born._staging_buffers.items()
+        for server, staging_buffer in shared_grads._staging_buffers.items()
     }
     unread[0] = []
     worker.steps()
     assert worker.copied > 0
     assert all(
         [
-            torch.equal(born._staging_buffers[server].arena.numbers, numbers)
+            torch.equal(shared_grads._staging_buffers[server].arena.numbers, numbers)
             for server, numbers in before.items()
         ]
     )
@@ -188,16 +188,16 @@ def test_a_parameter_that_has_a_gradient_again_does_not_keep_that_of_former_step
 
 def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: Members) -> None:
     worker = alone(jobs, members)
-    born = worker.exchange.born
+    shared_grads = worker.exchange.shared_grads
     before = {
         server: staging_buffer.arena.numbers.clone()
-        for server, staging_buffer in born._staging_buffers.items()
+        for server, staging_buffer in shared_grads._staging_buffers.items()
     }
     worker.backward()
 
     def gather() -> None:
         memory = worker.trainer._pipeline.memory
-        memory.gather([True] * len(worker.parameters), (), worker.exchange.born.targets())
+        memory.gather([True] * len(worker.parameters), (), worker.exchange.shared_grads.targets())
         os._exit(0 if worker.copied > 0 else 1)
 
     child = multiprocessing.get_context("fork").Process(target=gather)
@@ -206,7 +206,7 @@ def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: M
     assert child.exitcode == 0
     assert all(
         [
-            torch.equal(born._staging_buffers[server].arena.numbers, numbers)
+            torch.equal(shared_grads._staging_buffers[server].arena.numbers, numbers)
             for server, numbers in before.items()
         ]
     )
@@ -228,11 +228,14 @@ def test_gradients_that_are_born_later_have_room_beside_those_that_are_gathered(
                 torch.stack([(p * g).sum() for p, g in zip(parameters, given, strict=True)]).sum().backward()
             trainer.step()
         exchange: Any = trainer._pipeline.link.exchange
-        born = exchange.born
+        shared_grads = exchange.shared_grads
         is_born = (
-            parameters[0].grad is not None and born.in_place({0: parameters[0].grad.view(-1)}, False) != {}
+            parameters[0].grad is not None
+            and shared_grads.in_place({0: parameters[0].grad.view(-1)}, False) != {}
         )
-        return [parameter.detach().clone() for parameter in parameters], is_born and bool(born.targets())
+        return [parameter.detach().clone() for parameter in parameters], is_born and bool(
+            shared_grads.targets()
+        )
 
     (first, are_here), (second, _) = members.on_two(jobs.of(2), train)
     assert are_here
@@ -252,7 +255,7 @@ def test_two_trainers_of_one_store_do_not_gather_in_the_same_memory(jobs: Server
     running = jobs.of(2)
     found = members.on_two(running, train)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoreExchange, "bear", lambda *_, **__: None)
+        patch.setattr(StoreExchange, "allocate_shared_grads", lambda *_, **__: None)
         found += members.on_two(running, train)
     assert are_equal(found)
 
@@ -289,7 +292,8 @@ def test_few_numbers_are_read_in_their_place_too(jobs: Servers, members: Members
         parameter.grad = torch.ones(2048)
         if at == 3:
             [numbers] = [
-                channel._sends.numbers for channel in trainer._pipeline.link.exchange.born._channels.values()
+                channel._sends.numbers
+                for channel in trainer._pipeline.link.exchange.shared_grads._channels.values()
             ]  # type: ignore[union-attr]
             numbers.zero_()
         trainer.step()
@@ -320,13 +324,13 @@ def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones
         torch.stack([p.sum() for p in parameters]).sum().backward()
         trainer.step()
     exchange: Any = trainer._pipeline.link.exchange
-    assert bool(exchange.born.targets()) == (limit > 0)
+    assert bool(exchange.shared_grads.targets()) == (limit > 0)
     assert {value for p in parameters for value in p.detach().unique().tolist()} == {-3.0}
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_compressed_gradients_have_no_place_on_servers(jobs: Servers, members: Members) -> None:
-    assert alone(jobs, members, compression_params={"type": "int8"}).exchange.born is None
+    assert alone(jobs, members, compression_params={"type": "int8"}).exchange.shared_grads is None
 
 
 def test_no_gradient_is_born_on_servers_that_apply_each_as_it_comes(jobs: Servers, members: Members) -> None:
@@ -336,5 +340,5 @@ def test_no_gradient_is_born_on_servers_that_apply_each_as_it_comes(jobs: Server
     for _ in range(3):
         parameter.sum().backward()
         trainer.step()
-    assert trainer._pipeline.memory.devices[0].tracker.births == {}
+    assert trainer._pipeline.memory.devices[0].tracker.grad_allocators == {}
     assert set(parameter.view(-1).tolist()) == {-1.5}

@@ -1,4 +1,4 @@
-"""Gradients where servers read them: long ones are born there, so that a step copies none; others are copied once.
+"""Gradients where servers read them: long ones are allocated there, so that a step copies none; others are copied once.
 
 A server makes a staging buffer for each worker. Of short gradients, which lie side by side in slices, it holds the slices, and a
 step gathers them there. Long ones have room in it once a backward pass has made one anew; a loop that assigns `.grad`
@@ -33,7 +33,7 @@ from kvtrainer.types import NOWHERE
 _log = logging.getLogger(__name__)
 
 LEAST = 256 << 10
-"""Bytes of a gradient from which on it is born in shared memory."""
+"""Bytes of a gradient from which on it is allocated in shared memory."""
 _WORTH_A_PLACE = 4 << 10
 """Bytes of all gradients that are gathered from which on they have places: fewer go within a message."""
 
@@ -60,7 +60,7 @@ class _Run(NamedTuple):
 
 
 class _Home(NamedTuple):
-    """Where the gradient of a key is born."""
+    """Where the gradient of a key is allocated."""
 
     begin: int
     """In bytes, from where all of them begin."""
@@ -71,14 +71,14 @@ class _Home(NamedTuple):
     """Slice (by index) → the memory of its server."""
 
 
-class BornGradients:
+class SharedGradients:
     """The gradients of one worker in memory of servers of its host; `take` may be called by any thread.
 
     Args:
         plan: Of the only table.
         keys: Those (by index) that a round may send from where they are; each has its slices for itself.
         channel: Server → the channel to it.
-        bears: Whether long ones of those are born here.
+        allocates: Whether long ones of those are allocated here.
         gathers: Whether all others are gathered here.
     """
 
@@ -87,7 +87,7 @@ class BornGradients:
         plan: Plan,
         keys: Collection[int],
         channel: Callable[[int], Channel | None],
-        bears: bool = True,
+        allocates: bool = True,
         gathers: bool = True,
     ) -> None:
         self._plan = plan
@@ -97,7 +97,7 @@ class BornGradients:
             piece for piece in plan.slices if plan.is_resident(piece) and far.isdisjoint(_keys_of([piece]))
         ]
         borrowed = _keys_of(here).intersection(keys)
-        long = {key for key in borrowed if bears and plan.specs[key].nbytes >= LEAST}
+        long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= LEAST}
         others = [piece for piece in here if gathers and piece.segments[0].key not in keys]
         if sum([piece.nbytes for piece in others]) < _WORTH_A_PLACE:
             others = []
@@ -105,7 +105,7 @@ class BornGradients:
         self._gathered = [piece for piece in others if piece.segments[0].key not in spread]
         """Slices that lie side by side in their server's staging buffer."""
         self._sizes: dict[int, int] = {}
-        """Server → the bytes of its staging buffer, without room for gradients that are born."""
+        """Server → the bytes of its staging buffer, without room for gradients that are allocated."""
         for piece in self._gathered:
             self._sizes[piece.server] = self._sizes.get(piece.server, 0) + _nbytes(piece)
         self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
@@ -118,7 +118,7 @@ class BornGradients:
         self.has_some = bool(self._channels)
         """Whether any gradients have room here."""
         self._is_wanted = False
-        """Whether a gradient came that could have been born here."""
+        """Whether a gradient came that could have been allocated here."""
         self._asked: Mapping[int, int] | None = None
         """The sizes that servers were asked for last."""
         self._requests: dict[int, StagingBufferRequest] = {}
@@ -132,7 +132,7 @@ class BornGradients:
         self._memory: Any = np.zeros(0, np.uint8)
         self._homes: dict[int, _Home] = {}
         self._last: dict[int, Callable[[], object]] = {}
-        """Key → the memory of its last gradient, if somebody has it still; not there while one is being born."""
+        """Key → the memory of its last gradient, if somebody has it still; not there while one is being allocated."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Key → what is copied, in front of pages of its runs, and to where."""
         self._targets: Mapping[int, Tensor] = NOWHERE
@@ -163,7 +163,7 @@ class BornGradients:
                 self._asked = None
         self.is_coming = False
 
-    def births(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    def grad_allocators(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Return for each key that can have a place here its `take`."""
         return {run.key: partial(self.take, run.key) for run in self._long}
 
@@ -212,7 +212,7 @@ class BornGradients:
 
     @property
     def memory(self) -> Tensor:
-        """All memory that gradients are born in; empty before it is there."""
+        """All memory that gradients are allocated in; empty before it is there."""
         return torch.from_numpy(self._memory)
 
     def targets(self) -> Mapping[int, Tensor]:
@@ -361,7 +361,7 @@ def _nobody() -> None:
     """Stand for memory that nobody has."""
 
 
-def _part(gradients: weakref.ref[BornGradients]) -> None:
+def _part(gradients: weakref.ref[SharedGradients]) -> None:
     """Run in a child after a fork."""
     found = gradients()
     if found is not None:
