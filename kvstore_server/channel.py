@@ -350,13 +350,13 @@ class Channel:
         self._end.close()
 
     def send(
-        self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None, may_stay: bool = False
+        self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None, zero_copy: bool = False
     ) -> bool:
         """Send a message, if there is room for it now; return whether there was.
 
         Args:
             payloads: Its last frame, in pieces.
-            may_stay: They may be read where they lie; those of the exported weights are, and held until that is over. A worker's
+            zero_copy: They may be read where they lie; those of the exported weights are, and held until that is over. A worker's
                 are where they lie in its staging buffer.
 
         Raises:
@@ -365,7 +365,7 @@ class Channel:
         pieces = payloads or ()
         data = sum(map(_nbytes_of, pieces))
         least = len(pieces) * SENT_ALONE if self.staging_buffer is None else _INLINE + 1
-        stays = self._place_of(pieces) if may_stay and pieces and data >= least else None
+        stays = self._place_of(pieces) if zero_copy and pieces and data >= least else None
         table: list[int] = []
         inline: list[Frame] = []
         taken: list[int] = []

@@ -374,7 +374,7 @@ class Server:
                 if isinstance(body, m.Weights) and len(body.places) and not channel.show(body.places[:, 2]):
                     return _Sent.LATER
                 head, payloads = encode_parts(reply)
-                if not channel.send(head, payloads, isinstance(body, m.Weights) and body.may_stay):
+                if not channel.send(head, payloads, isinstance(body, m.Weights) and body.zero_copy):
                     return _Sent.LATER
             else:
                 frames = encode(reply) if waiting is None else waiting.frames()
@@ -508,8 +508,8 @@ class Backlog:
             return reply
         news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
         payloads = tuple([reply.body.payloads[at] for at in news])
-        parts, may_stay = reply.body.parts[news], reply.body.may_stay
-        return m.Reply(reply.number, m.Weights(parts, payloads, may_stay, reply.body.places))
+        parts, zero_copy = reply.body.parts[news], reply.body.zero_copy
+        return m.Reply(reply.number, m.Weights(parts, payloads, zero_copy, reply.body.places))
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
@@ -562,7 +562,7 @@ def packed(
         bodies: list[Any] = [out.reply.body for out in outs]
         parts, places = (np.concatenate([getattr(body, of) for body in bodies]) for of in ("parts", "places"))
         payloads = tuple([payload for body in bodies for payload in body.payloads])
-        whole = m.Weights(parts, payloads, all([body.may_stay for body in bodies]), places)
+        whole = m.Weights(parts, payloads, all([body.zero_copy for body in bodies]), places)
         queues.append([m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))])
     # In turn, so that all get on, and what several are sent is sent to all while it is in a cache.
     return found + [one for turn in zip_longest(*queues) for one in turn if one is not None]

@@ -187,7 +187,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
         payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
-        bodies = [m.Weights(body.parts[cut], tuple(own), body.may_stay) for cut, own in rows]
+        bodies = [m.Weights(body.parts[cut], tuple(own), body.zero_copy) for cut, own in rows]
         bodies[0].places = body.places
         return bodies
     *others, last = [

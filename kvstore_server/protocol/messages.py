@@ -389,7 +389,7 @@ class Weights:
     that went into its table."""
     payloads: tuple[Tensor, ...]
     """Flat: the bytes of the parts in this order, each in one of them: plain numbers where the kind is WHOLE."""
-    may_stay: bool = False
+    zero_copy: bool = False
     """Nothing of this changes before the worker contributes again, so that it may be read where it lies. Not sent."""
     places: Matrix = field(default_factory=lambda: NO_PLACES)
     """(slot, version, place) of each slice that a worker maps: where in which of the server's memories it begins.

@@ -155,7 +155,7 @@ class Connection(Transport):
             else:
                 frames, payloads = encode_parts(request)
                 try:
-                    is_sent = channel.send(frames, payloads, may_stay=True)
+                    is_sent = channel.send(frames, payloads, zero_copy=True)
                 except OSError:  # what the server has said before it ended the channel has yet to be read
                     break
             if not is_sent:

@@ -517,7 +517,7 @@ def test_weights_are_read_where_they_lie_and_held_until_the_reader_lets_them_go(
     worker, server = ends(exports=exports)
     a, b = weights_on(exports, 50_000, 30_000)
     for _ in range(2):  # the second time the worker knows the memory
-        assert server.send([b"head", b"body"], [a, b], may_stay=True)
+        assert server.send([b"head", b"body"], [a, b], zero_copy=True)
         frames = worker.receive()
         assert frames is not None
         found = torch.frombuffer(frames.pop(), dtype=torch.float32)
@@ -538,7 +538,7 @@ def test_weights_that_were_sent_twice_are_held_until_both_were_read(
     [weights] = weights_on(exports, 50_000)
     received = []
     for _ in range(2):
-        server.send([b"head", b"body"], [weights], may_stay=True)
+        server.send([b"head", b"body"], [weights], zero_copy=True)
         received.append(worker.receive())
     for is_busy in (True, False):
         received.pop()
@@ -550,7 +550,7 @@ def test_weights_that_were_sent_twice_are_held_until_both_were_read(
 def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, exports: WeightExports) -> None:
     worker, server = ends(exports=exports)
     [weights] = weights_on(exports, 50_000)
-    server.send([b"head", b"body"], [weights], may_stay=True)
+    server.send([b"head", b"body"], [weights], zero_copy=True)
     frames = worker.receive()
     assert frames is not None
     frames[2][:] = 0
@@ -566,7 +566,7 @@ def test_a_worker_cannot_change_the_weights_of_a_server(ends: Pair, exports: Wei
 def test_weights_are_not_held_for_a_worker_that_is_gone(ends: Pair, exports: WeightExports) -> None:
     worker, server = ends(exports=exports)
     [weights] = weights_on(exports, 50_000)
-    server.send([b"head", b"body"], [weights], may_stay=True)
+    server.send([b"head", b"body"], [weights], zero_copy=True)
     frames = worker.receive()
     server.close()
     assert not exports.leases.is_busy(weights)
@@ -579,8 +579,8 @@ def test_weights_that_lie_apart_may_change_or_are_small_are_copied(
 ) -> None:
     worker, server = ends(exports=exports)
     a, between, b, small = weights_on(exports, 50_000, 16, 50_000, 1000)
-    for pieces, may_stay in (([a, b], True), ([a, between, b], False), ([small], True), ([a.clone()], True)):
-        assert server.send([b"head", b"body"], pieces, may_stay)
+    for pieces, zero_copy in (([a, b], True), ([a, between, b], False), ([small], True), ([a.clone()], True)):
+        assert server.send([b"head", b"body"], pieces, zero_copy)
         frames = worker.receive()
         assert frames is not None
         assert bytes(frames[2]) == b"".join(piece.numpy().tobytes() for piece in pieces)
@@ -636,7 +636,7 @@ def test_what_a_worker_puts_into_its_staging_buffer_is_read_there_and_the_stagin
     staging_buffer = worker.staging_buffer
     assert staging_buffer is not None
     gradient = staging_buffer.arena.numbers[4096 : 4096 + 200_000].fill_(3)
-    assert worker.send([b"head", b"body"], [gradient[:100_000], gradient[100_000:]], may_stay=True)
+    assert worker.send([b"head", b"body"], [gradient[:100_000], gradient[100_000:]], zero_copy=True)
     frames = server.receive()
     assert frames is not None
     gradient.fill_(5)  # which the server sees, so it has no copy
@@ -660,7 +660,7 @@ def test_of_two_who_ask_for_a_staging_buffer_one_after_the_other_the_last_has_it
     assert second.staging_buffer is not None
     assert second.staging_buffer.arena.nbytes == 2 * MIB
     assert worker.send(
-        [b"head", b"body"], [second.staging_buffer.arena.numbers[:200_000].fill_(3)], may_stay=True
+        [b"head", b"body"], [second.staging_buffer.arena.numbers[:200_000].fill_(3)], zero_copy=True
     )
     frames = server.receive()
     assert frames is not None
