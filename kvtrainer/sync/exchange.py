@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 TABLE = "parameters"
 Arenas = Mapping[str, Tensor]
 """Dtype → flat tensor."""
-Elsewhere = Sequence[tuple[int, Tensor]]
+BufferOverrides = Sequence[tuple[int, Tensor]]
 """(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
-_NOWHERE: Mapping[str, Elsewhere] = MappingProxyType({})
+_NO_OVERRIDES: Mapping[str, BufferOverrides] = MappingProxyType({})
 _LEAST_BORROWED = 128 << 10
 """Bytes of a gradient from which on it is given as it lies: to name one of fewer takes longer than to copy it."""
 _READ_ONLY = 8
@@ -797,16 +797,16 @@ class Staging:
         return {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
 
     @torch.no_grad()
-    def down(self, arenas: Arenas, elsewhere: Mapping[str, Elsewhere] = _NOWHERE) -> Arenas:
+    def down(self, arenas: Arenas, overrides: Mapping[str, BufferOverrides] = _NO_OVERRIDES) -> Arenas:
         """Copy tensors to their places, which are returned, and wait for that.
 
         Args:
-            elsewhere: By dtype, the parts that go to other places.
+            overrides: By dtype, the parts that go to other places.
         """
         places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            for part, place in _cut(flat, places[dtype], elsewhere.get(dtype, ())):
+            for part, place in _cut(flat, places[dtype], overrides.get(dtype, ())):
                 self._stream.copy(place, part)
         self._stream.wait()
         return places
@@ -858,10 +858,10 @@ def _call_all(left: dict[int, Callable[[], None]]) -> None:
             stack.callback(left.popitem()[1])
 
 
-def _cut(flat: Tensor, place: Tensor, elsewhere: Elsewhere) -> Iterator[tuple[Tensor, Tensor]]:
+def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parts of a flat tensor with their places; not the padding behind those that lie elsewhere."""
     at, line = 0, ALIGNMENT // flat.element_size()
-    for first, other in elsewhere:
+    for first, other in overrides:
         if first > at:
             yield flat[at:first], place[at:first]
         yield flat[first : first + len(other)], other

@@ -60,10 +60,10 @@ def test_a_place_is_not_given_before_what_it_held_is_on_the_device(eager: tuple[
 
 @SCHEDULES
 def test_parts_of_a_tensor_go_to_places_of_their_own(eager: tuple[str, ...]) -> None:
-    streams, grads, elsewhere = Streams(eager), {"float32": torch.arange(64.0)}, torch.zeros(20)
+    streams, grads, overrides = Streams(eager), {"float32": torch.arange(64.0)}, torch.zeros(20)
     staging = Staging(streams)
-    places = staging.down(grads, {"float32": [(16, elsewhere)]})
-    assert elsewhere.tolist() == list(range(16, 36))
+    places = staging.down(grads, {"float32": [(16, overrides)]})
+    assert overrides.tolist() == list(range(16, 36))
     assert places["float32"].nan_to_num(-1.0).tolist() == [*range(16), *[-1.0] * 32, *range(48, 64)]
 
 
