@@ -46,7 +46,7 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import Accumulation, GradientCheck, GradientLimits, StageOptions
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.exchange import RoundResult
-from kvtrainer.types import NOWHERE, StepResult
+from kvtrainer.types import NO_TARGETS, StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -537,14 +537,14 @@ class StepPipeline:
         """
         memory, link = self.memory, self.link
         zero_copy_keys: Collection[int] = ()
-        targets = NOWHERE
+        targets = NO_TARGETS
         if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
             pass  # what is measured here is the arena
         elif link.exchange is None:
             zero_copy_keys = memory.arena.long if self.groups.optimizer.takes_pieces else ()
         elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
             zero_copy_keys, shared_grads = link.exchange.zero_copy_keys, link.exchange.shared_grads
-            targets = NOWHERE if shared_grads is None else shared_grads.targets()
+            targets = NO_TARGETS if shared_grads is None else shared_grads.targets()
         memory.gather(fresh, zero_copy_keys, targets)
         if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
             self._warn_of_rows()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
 """A parameter group, as torch.optim has them."""
-NOWHERE: Mapping[int, Tensor] = MappingProxyType({})
+NO_TARGETS: Mapping[int, Tensor] = MappingProxyType({})
 """No targets: all that is gathered goes to its place in the arena."""
 
 

@@ -55,7 +55,7 @@ _COPIED = 512 << 10
 _FILES, _FILES_PER_SERVER = 8, 12
 """Files that a connection opens at most, and those for each server: sockets and what wakes them, and on one host a
 channel with its memory and the server's process."""
-_ELSEWHERE = (errno.ECONNREFUSED, errno.ENOSYS)
+_REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
 """Of errors that say that no such server is on this host, or nothing about that."""
 
 
@@ -349,7 +349,7 @@ class Connection(Transport):
                 f"{self.describe(server)} cannot share memory with this process: {error}; is it on this host, and does "
                 "it belong to the same user? (KVSTORE_TRANSPORT=auto goes over tcp where it cannot)"
             )
-        is_here = self._is_loopback(server) or error.errno not in _ELSEWHERE
+        is_here = self._is_loopback(server) or error.errno not in _REDIRECTED
         level = logging.WARNING if is_here else logging.DEBUG
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
 

@@ -28,7 +28,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
 from kvtrainer.comm.mapped import put_pages
-from kvtrainer.types import NOWHERE
+from kvtrainer.types import NO_TARGETS
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SharedGradients:
         """Key → the memory of its last gradient, if somebody has it still; not there while one is being allocated."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """Key → what is copied, in front of pages of its runs, and to where."""
-        self._targets: Mapping[int, Tensor] = NOWHERE
+        self._targets: Mapping[int, Tensor] = NO_TARGETS
         """Key → where its gradient is gathered, flat."""
         self._filled: dict[int, Tensor] = {}
         """The slices (by index) of those."""
@@ -218,7 +218,7 @@ class SharedGradients:
     def targets(self) -> Mapping[int, Tensor]:
         """Return where to gather gradients, flat, by key; nowhere before there are staging buffers, or while a server reads."""
         are_free = all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()])
-        return self._targets if are_free else NOWHERE
+        return self._targets if are_free else NO_TARGETS
 
     def in_place(self, borrowed: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
         """List slices (by index) that their servers see where they are.
@@ -263,7 +263,7 @@ class SharedGradients:
 
     def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
         """Map the staging buffers; whatever interrupts it leaves no gradients here."""
-        self._last, self._targets = {}, NOWHERE
+        self._last, self._targets = {}, NO_TARGETS
         plan = self._plan
         self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
         keys = list(dict.fromkeys([run.key for run in self._runs]))
@@ -321,7 +321,7 @@ class SharedGradients:
 
     def part(self) -> None:
         """Part from the parent in a forked process: writes to gradients are seen here alone, and none are made here."""
-        self._last, self._targets = {}, NOWHERE
+        self._last, self._targets = {}, NO_TARGETS
         for run in self._runs:
             self._map_run(
                 run, self._homes[run.key], self._staging_buffers[run.pieces[0].server], is_shared=False

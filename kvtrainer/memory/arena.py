@@ -34,7 +34,7 @@ from kvtrainer.comm.mapped import put_pages
 from kvtrainer.errors import ROW_MAJOR, ConfigurationError, ParameterMovedError
 from kvtrainer.memory.row_sparse import is_row_sparse
 from kvtrainer.memory.views import FormerMemory, is_shared
-from kvtrainer.types import NOWHERE
+from kvtrainer.types import NO_TARGETS
 
 LONG = 8 << 10
 """Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
@@ -116,7 +116,7 @@ class Arena:
         """As of the last `gather_grads`."""
         self._places: list[Tensor] = []
         """Where gradients were gathered then."""
-        self._elsewhere: tuple[Mapping[int, Tensor], list[Tensor]] = NOWHERE, []
+        self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
         """The same, of the last that had some, and the places of all gradients then."""
         _note_placed(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
@@ -137,7 +137,7 @@ class Arena:
         given: Sequence[Tensor | None],
         present: Sequence[bool],
         zero_copy_keys: Collection[int] = (),
-        targets: Mapping[int, Tensor] = NOWHERE,
+        targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> dict[int, Tensor]:
         """Copy the gradients of parameters `present` into `grads`. Zero the pieces of the others.
 
@@ -169,12 +169,12 @@ class Arena:
     def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
         """Have the places of some gradients elsewhere from now on; see `gather_grads`."""
         own, self._targets, self.zeros = self._grad_pieces, None, frozenset()  # None, until all is done
-        if targets and targets is not self._elsewhere[0]:
+        if targets and targets is not self._redirected[0]:
             moved = {key: flat.view(own[key].shape) for key, flat in targets.items()}
-            self._elsewhere = targets, [moved.get(key, piece) for key, piece in enumerate(own)]
+            self._redirected = targets, [moved.get(key, piece) for key, piece in enumerate(own)]
         for flat in self.grads.values() if targets else ():
             _give_pages_back(flat)
-        self._places = self._elsewhere[1] if targets else own
+        self._places = self._redirected[1] if targets else own
         self._targets = targets
 
     def _borrow(

@@ -35,7 +35,7 @@ from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
-from kvtrainer.types import NOWHERE, Group
+from kvtrainer.types import NO_TARGETS, Group
 
 _dtype_of = attrgetter("dtype")
 
@@ -64,7 +64,7 @@ class DeviceMemory:
         """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
         self.borrowed: Mapping[int, Tensor] = {}
         """The gradients that were left where they are, contiguous, by index of the key, until they are used."""
-        self.targets: Mapping[int, Tensor] = NOWHERE
+        self.targets: Mapping[int, Tensor] = NO_TARGETS
         """Where gradients were gathered that are not in the arena, flat, by index of the key."""
         self._tables = frozenset(tables)
         self._sparse = set(tables)
@@ -74,7 +74,7 @@ class DeviceMemory:
         self,
         present: Sequence[bool],
         zero_copy_keys: Collection[int] = (),
-        targets: Mapping[int, Tensor] = NOWHERE,
+        targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> None:
         """Copy gradients of parameters `present`, dense ones into the arena, or to `rows`.
 
@@ -424,7 +424,7 @@ class Memory:
         self,
         present: Sequence[bool],
         zero_copy_keys: Collection[int] = (),
-        targets: Mapping[int, Tensor] = NOWHERE,
+        targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> None:
         """Copy new gradients of parameters `present` into the arenas, by rows into `rows`.
 

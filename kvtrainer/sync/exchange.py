@@ -37,7 +37,7 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.progress import announced
-from kvtrainer.types import NOWHERE
+from kvtrainer.types import NO_TARGETS
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Gradients(NamedTuple):
     rounds; every worker must give one, of the same type of norm."""
     borrowed: Mapping[int, Tensor] = {}
     """Keys (by index) whose values lie elsewhere, flat, on the CPU; what is in `arenas` does not count."""
-    targets: Mapping[int, Tensor] = NOWHERE
+    targets: Mapping[int, Tensor] = NO_TARGETS
     """The same, of all others that the exchange had a target for."""
 
 
