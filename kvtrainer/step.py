@@ -856,20 +856,20 @@ def _follow_others(pipeline: StepPipeline) -> None:
     while not is_over:
         link.is_torn = True
         try:
-            shadowed = link.shadow(memory.arena)
+            joined = link.run_without_data(memory.arena)
         except BaseException as error:
             link.is_torn = not isinstance(error, Exception)
             raise
-        is_over = shadowed.is_over
+        is_over = joined.is_over
         # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
-        if shadowed.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
+        if joined.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
             # Go on with the options that were in force last.
             has_scheduler = pipeline.groups.optimizer.lr_scheduler is not None
-            groups = unpack_hypers(shadowed.hyper)["groups"]
+            groups = unpack_hypers(joined.hyper)["groups"]
             for group, values in zip(pipeline.groups.live, groups, strict=True):
                 group.update({**values, "lr": group["lr"]} if has_scheduler else values)
         if not is_over:
-            _follow_round(pipeline, shadowed.hyper, shadowed.outcome)
+            _follow_round(pipeline, joined.hyper, joined.outcome)
         link.is_torn = False
     memory.share_weights()
     memory.accept_writes(link.has_weights)

@@ -37,9 +37,9 @@ from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
     Gradients,
+    JoinedRound,
     PluginExchange,
     RoundResult,
-    Shadowed,
     StoreExchange,
 )
 from kvtrainer.sync.overlap import Overlap
@@ -442,14 +442,14 @@ class Binding:
         self.holder.accept(weights, are_looked_at)
         layout.accept_writes(self.has_weights)
 
-    def shadow(self, arena: Arena) -> Shadowed:
+    def run_without_data(self, arena: Arena) -> JoinedRound:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
         self._is_told = False  # what is in force now is another worker's
-        shadowed = self.exchange.shadow(arena.weights, arena.grads)
+        joined = self.exchange.run_without_data(arena.weights, arena.grads)
         if self.exchange.updates_weights:
             arena.mark_updated(None)
-        return shadowed
+        return joined
 
     def describe(self) -> str:
         """Name the store: its type, or "none"."""

@@ -101,7 +101,7 @@ class RoundResult(NamedTuple):
     one of its gradients has been row-sparse."""
 
 
-class Shadowed(NamedTuple):
+class JoinedRound(NamedTuple):
     """A round to which this worker gave nothing because it has no more data."""
 
     outcome: RoundResult
@@ -140,7 +140,7 @@ class Exchange(ABC):
         """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
 
     @abstractmethod
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         """Run one round to which this worker gives nothing; sums go to `grads`.
 
         When it is over for all workers, or where contributions count one by one, the store's weights go to `weights`.
@@ -405,8 +405,8 @@ class StoreExchange(Exchange):
         """Send a slice of gradients before the next `run`; see `Rounds.send_ahead`."""
         self._client.rounds.send_ahead(self._table, piece, parts, foresee)
 
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
-        """Run one round to which this worker gives nothing; see `Exchange.shadow`."""
+    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
+        """Run one round to which this worker gives nothing; see `Exchange.run_without_data`."""
         self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
@@ -428,7 +428,7 @@ class StoreExchange(Exchange):
         if self.own is not None:
             self.own.attach()  # pages that were written with the bytes that they had
         outcome = RoundResult(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
-        return Shadowed(outcome, said.hyper, said.is_over)
+        return JoinedRound(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
@@ -441,7 +441,7 @@ class StoreExchange(Exchange):
                 if self._host is not None:
                     self._host.before(
                         contribution
-                    )  # as in `shadow`; a call that is not the others' fails on servers
+                    )  # as in `run_without_data`; a call that is not the others' fails on servers
                 rounds.wait(rounds.start(contribution))
             except BaseException:
                 self._table.forget_held()
@@ -638,7 +638,7 @@ class PluginExchange(Exchange):
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
         return RoundResult(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
 
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:

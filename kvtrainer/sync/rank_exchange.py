@@ -38,7 +38,7 @@ from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult, Shadowed, keys_worth_borrowing
+from kvtrainer.sync.exchange import Exchange, Gradients, JoinedRound, RoundResult, keys_worth_borrowing
 
 _log = logging.getLogger(__name__)
 
@@ -164,15 +164,15 @@ class GroupExchange(Exchange):
             overlap.end_round(dense)
         return RoundResult(left_out, skipped=False, rows=summed)
 
-    def shadow(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Shadowed:
+    def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         for flat in grads.values():
             flat.zero_()
         nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
         headers = self._headers("join", nothing)
         outcome = self._sum(nothing, headers)
         if headers is None:
-            return Shadowed(outcome, b"", is_over=False)
-        return Shadowed(outcome, headers.hyper, headers.is_over)
+            return JoinedRound(outcome, b"", is_over=False)
+        return JoinedRound(outcome, headers.hyper, headers.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         self._headers("set_data", None)

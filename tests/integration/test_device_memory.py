@@ -167,7 +167,7 @@ def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: p
         trained(worker, rank)
         if not rank:
             worker.round(rank, 10)
-        while not worker.exchange.shadow(worker.weights, worker.grads).is_over:
+        while not worker.exchange.run_without_data(worker.weights, worker.grads).is_over:
             pass
         return worker.values()
 
@@ -186,7 +186,7 @@ def test_a_worker_without_data_waits_until_its_device_has_read_the_weights(
         worker.compute(lambda: read.extend(worker.weights_now()))
         if not rank:
             worker.round(rank, 1)
-        while not worker.exchange.shadow(worker.weights, worker.grads).is_over:
+        while not worker.exchange.run_without_data(worker.weights, worker.grads).is_over:
             pass
         worker.values()
         return read
@@ -203,11 +203,11 @@ def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(
         worker.compute(lambda: worker.grads["float32"].fill_(7.0))
         if not rank:
             worker.round(rank, 1, veto=True)
-        shadowed = worker.exchange.shadow(worker.weights, worker.grads)
+        joined = worker.exchange.run_without_data(worker.weights, worker.grads)
         worker.values()
         is_same = bool(worker.grads["float32"].as_subclass(Tensor).eq(7.0).all())
-        while not shadowed.is_over:
-            shadowed = worker.exchange.shadow(worker.weights, worker.grads)
+        while not joined.is_over:
+            joined = worker.exchange.run_without_data(worker.weights, worker.grads)
         return is_same
 
     assert found_by(jobs, monkeypatch, (), body, in_store=False)[1]
