@@ -306,7 +306,7 @@ class Binding:
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
-        self.exchange.was_missed = False
+        self.exchange.may_be_applied = False
         self.is_torn = True
         try:
             outcome = self.exchange.run(gradients, arena.weights)
@@ -391,9 +391,9 @@ class Binding:
         # round: after an error, which tells the loop. An interrupt tells it nothing.
         lacks_sum = not self.updates_weights and self.num_workers > 1
         if isinstance(error, Exception):
-            self.is_torn = lacks_sum and self.holder is not None and self.exchange.was_missed
+            self.is_torn = lacks_sum and self.holder is not None and self.exchange.may_be_applied
         else:
-            self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.was_missed
+            self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.may_be_applied
 
     def _foresee(self) -> bytes:
         """Pack the numbers that a step would find now, if they are not those of the last."""

@@ -127,7 +127,7 @@ class Exchange(ABC):
     """Gradients in the servers' memory; None where there can be none."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
-    was_missed = False
+    may_be_applied = False
     """Whether the last call of `run` has begun what others may count, and has not raised since in a way that says that
     they do not."""
 
@@ -365,7 +365,7 @@ class StoreExchange(Exchange):
             rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
             guard=grads.guard, borrowed=borrowed, shared_grads=shared_grads, unread=unread, mapped=self._in_servers,
         )  # fmt: skip
-        number, self.was_missed = self._table.round, True
+        number, self.may_be_applied = self._table.round, True
         try:
             given = contribution if self._host is None else self._host.before(contribution)
             ticket = self._client.rounds.start(given)
@@ -375,7 +375,7 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._tell_torn(error)
-            self.was_missed = self._may_count(number)
+            self.may_be_applied = self._may_count(number)
             raise
         self._check_places(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
@@ -628,7 +628,7 @@ class PluginExchange(Exchange):
             self._store.broadcast(key, piece, piece)
 
     def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
-        self.was_missed = True
+        self.may_be_applied = True
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:
                 piece.mul_(grads.scale)

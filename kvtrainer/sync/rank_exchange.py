@@ -131,7 +131,7 @@ class GroupExchange(Exchange):
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
         """
         self._hyper = grads.hyper or self._hyper
-        self.was_missed = True
+        self.may_be_applied = True
         return self._sum(grads, self._headers("step", grads))
 
     def _sum(self, grads: Gradients, headers: _Headers | None) -> RoundResult:
