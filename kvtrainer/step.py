@@ -227,7 +227,7 @@ class StepPipeline:
                 self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
             # Rows of a single gradient are their own sum.
             self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
-        self.link.is_torn = False
+        self.link.step_incomplete = False
 
     def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
         """Update the weights from the present gradients; see `Trainer.update`."""
@@ -363,7 +363,7 @@ class StepPipeline:
             self.memory.share_weights()
         self.memory.accept_writes(self.link.has_weights)
         self.states.hand_over()
-        self.link.is_torn = False
+        self.link.step_incomplete = False
         return True
 
     def _decide(self) -> None:
@@ -654,16 +654,16 @@ class StepPipeline:
             again: evaluates the loss again.
             options: the numbers of the update; None for those of the groups.
         """
-        was_torn = self.link.is_torn
+        was_incomplete = self.link.step_incomplete
         try:
             return self._update_here(present, scale, again, options)
         except Exception:
-            self.link.is_torn = False  # as on all workers: nothing has changed
+            self.link.step_incomplete = False  # as on all workers: nothing has changed
             raise
         except BaseException:
             one = self.states.here[0]
             if isinstance(one, JointUpdate) and one.was_undone:
-                self.link.is_torn = was_torn
+                self.link.step_incomplete = was_incomplete
             raise
 
     def set_mode(self, mode: str) -> None:
@@ -710,7 +710,7 @@ class StepPipeline:
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
-        self.link.is_torn = True
+        self.link.step_incomplete = True
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
                 device.tracker.forget()  # it may evaluate the loss again
@@ -792,9 +792,9 @@ class StepPipeline:
         try:
             self.count(updated)
         except Exception:
-            self.link.is_torn = False
+            self.link.step_incomplete = False
             raise
-        self.link.is_torn = False
+        self.link.step_incomplete = False
 
     def count(self, updated: Sequence[bool] | None) -> None:
         """Note that these keys were updated, or None if the step was skipped."""
@@ -854,11 +854,11 @@ def _follow_others(pipeline: StepPipeline) -> None:
     pipeline.is_bad, pipeline.bad_loss = False, ""
     is_over = False
     while not is_over:
-        link.is_torn = True
+        link.step_incomplete = True
         try:
             joined = link.run_without_data(memory.arena)
         except BaseException as error:
-            link.is_torn = not isinstance(error, Exception)
+            link.step_incomplete = not isinstance(error, Exception)
             raise
         is_over = joined.is_over
         # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
@@ -870,7 +870,7 @@ def _follow_others(pipeline: StepPipeline) -> None:
                 group.update({**values, "lr": group["lr"]} if has_scheduler else values)
         if not is_over:
             _follow_round(pipeline, joined.hyper, joined.outcome)
-        link.is_torn = False
+        link.step_incomplete = False
     memory.share_weights()
     memory.accept_writes(link.has_weights)
 

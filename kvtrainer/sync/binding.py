@@ -141,7 +141,7 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
-        self.is_torn = False
+        self.step_incomplete = False
         """Whether a step has begun to change weights, state or counts, or others may have made it, and has not ended.
 
         It is set before the first change and taken back after the last: whatever interrupts them in between leaves it.
@@ -205,7 +205,7 @@ class Binding:
     def start(self, layout: Memory, optimizer: Optimizer) -> None:
         """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively.
 
-        `is_torn` is left set, for the caller has more to do.
+        `step_incomplete` is left set, for the caller has more to do.
         """
         self.check_whole()
         arena = layout.arena
@@ -218,7 +218,7 @@ class Binding:
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
-        self.is_torn = True
+        self.step_incomplete = True
         is_on_cpu = arena.device.type == "cpu"
         has_replicas = is_on_cpu and layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and not has_replicas:
@@ -230,7 +230,7 @@ class Binding:
             try:
                 self.exchange.init(arena.weights, layout.tables.first())
             except Exception:
-                self.is_torn = False
+                self.step_incomplete = False
                 raise
             layout.tables.are_placed()
             arena.mark_updated(None)
@@ -307,7 +307,7 @@ class Binding:
             self._overlap.begin_round()
         arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
         self.exchange.may_be_applied = False
-        self.is_torn = True
+        self.step_incomplete = True
         try:
             outcome = self.exchange.run(gradients, arena.weights)
             if self.replicas is not None and not outcome.skipped:
@@ -338,10 +338,10 @@ class Binding:
         Args:
             consequence: for that line, what becomes of weights and state as they are.
         """
-        if not self.is_torn:
+        if not self.step_incomplete:
             return
         if self.exchange is None:
-            self.is_torn = False
+            self.step_incomplete = False
             _log.warning("a step was interrupted when its update had begun: some weights, optimizer state and counts "
                          "may have it already; %s", consequence)  # fmt: skip
             return
@@ -391,9 +391,9 @@ class Binding:
         # round: after an error, which tells the loop. An interrupt tells it nothing.
         lacks_sum = not self.updates_weights and self.num_workers > 1
         if isinstance(error, Exception):
-            self.is_torn = lacks_sum and self.holder is not None and self.exchange.may_be_applied
+            self.step_incomplete = lacks_sum and self.holder is not None and self.exchange.may_be_applied
         else:
-            self.is_torn = (lacks_sum or self.updates_weights) and self.exchange.may_be_applied
+            self.step_incomplete = (lacks_sum or self.updates_weights) and self.exchange.may_be_applied
 
     def _foresee(self) -> bytes:
         """Pack the numbers that a step would find now, if they are not those of the last."""
