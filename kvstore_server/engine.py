@@ -113,7 +113,7 @@ class Engine:
     Attributes:
         updaters: Namespace → a user's function in place of an optimizer; in-process use only.
         is_stopping: Whether `stop` was called, so that new rounds are refused.
-        is_torn: Whether a request was broken off in its middle, as by Ctrl-C where the engine runs in a script's own
+        is_inconsistent: Whether a request was broken off in its middle, as by Ctrl-C where the engine runs in a script's own
             process: nobody knows what it has changed, so nothing is answered any more.
         num_ended: The namespaces that have ended so far, and given their memory back.
     """
@@ -135,7 +135,7 @@ class Engine:
         self.namespaces: dict[str, Namespace] = {}
         self.budget = Budget(config.max_memory, config.server)
         self.updaters: dict[str, Updater] = {}
-        self.is_stopping = self.is_torn = False
+        self.is_stopping = self.is_inconsistent = False
         self.num_ended = 0
         self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
         """What was told last about this server, and when."""
@@ -178,7 +178,7 @@ class Engine:
         """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
         waiter, body = Waiter(peer, request.number), request.body
         try:
-            if self.is_torn:
+            if self.is_inconsistent:
                 raise KVStoreError(
                     f"server {self.config.server} was interrupted in the middle of a request, so what it holds may be "
                     "changed in part; restart the job from its last saved states"
@@ -209,7 +209,7 @@ class Engine:
             _log.exception("request %s failed", type(body).__name__)
             return [_failed(waiter, self._fault(error))]
         except BaseException:
-            self.is_torn = True
+            self.is_inconsistent = True
             raise
 
     def _fault(self, error: Exception) -> KVStoreError:
