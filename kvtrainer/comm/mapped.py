@@ -137,7 +137,7 @@ class MappedWeights:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def torn(self) -> set[int]:
+    def inconsistent(self) -> set[int]:
         """List slices (by index) that servers began to write since the last round. None if all were written."""
         changed, written = set[int](), set[int]()
         for index, one in self._slices.items():

@@ -317,12 +317,12 @@ class StoreExchange(Exchange):
                 self._staging.see(self.seen)
                 self.seen = None
 
-    def _tell_torn(self, error: BaseException) -> None:
+    def _report_inconsistent(self, error: BaseException) -> None:
         """Have an error name the parameters whose weights here are not of the last round."""
         if self.mapped is None:
             return
         self.mapped.copy_ends()  # or they would seem to have been written here
-        keys = self.keys_of(self.mapped.torn())
+        keys = self.keys_of(self.mapped.inconsistent())
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
             error.args = (
@@ -374,7 +374,7 @@ class StoreExchange(Exchange):
                 self._host.after(contribution, ticket)
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
-            self._tell_torn(error)
+            self._report_inconsistent(error)
             self.may_be_applied = self._may_count(number)
             raise
         self._check_places(out)

@@ -163,12 +163,12 @@ def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, sh
 
 
 def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
-    told = [job.mapped.torn()]
+    told = [job.mapped.inconsistent()]
     for storage in job.servers:
         for at in range(len(storage.slots)):
             with storage.borrowed(at, at + 1) as weights:
                 weights.neg_()
-        told.append(job.mapped.torn())
+        told.append(job.mapped.inconsistent())
     assert told == [set(), {slot.piece.index for slot in job.servers[0].slots}, set()]
 
 
@@ -176,10 +176,10 @@ def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: J
     with ExitStack() as writing:
         for storage in job.servers:
             writing.enter_context(storage.borrowed(0, len(storage.slots)))
-        assert job.mapped.torn() == set(range(8))
-    assert not job.mapped.torn()
+        assert job.mapped.inconsistent() == set(range(8))
+    assert not job.mapped.inconsistent()
     job.mapped.refresh()
-    assert not job.mapped.torn()
+    assert not job.mapped.inconsistent()
 
 
 def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Job) -> None:
