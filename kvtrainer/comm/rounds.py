@@ -516,11 +516,11 @@ class Rounds:
         fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
         # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
         lost = {name for (name, _), fate in fates.items() if fate is False}
-        torn = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
-        fates |= self._abort(torn, reason, undo=True)
+        half_applied = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
+        fates |= self._abort(half_applied, reason, undo=True)
         for table in tables:
             outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
-            error = _torn(table, outcome, reason)
+            error = _half_applied(table, outcome, reason)
             if error is not None:
                 self.tables.broken[table.index] = error
             if not all(outcome.values()):
@@ -565,7 +565,7 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
     )
 
 
-def _torn(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
+def _half_applied(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
     """Return the error of a table whose servers may disagree about the round, if any."""
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
