@@ -433,7 +433,7 @@ class Plan:
         return hashlib.sha256(json.dumps([layout, self.specs]).encode()).hexdigest()
 
     @cached_property
-    def _torn(self) -> frozenset[int]:
+    def _split_rows(self) -> frozenset[int]:
         """The keys that are cut within a row."""
         segments = [segment for piece in self.slices for segment in piece.segments if segment.key_start]
         return frozenset(s.key for s in segments if s.key_start % max(row_numel(self.specs[s.key]), 1))
@@ -462,7 +462,7 @@ class Plan:
 
     def takes_rows(self, key: int) -> bool:
         """Tell whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
-        return key not in self._torn
+        return key not in self._split_rows
 
     def slices_with(self, key: int) -> tuple[Slice, ...]:
         """List the slices with a part of a key (by index), in the order of its elements; none if it is empty."""
