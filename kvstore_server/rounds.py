@@ -69,7 +69,9 @@ _HERE = 1 << 40
 """Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
 _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 """Bytes that no buffer has: places in different ones are so far apart; and how many of those are told apart."""
-_SPECIAL = ~(m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES)
+_SPECIAL = ~(
+    m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+)
 """The flags of a commit whose table is not changed together with others."""
 
 
@@ -549,8 +551,8 @@ class RoundTracker:
         columns: Any = commits[0].tolist() if is_single else commits.T  # as in `push`
         tables, rounds, counts, generations, versions, flags = columns
         any_flags = flags if is_single else int(np.bitwise_or.reduce(flags))
-        if any_flags & m.ANEW:
-            self._begin_anew(given, commits)
+        if any_flags & m.DISCARD_EAGER:
+            self._discard_eager(given, commits)
         is_whole = given.sums[tables] == counts * _HERE + generations
         is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
         fresh = waiting = [tables] if is_single else tables.tolist()
@@ -604,10 +606,10 @@ class RoundTracker:
         self.of(rank).announced[table] = news
         return True
 
-    def _begin_anew(self, given: Given, commits: m.Matrix) -> None:
+    def _discard_eager(self, given: Given, commits: m.Matrix) -> None:
         """Forget early pushes of a rank to open rounds that its commits begin anew."""
         for table, round_, *_, flags in commits.tolist():
-            if flags & m.ANEW and round_ == self.numbers[table] and not given.committed[table]:
+            if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not given.committed[table]:
                 given.begin_anew(table)
 
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:

@@ -41,7 +41,13 @@ LEAST = SENT_ALONE
 _STEP = 1024
 """Elements of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
 _PLAIN = (
-    m.ANNOUNCES | m.MAY_CHANGE | m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANEW | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+    m.ANNOUNCES
+    | m.MAY_CHANGE
+    | m.WANTS_WEIGHTS
+    | m.WANTS_HALF
+    | m.DISCARD_EAGER
+    | m.MAPS_WEIGHTS
+    | m.KNOWS_PLACES
 )
 """Flags of commits to rounds that can be applied slice by slice."""
 

@@ -100,7 +100,7 @@ class Register:
     HAS_JOINED,
     WANTS_DELTA,
     WANTS_HALF,
-    ANEW,
+    DISCARD_EAGER,
     MAPS_WEIGHTS,
     KNOWS_PLACES,
     ANNOUNCES,

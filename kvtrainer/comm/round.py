@@ -138,7 +138,7 @@ class Leg:
         self.kept = frozenset([at for at in self.given if self.layout.pieces[at].index in kept])
         self.generation = int(not are_all)
         self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
-        self.commits[:, 5] |= m.ANEW * (not kept)
+        self.commits[:, 5] |= m.DISCARD_EAGER * (not kept)
 
     def announcement(self, round_: Round, may_change: bool = False) -> m.Contribute | None:
         """Tell a server what commits will say, ahead of slices that it can use one by one.

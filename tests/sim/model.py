@@ -108,7 +108,7 @@ class Commit(NamedTuple):
 
     def without_former(self, arrived: dict[int, int]) -> dict[int, int]:
         """Of slices that have come, those that may count."""
-        return {slot: g for slot, g in arrived.items() if g or not self.flags & m.ANEW}
+        return {slot: g for slot, g in arrived.items() if g or not self.flags & m.DISCARD_EAGER}
 
     def is_all_of(self, arrived: dict[int, int]) -> bool:
         """Whether a server that has these slices lacks none."""
@@ -377,7 +377,7 @@ class SyncModel(Model):
         if not commit.is_all_of(arrived):
             return self.missing(commit, arrived)
         self._seen["replaced generation"] += commit.generations > 0
-        self._seen["begun anew"] += bool(commit.flags & m.ANEW)
+        self._seen["begun anew"] += bool(commit.flags & m.DISCARD_EAGER)
         self.committed[rank], self.waiting[rank] = Given(commit, dict(arrived)), commit.to
         if commit.said.hyper:
             self.beliefs[rank] = commit.said.hyper

@@ -388,7 +388,7 @@ class Worker:
         if not lane.is_open or lane.given_up or lane.fixed or not lane.round:
             return
         is_needed = bool(lane.flags & m.ASSIGNS) and not self.rank
-        lane.flags |= m.ANEW
+        lane.flags |= m.DISCARD_EAGER
         if (
             rng.random() < 0.2
             and not lane.flags & (m.ASSIGNS | m.HAS_JOINED)
@@ -587,7 +587,7 @@ class Worker:
     def _announce(self, lane: Lane, server: int, rng: random.Random, may_change: bool) -> None:
         """Say what will be committed; unless it may change, slices stay as they are from then on."""
         given = {slot: generation for (at, slot), generation in lane.generations.items() if at == server}
-        if not given or lane.flags & ~(m.WANTS_WEIGHTS | m.ANEW) or server not in lane.to_commit:
+        if not given or lane.flags & ~(m.WANTS_WEIGHTS | m.DISCARD_EAGER) or server not in lane.to_commit:
             return
         others = rng.choice(list(given.values()))
         rows = [(slot, lane.round, one, 0) for slot, one in given.items() if one != others]

@@ -105,7 +105,7 @@ class Job:
         return len(self.table.plan.slices)
 
     def begins_anew(self) -> bool:
-        [found] = {bool(body.commits[0, 5] & m.ANEW) for _, body in self.sent if len(body.commits)}
+        [found] = {bool(body.commits[0, 5] & m.DISCARD_EAGER) for _, body in self.sent if len(body.commits)}
         return found
 
 
