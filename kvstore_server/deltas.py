@@ -56,16 +56,16 @@ class Deltas:
         self._exact: dict[int, int] = {}
         """Slot that is sent as it is → the version from which on workers have it so."""
         self._steps: deque[_Step] = deque()
-        self._is_anew = True
+        self._is_reset = True
         self._zeros = self._left = torch.empty(0, device="cpu")
 
     def __contains__(self, slot: int) -> bool:
         """Tell whether changes of a slot are sent."""
         return slot in self.weights
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Give workers the next weights as they are, for they were replaced."""
-        self._is_anew = True
+        self._is_reset = True
 
     def note_round(self, left_out: Iterable[int]) -> None:
         """Note that a round has updated all keys but those (by index) that were left out.
@@ -89,11 +89,11 @@ class Deltas:
         """Bring workers' weights as near to the server's at a version as one change can."""
         if version == self.version:
             return
-        if self._is_anew:
+        if self._is_reset:
             own = [slot for slot in self._pieces if slot not in self._exact]
             self.weights = {slot: self._storage.padded[slot].clone() for slot in own}
             self._steps.clear()
-            self._is_anew = False
+            self._is_reset = False
         else:
             changes = {slot: self._change(slot, weights) for slot, weights in self.weights.items()}
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])

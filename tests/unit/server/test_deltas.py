@@ -233,7 +233,7 @@ def test_weights_that_were_replaced_come_as_they_are() -> None:
     table = Table("topk")
     table.change(noise(0))
     table.change(noise(1))
-    table.deltas.begin_anew()
+    table.deltas.reset()
     table.change(noise(2))
     assert torch.equal(table.told(1)[:NUMEL], noise(2))
     table.change(noise(3))
@@ -274,7 +274,7 @@ def test_a_slot_that_is_left_has_no_changes_and_is_exact_for_those_who_got_it_si
     table.deltas.follow(1)
     assert table.slot not in table.deltas
     assert [table.deltas.has_exact(table.slot, held) for held in (0, 1, 2)] == [False, True, True]
-    table.deltas.begin_anew()
+    table.deltas.reset()
     table.deltas.follow(2)
     assert table.slot not in table.deltas
 
