@@ -345,7 +345,7 @@ class Given:
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
         return [(slot, slot + 1, numbers, 0, len(numbers))]
 
-    def begin_anew(self, table: int) -> None:
+    def discard_eager(self, table: int) -> None:
         """Forget the slices of a table that are here in generation 0."""
         first, end = self._slots.first[table : table + 2].tolist()
         for slot in (first + np.flatnonzero(self.marks[first:end] == _HERE)).tolist():
@@ -610,7 +610,7 @@ class RoundTracker:
         """Forget early pushes of a rank to open rounds that its commits begin anew."""
         for table, round_, *_, flags in commits.tolist():
             if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not given.committed[table]:
-                given.begin_anew(table)
+                given.discard_eager(table)
 
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
         """Judge commits, by a Verdict for each."""

@@ -337,7 +337,7 @@ def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: 
     return real(self, rank, commits, *args)
 
 
-@replaces(Given, "begin_anew")
+@replaces(Given, "discard_eager")
 def left_out_and_summed(real: Any, self: Any, table: int) -> None:
     """What a rank pushed, and then left out, counts all the same."""
     marks, buffers = self.marks.copy(), [*self._buffers]
@@ -345,7 +345,7 @@ def left_out_and_summed(real: Any, self: Any, table: int) -> None:
     self.marks, self._buffers = marks, buffers
 
 
-@replaces(Given, "begin_anew")
+@replaces(Given, "discard_eager")
 def all_forgotten(real: Any, self: Any, table: int) -> None:
     """A rank that begins anew has to push again what it pushed after that."""
     self.clear(np.array([table]), self._slots.of(np.array([table])))

@@ -189,7 +189,7 @@ class Schedule(ABC):
             process.push_again(lane, rng)
         elif dice < 0.93:
             process, lane = self._some_lane()
-            process.begin_anew(lane, rng)
+            process.discard_eager(lane, rng)
         elif dice < 0.96 and self.replays:
             process_, server, request = rng.choice(self.replays)
             self._to_engine(process_, server, request)

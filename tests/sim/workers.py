@@ -383,7 +383,7 @@ class Worker:
             self._encode(lane)
             lane.to_push.append(place)
 
-    def begin_anew(self, lane: Lane, rng: random.Random) -> None:
+    def discard_eager(self, lane: Lane, rng: random.Random) -> None:
         """Leave out some slices that may have been pushed: the others count in a higher generation alone."""
         if not lane.is_open or lane.given_up or lane.fixed or not lane.round:
             return
