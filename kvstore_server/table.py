@@ -299,7 +299,7 @@ class Table:
             )
         self.shard.assign_sum([first.given._replace(scale=1.0)])
         if self.deltas is not None:
-            self.deltas.begin_anew()
+            self.deltas.reset()
         self.is_initialised = True
         self.version += 1
         self.note_given(range(self.num_workers))
@@ -444,7 +444,7 @@ class Table:
             return False
         self.shard.undo(self.unit)
         if self.deltas is not None:
-            self.deltas.begin_anew()  # workers may have been told of a part of it
+            self.deltas.reset()  # workers may have been told of a part of it
         self.version += 1  # also the way back is a change
         self.undone += 1
         return True
