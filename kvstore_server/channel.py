@@ -817,7 +817,7 @@ class Listener:
                     answer(peer, frames)
                     del frames  # it would keep the place in use
 
-    def look_after(self, now: float) -> None:
+    def reap_and_flush(self, now: float) -> None:
         """Close channels that have ended, or whose memory tables need.
 
         Those of ended sessions and processes have ended. Send what others could not take.
@@ -867,7 +867,7 @@ class Listener:
             end, _ = self._end.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._ready.modify(self._end, 0)  # until the next `look_after`
+                self._ready.modify(self._end, 0)  # until the next `reap_and_flush`
             return
         with suppress(OSError):  # it is gone by now
             end.setblocking(False)

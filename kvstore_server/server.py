@@ -221,7 +221,7 @@ class Server:
             looked = now
             if now >= next_tick:
                 if self._listener is not None:
-                    self._listener.look_after(now)
+                    self._listener.reap_and_flush(now)
                 self._send_all(self.service.tick(now))
                 next_tick = now + TICK
                 if self.service.num_ended > num_ended or self._refused >= _MUCH:

@@ -307,7 +307,7 @@ class Job:
             self.server._retry_backlog()
 
     def tick(self) -> None:
-        self.server._listener.look_after(0.0)  # type: ignore[union-attr]
+        self.server._listener.reap_and_flush(0.0)  # type: ignore[union-attr]
 
     def spoil(self) -> None:
         """Overwrite what either side may use again."""

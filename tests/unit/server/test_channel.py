@@ -438,7 +438,7 @@ def test_a_session_that_has_ended_loses_its_channel() -> None:
     )
     worker = answered(listener, lambda: connect(RUN + 2, TOKEN, OWN))
     sessions.clear()
-    listener.look_after(0.0)
+    listener.reap_and_flush(0.0)
     with pytest.raises(ConnectionError):
         worker.receive()
     assert listener.channels == {}
@@ -457,16 +457,16 @@ def test_a_process_that_has_ended_loses_its_channel_once_it_was_heard_whoever_ha
     os.close(other)
     ended.wait()
     worker.send([b"farewell"])
-    listener.look_after(0.0)
+    listener.reap_and_flush(0.0)
     assert taken(listener) == [(OWN, [b"farewell"])]
-    listener.look_after(0.0)
+    listener.reap_and_flush(0.0)
     assert listener.channels == {}
     worker.close()
 
 
 def test_a_worker_that_lives_keeps_its_channel(listener: Listener) -> None:
     worker = answered(listener, lambda: connect(RUN, TOKEN, OWN))
-    listener.look_after(0.0)
+    listener.reap_and_flush(0.0)
     assert (list(listener.channels), list(listener.processes)) == ([OWN], [(OWN, TOKEN)])
     worker.close()
 
@@ -481,9 +481,9 @@ def test_a_worker_without_a_channel_is_watched_as_one_with_it_until_its_session_
         lambda processes, now: seen.append((list(processes), now)),
     )
     process = answered(listener, lambda: watch(RUN + 3, TOKEN, OWN))
-    listener.look_after(1.0)
+    listener.reap_and_flush(1.0)
     sessions.clear()
-    listener.look_after(2.0)
+    listener.reap_and_flush(2.0)
     assert (listener.channels, seen) == ({}, [([(OWN, TOKEN)], 1.0), ([], 2.0)])
     assert select.select([process], [], [], 0.0)[0] == []  # a descriptor of the server, which is this process
     process.close()
@@ -785,10 +785,10 @@ def test_tables_are_not_refused_for_shared_memory_and_the_largest_channels_make_
     small, large = joined(bounded, b"small"), joined(bounded, b"large")
     large.ask_for_staging_buffer(40 * MIB)
     assert taken(bounded) == []
-    bounded.look_after(0.0)
+    bounded.reap_and_flush(0.0)
     assert list(bounded.channels) == [b"small", b"large"]
     budget.claim(50 * MIB, "a table")
-    bounded.look_after(0.0)
+    bounded.reap_and_flush(0.0)
     assert list(bounded.channels) == [b"small"]
     assert budget.shared == 2 * LEAST_MEMORY
     with pytest.raises(ConnectionError):
