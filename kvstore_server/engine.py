@@ -321,8 +321,8 @@ class Engine:
                         "restart the job from its last saved states"
                     )
                 )
-        farewell = ServerStoppingError(f"server {self.config.server} was stopped")
-        return out + [_failed(Waiter(session.peer, 0), farewell) for session in self._sessions]
+        notice = ServerStoppingError(f"server {self.config.server} was stopped")
+        return out + [_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
         """Tell whether no rank waits for an answer."""

@@ -151,8 +151,8 @@ def test_who_is_still_there_at_the_end_is_told_and_nobody_else() -> None:
     place.token(0, b"a", (OWN, OTHER))
     gone = place.token(1, b"b", (b"b",))
     place.ask(b"b", gone, m.Leave("done", True))
-    [farewell] = place.engine.abandon(0.0)
-    assert (farewell.peer, farewell.reply.number, code(farewell.reply.body)) == (
+    [notice] = place.engine.abandon(0.0)
+    assert (notice.peer, notice.reply.number, code(notice.reply.body)) == (
         OWN,
         0,
         "ServerStoppingError",
