@@ -133,7 +133,7 @@ class Client:
             goes_on = reply.next_round > 0
             if not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
                 # The others may have gone on without a process of this rank, and it goes on beside them.
-                table.go_on(max(table.round, reply.next_round), goes_on)
+                table.resume(max(table.round, reply.next_round), goes_on)
             elif reply.next_round or table.round:
                 raise ConfigurationError(
                     f"{self._session.describe(server)} is at round {reply.next_round} of "

@@ -250,7 +250,7 @@ class RemoteTable:
         self._tables.number[server, self.index] = registered.table
         self._tables.slot[server, self.index] = registered.slot
 
-    def go_on(self, round_: int, is_initialised: bool) -> None:
+    def resume(self, round_: int, is_initialised: bool) -> None:
         """Begin with a round, of a table that may have values."""
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised

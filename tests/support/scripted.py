@@ -151,7 +151,7 @@ def add_table(rounds: Rounds, name: str, plan: Plan, number: int, round_: int = 
     table = rounds.tables.add(name, plan)
     for server in plan.servers:
         table.register(server, m.Registered(number + server, SLOT, round_))
-    table.go_on(round_, round_ > 0)
+    table.resume(round_, round_ > 0)
     return table
 
 

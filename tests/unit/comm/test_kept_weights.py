@@ -325,9 +325,9 @@ def test_a_round_whose_end_was_interrupted_is_not_made_once_more(
         patch.setattr(round, "add_changes", interrupted)
         assert [type(one) for one in job.play(dense(job))] == [KVStoreError, type(None)]
     first = job.clients[0].rounds
-    for go_on in (lambda: first.start(dense(job)[0]), first.settle_all):
+    for resume in (lambda: first.start(dense(job)[0]), first.settle_all):
         with pytest.raises(KVStoreError):
-            go_on()
+            resume()
 
 
 def test_a_round_that_is_taken_back_changes_everything_for_whoever_has_read_it() -> None:

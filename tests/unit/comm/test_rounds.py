@@ -347,7 +347,7 @@ def compressed(rounds: Rounds, name: str, codec: str = "", numel: int = 40, roun
     table = rounds.tables.add(name, plan)
     index = len(rounds.tables.all)
     table.register(0, m.Registered(index, 100 * index, 0))
-    table.go_on(round_, round_ > 0)
+    table.resume(round_, round_ > 0)
     if codec:
         table.compressor = Compressor(make_codec({"type": codec}), plan)
     return table
