@@ -617,7 +617,7 @@ class Engine:
         space.log_rounds("failed", tracker, [table], error=error)
         space.forget_absent([table.number])
         if tracker is space.rounds.shared:
-            slicewise.take_back(space, table)
+            slicewise.roll_back(space, table)
             table.fail(ALL)
         else:
             [rank] = tracker.given
@@ -814,7 +814,7 @@ class Engine:
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         for number in () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.begun):
-            slicewise.take_back(sender.space, sender.space.tables[number])
+            slicewise.roll_back(sender.space, sender.space.tables[number])
         try:
             sender.space.set_optimizer(sender.rank, body.spec)
         except UnknownNameError as error:

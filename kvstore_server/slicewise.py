@@ -99,7 +99,7 @@ def _go_on(space: Namespace, table: Table, rank: int) -> None:
     if is_equal and _fits(table, begun, former, news.marks):
         begun.said = {**begun.said, rank: news}
     else:
-        take_back(space, table)
+        roll_back(space, table)
 
 
 def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
@@ -230,7 +230,7 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
                 table.shard.update_part(given, *how, one.slot, one.begin, one.end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
-        take_back(space, table)
+        roll_back(space, table)
         return False
     begun.left |= {one.slot: one.end for one in portions}
     for one in portions:
@@ -291,7 +291,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     sizes = _sizes(space, begun.left)
     left = [Portion(*one, size, size) for one, size in zip(begun.left.items(), sizes, strict=True)]
     if not is_as_said or not _apply(space, table, left):
-        take_back(space, table)
+        roll_back(space, table)
         return None
     told = []
     for rank, one in begun.said.items():
@@ -307,7 +307,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     return out
 
 
-def take_back(space: Namespace, table: Table) -> None:
+def roll_back(space: Namespace, table: Table) -> None:
     """Undo what has been applied of the open round of a table, if anything has: it is applied as a whole, or fails."""
     begun, table.begun = table.begun, None
     space.rounds.begun.discard(table.number)
@@ -323,7 +323,7 @@ def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
         table = space.tables[number]
         assert table.begun is not None
         if not (table.begun.said[rank].is_firm or space.rounds.shared.has_committed(rank, number)):
-            take_back(space, table)
+            roll_back(space, table)
 
 
 def take_back_broken(space: Namespace) -> None:
@@ -331,4 +331,4 @@ def take_back_broken(space: Namespace) -> None:
     given = space.rounds.shared.given.values()
     for number in list(space.rounds.begun):
         if not all(one.committed[number] or number in one.announced for one in given):
-            take_back(space, space.tables[number])
+            roll_back(space, space.tables[number])

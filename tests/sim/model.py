@@ -177,7 +177,7 @@ class Model:
         """Slices have come."""
         return []
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Undo what was applied of a round that is not over."""
 
     def missing(self, commit: Commit, arrived: dict[int, int]) -> Told:
@@ -285,7 +285,7 @@ class SyncModel(Model):
         if rank not in self.committed:
             self.arrived.pop(rank, None)
             self.announced.pop(rank, None)
-            self.take_back()
+            self.roll_back()
 
     def announce(self, rank: int, commit: Commit) -> Told:
         if commit.round != self.open or rank in self.committed:
@@ -305,7 +305,7 @@ class SyncModel(Model):
                 self._seen["announced again"] += bool(self.early)
                 self.begun[rank] = commit
                 return self.advance(self.slots)
-            self.take_back()
+            self.roll_back()
         hypers = {c.said.hyper or self.beliefs.get(r, b"") for r, c in self.announced.items()}
         may_begin = len(self.announced) == NUM_WORKERS and self.is_initialised and not self._may_raise
         if not may_begin or len(self.slots) == 1 or len(hypers - {b""}) > 1:
@@ -347,7 +347,7 @@ class SyncModel(Model):
             for r, c in begun
         )
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         self._seen["taken back"] += bool(self.early)
         self.version += bool(self.early)
         self.weights, self.begun, self.early = self.stored.weights, None, []
@@ -459,7 +459,7 @@ class SyncModel(Model):
 
     def _hold(self) -> Told:
         """The open round waits for a decision."""
-        self.take_back()
+        self.roll_back()
         self._seen["held"] += 1
         self.is_held = True
         norm_type = next(iter(self.active().values())).hold
@@ -477,7 +477,7 @@ class SyncModel(Model):
         begun, left = self.begun, [slot for slot in self.slots if slot not in self.early]
         if outcome != APPLIED or not self.early or not self._is_as_announced():
             self._seen["committed otherwise"] += outcome == APPLIED and bool(self.early)
-            self.take_back()
+            self.roll_back()
         active = self.active()
         assigns = self.open == 0 or (outcome == APPLIED and any(g.flags & m.ASSIGNS for g in active.values()))
         is_changed = bool(active) and outcome == APPLIED

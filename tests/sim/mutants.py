@@ -501,7 +501,7 @@ def norm_of_one_rank(real: Any, self: Any, contributions: Any, *args: Any) -> An
 # ---------------------------------------------------------------- contributions one by one
 
 
-@replaces(slicewise, "take_back")
+@replaces(slicewise, "roll_back")
 def taken_back_in_silence(real: Any, space: Any, table: Any) -> None:
     """Weights that were sent of a round that is taken back are not superseded."""
     was_changed = table.begun is not None and table.begun.undo is not None
@@ -536,7 +536,7 @@ def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
         news = space.rounds.shared.given[rank].announced[table.number]
         table.begun.said = {**table.begun.said, rank: news}
         if not slicewise._fits(table, table.begun, table.begun.said[rank], news.marks):
-            slicewise.take_back(space, table)
+            slicewise.roll_back(space, table)
 
 
 @hears(SYNC)
