@@ -51,7 +51,7 @@ from kvstore_server.rounds import (
 )
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
-from kvstore_server.storage import Memo
+from kvstore_server.storage import BoundedCache
 from kvstore_server.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.tracing import Recording
 
@@ -174,8 +174,8 @@ class Namespace:
         """Of each slot."""
         self._is_resident: list[bool] = []
         """Of each slot, whether workers hold a copy of it."""
-        self._batches = Memo[TableBatch](self.rounds.slots)
-        self._located = Memo[Located](self.rounds.slots)
+        self._batches = BoundedCache[TableBatch](self.rounds.slots)
+        self._located = BoundedCache[Located](self.rounds.slots)
         self.shard = Shard(leases)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}

@@ -21,7 +21,7 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.gathering import CACHED
 from kvstore_server.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
-from kvstore_server.storage import Block, Home, Memo, Storage
+from kvstore_server.storage import Block, BoundedCache, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -137,7 +137,7 @@ class Sums:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._chunks = Memo[list[Chunk]](storage.slots)
+        self._chunks = BoundedCache[list[Chunk]](storage.slots)
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def given_as_rows(self, contributions: Sequence[RankContribution]) -> list[int]:

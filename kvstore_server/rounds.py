@@ -58,7 +58,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolErro
 from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import CompressedPayload, same_payload
-from kvstore_server.storage import Memo
+from kvstore_server.storage import BoundedCache
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -204,7 +204,7 @@ class Slots:
         self._is_next = np.zeros(1, np.bool_)
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
         self.is_next = self._is_next[:0]
-        self.runs = Memo[list[tuple[int, int, int]]](self)
+        self.runs = BoundedCache[list[tuple[int, int, int]]](self)
         """Of slots, and where their bytes begin: the runs that they make."""
 
     def __len__(self) -> int:

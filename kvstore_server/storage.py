@@ -492,7 +492,7 @@ class Storage:
         return half
 
 
-class Memo(Generic[T]):
+class BoundedCache(Generic[T]):
     """Results kept in memory in proportion to the slots, whatever a peer names."""
 
     def __init__(self, slots: Sized) -> None:

@@ -24,7 +24,7 @@ from kvstore_server.rounds import (
     Waiter,
     Waits,
 )
-from kvstore_server.storage import Memo
+from kvstore_server.storage import BoundedCache
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1
@@ -218,7 +218,7 @@ def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> Non
 def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_slots() -> None:
     slots, made = Slots(), list[int]()
     slots.add([64] * 100, [False] * 100)
-    memo = Memo[int](slots)
+    memo = BoundedCache[int](slots)
 
     def double(numbers: Any) -> int:
         made.append(int(numbers[0]))
@@ -237,7 +237,7 @@ def test_what_is_kept_is_counted_with_the_slots_of_the_tables_that_are_named() -
     slots.add([64] * 1000, [False] * 1000)
     for _ in range(10):
         slots.add([64], [False])
-    memo = Memo[Any](slots)
+    memo = BoundedCache[Any](slots)
     for number in range(1000):
         tables = np.flatnonzero([1, *map(int, f"{number:010b}")])
         found = memo.get(tables.tobytes(), slots.of, tables)
