@@ -26,7 +26,7 @@ class _Call:
     thread: int
 
 
-def by_one_thread(
+def exclusive(
     method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
     """Refuse a call while another thread is in one of the same object. It raises ConcurrentCallError.

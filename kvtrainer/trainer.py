@@ -23,7 +23,7 @@ from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
-from kvtrainer.one_thread import by_one_thread
+from kvtrainer.one_thread import exclusive
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.optimizer_states import OptimizerStates, StateView
 from kvtrainer.parallel.replicas import COPIES, devices_of, policy_of, spread
@@ -270,7 +270,7 @@ class Trainer(torch.optim.Optimizer):
 
     # Steps.
 
-    @by_one_thread
+    @exclusive
     def step(  # type: ignore[override]
         self,
         batch_size: float | SupportsIndex | Callable[[], Any] | None = None,
@@ -405,7 +405,7 @@ class Trainer(torch.optim.Optimizer):
             if is_fresh
         ]
 
-    @by_one_thread
+    @exclusive
     def train(self) -> None:
         """Put the optimizer into the mode of training, if it has modes.
 
@@ -419,12 +419,12 @@ class Trainer(torch.optim.Optimizer):
         """
         self._pipeline.set_mode("train")
 
-    @by_one_thread
+    @exclusive
     def eval(self) -> None:
         """Put the optimizer into the mode of evaluation, if it has modes; see `train`."""
         self._pipeline.set_mode("eval")
 
-    @by_one_thread
+    @exclusive
     def allreduce_grads(self) -> None:
         """Replace every gradient by its sum over workers and replicas. Change it before `update`. Blocks.
 
@@ -436,7 +436,7 @@ class Trainer(torch.optim.Optimizer):
         """
         self._pipeline.allreduce_grads()
 
-    @by_one_thread
+    @exclusive
     def update(
         self, batch_size: float | SupportsIndex | None = None, ignore_stale_grad: bool = False
     ) -> StepResult:
@@ -600,7 +600,7 @@ class Trainer(torch.optim.Optimizer):
         else:
             self._groups.live = groups
 
-    @by_one_thread
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; optimizer state and update counts of the others stay.
 
@@ -769,7 +769,7 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline.ready()
         return self._pipeline.states
 
-    @by_one_thread
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
 
@@ -784,7 +784,7 @@ class Trainer(torch.optim.Optimizer):
         with self._groups.without_replicas():
             return super().state_dict()
 
-    @by_one_thread
+    @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over options and optimizer state of a Trainer or a torch optimizer. It must be of the same kind.
 
@@ -829,7 +829,7 @@ class Trainer(torch.optim.Optimizer):
             "save its state_dict() and load that into a new one"
         )
 
-    @by_one_thread
+    @exclusive
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Save in one file all that another Trainer needs, beside the weights, to go on. It is as if never interrupted.
 
@@ -844,7 +844,7 @@ class Trainer(torch.optim.Optimizer):
         """
         write_state_file(fname, self.export_saved_states())
 
-    @by_one_thread
+    @exclusive
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Take over what `save_states` saved, with any kvstore and any number of servers. It may be another job's.
 
@@ -918,7 +918,7 @@ class Trainer(torch.optim.Optimizer):
         """Whether there was a step or a `set_data`. A store may then hold other weights than the model."""
         return self._pipeline.link.is_started
 
-    @by_one_thread
+    @exclusive
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
         """Make rank 0's present weights those of every worker and of the store; collective, between steps; blocks.
 
@@ -975,7 +975,7 @@ class Trainer(torch.optim.Optimizer):
             "{name: p.detach().clone() for name, p in model.named_parameters()}"
         )
 
-    @by_one_thread
+    @exclusive
     def prefetch(self, row_ids: Any) -> None:
         """Have the next `step` ask for the row-sparse rows of the next batch; returns at once.
 
@@ -1059,7 +1059,7 @@ class Trainer(torch.optim.Optimizer):
         """
         return self._pipeline.link.staleness
 
-    @by_one_thread
+    @exclusive
     def server_stats(self) -> list[dict[str, Any]]:
         """Return each server's counters for this Trainer's parameters, in server order; empty without a store.
 

@@ -15,7 +15,7 @@ from kvtrainer.comm.client import LocalEngine
 from kvtrainer.comm.rank_group import Buckets, current_group
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, register
 from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.one_thread import by_one_thread
+from kvtrainer.one_thread import exclusive
 from kvtrainer.parallel.replicas import check_reducer, is_left_fold
 from kvtrainer.uncompiled import uncompiled
 
@@ -120,7 +120,7 @@ class DeviceKVStore(TableKVStore):
     def coalesce(self, value: bool) -> None:
         self._set_buckets(Buckets(self._buckets.size_mb, value))
 
-    @by_one_thread
+    @exclusive
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         if not self._can_compress:
             what = "between the ranks of torch.distributed" if self.group is not None else "on kvstore 'nccl'"

@@ -62,7 +62,7 @@ from kvtrainer.kvstore.values import (
     targets_of,
     write_rows,
 )
-from kvtrainer.one_thread import by_one_thread
+from kvtrainer.one_thread import exclusive
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
 from kvtrainer.profiler import Profiler
@@ -162,7 +162,7 @@ class TableKVStore(KVStoreBase):
             )
         return self._connected
 
-    @by_one_thread
+    @exclusive
     def init(self, key: Any, value: Any) -> None:
         """Create keys with rank 0's values; blocks until every worker has called it.
 
@@ -172,13 +172,13 @@ class TableKVStore(KVStoreBase):
         """
         self._create(*read_values(key, value, "value"), Values([], {}))
 
-    @by_one_thread
+    @exclusive
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Create keys as `init` does and write rank 0's values to `out` on every worker."""
         keys, values = read_values(key, value, "value")
         self._create(keys, values, read_values(key, out, "out")[1])
 
-    @by_one_thread
+    @exclusive
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Give this worker's part to the next round of each key and return.
 
@@ -193,7 +193,7 @@ class TableKVStore(KVStoreBase):
         """
         self._give("push", key, value, None, priority)
 
-    @by_one_thread
+    @exclusive
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
 
@@ -201,7 +201,7 @@ class TableKVStore(KVStoreBase):
         """
         self._give("pushpull", key, value, value if out is None else out, priority)
 
-    @by_one_thread
+    @exclusive
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write the present values of keys to `out`, after this worker's own pushes; blocks.
 
@@ -224,7 +224,7 @@ class TableKVStore(KVStoreBase):
         for sparse, dense in copies:
             sparse.copy_(dense.to_sparse(1))
 
-    @by_one_thread
+    @exclusive
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Tensor | list[Any]:
@@ -254,7 +254,7 @@ class TableKVStore(KVStoreBase):
         ]
         return results if is_list else results[0]
 
-    @by_one_thread
+    @exclusive
     def version(self, key: Key) -> int:
         """Count the updates in the values of a key that this worker read last.
 
@@ -263,7 +263,7 @@ class TableKVStore(KVStoreBase):
         """
         return max(self._settled(key).versions.values(), default=-1)
 
-    @by_one_thread
+    @exclusive
     def staleness(self, key: Key) -> int:
         """Count others' updates between this worker's last read and last push of a key.
 
@@ -272,7 +272,7 @@ class TableKVStore(KVStoreBase):
         """
         return self._settled(key).staleness
 
-    @by_one_thread
+    @exclusive
     def set_optimizer(self, optimizer: Any) -> None:
         """Apply this optimizer to every round from now on, where the keys live.
 
@@ -321,7 +321,7 @@ class TableKVStore(KVStoreBase):
     _set_updater = set_updater
     """MXNet's name."""
 
-    @by_one_thread
+    @exclusive
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Save the optimizer's state of every key, wherever it is; blocks.
 
@@ -341,7 +341,7 @@ class TableKVStore(KVStoreBase):
         saved = SavedStates(optimizer.spec(), optimizer.num_update, options, parameters, extra)
         write_state_file(fname, saved)
 
-    @by_one_thread
+    @exclusive
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Load saved states; on every worker the same file, after `init` and `set_optimizer`.
 
@@ -380,7 +380,7 @@ class TableKVStore(KVStoreBase):
         if saved.extra.get(_NUMBERS) and saved.groups:
             optimizer.hyper.update(saved.groups[0])
 
-    @by_one_thread
+    @exclusive
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what this worker pushes from now on.
 
@@ -409,7 +409,7 @@ class TableKVStore(KVStoreBase):
         for entry in self._entries.values():
             entry.table.compressor = self._compressor(entry.table)
 
-    @by_one_thread
+    @exclusive
     def barrier(self) -> None:
         """Block until every worker has come here."""
         if self.group is None:
@@ -417,7 +417,7 @@ class TableKVStore(KVStoreBase):
         else:
             self.group.agree("barrier", {})
 
-    @by_one_thread
+    @exclusive
     def num_dead_nodes(self, node_id: int = WORKERS) -> int:
         """Count the dead processes of the job, as the servers know them.
 
@@ -442,7 +442,7 @@ class TableKVStore(KVStoreBase):
         workers = max((int(stats["num_dead"]) for stats in there), default=0) if node_id & WORKERS else 0
         return workers + (len(answers) - len(there) if node_id & SERVERS else 0)
 
-    @by_one_thread
+    @exclusive
     def send_command_to_servers(self, head: int, body: str) -> list[str]:
         """Send a command to every server and return their answers, in server order; blocks.
 
@@ -473,7 +473,7 @@ class TableKVStore(KVStoreBase):
             self._profiler = Profiler(self._client, time.monotonic)
         return self._profiler
 
-    @by_one_thread
+    @exclusive
     def server_stats(self) -> list[dict[str, Any]]:
         """Fetch servers' counters for this store, in order, after this worker's pushes.
 
