@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_server import slicewise
+from kvstore_server import pipelined
 from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.debug_log import Peer
@@ -338,12 +338,12 @@ class Engine:
         if some is not None and commits[0, 5] & m.ANNOUNCES:
             if self.is_stopping or space.name in self.updaters:
                 return []
-            return slicewise.announce(space, sender.rank, body, sender.waiter)
+            return pipelined.announce(space, sender.rank, body, sender.waiter)
         if has_pushes:
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
         if space.rounds.begun and has_pushes:
-            out += slicewise.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
+            out += pipelined.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         if some is None:
             return out
         for tracker, mine in space.rounds.trackers(sender.rank, some.tables, commits[:, 1]):
@@ -510,7 +510,7 @@ class Engine:
         """
         number = table.number
         try:
-            rest = slicewise.finish(space, table) if table.begun is not None else None
+            rest = pipelined.finish(space, table) if table.begun is not None else None
             if rest is not None or self._apply(space, tracker, table, decision):
                 out += rest or ()
                 return True
@@ -617,7 +617,7 @@ class Engine:
         space.log_rounds("failed", tracker, [table], error=error)
         space.forget_absent([table.number])
         if tracker is space.rounds.shared:
-            slicewise.roll_back(space, table)
+            pipelined.roll_back(space, table)
             table.fail(ALL)
         else:
             [rank] = tracker.given
@@ -687,7 +687,7 @@ class Engine:
                 )
         behind = list[int]()
         if space.rounds.begun or space.rounds.bound is not None:
-            slicewise.let_read(space, rank, numbers)
+            pipelined.let_read(space, rank, numbers)
             behind = [number for number in numbers if space.rounds.behind(rank, number)]
         out = _present(space, rank, waiter, wanted, [number for number in numbers if number not in behind])
         for number in behind:
@@ -814,7 +814,7 @@ class Engine:
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         for number in () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.begun):
-            slicewise.roll_back(sender.space, sender.space.tables[number])
+            pipelined.roll_back(sender.space, sender.space.tables[number])
         try:
             sender.space.set_optimizer(sender.rank, body.spec)
         except UnknownNameError as error:
@@ -823,13 +823,13 @@ class Engine:
 
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
-        slicewise.let_read(sender.space, sender.rank, [table.number])
+        pipelined.let_read(sender.space, sender.rank, [table.number])
         packed = pack_states(table.shard.get_state(table.unit, body.index))
         return _reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
 
     def _put_state(self, sender: Sender, body: m.SliceState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
-        slicewise.let_read(sender.space, sender.rank, [table.number])
+        pipelined.let_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)
         piece = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
@@ -879,7 +879,7 @@ class Engine:
                 "give each its own namespace=…",
             )
         space.begin_process(hello.rank)
-        slicewise.take_back_broken(space)
+        pipelined.take_back_broken(space)
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
@@ -948,7 +948,7 @@ class Engine:
         self._shut_out(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
-        slicewise.take_back_broken(space)
+        pipelined.take_back_broken(space)
         if space.membership.is_over():
             self._end(space)
             return []

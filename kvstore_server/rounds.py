@@ -26,7 +26,7 @@ and where the round of a table stands:
     applied, the last  undone: another server has failed it         failed
 
 Slices of rounds that are over are ignored, of rounds to come refused; a commit of a round that is over hears its end.
-When a round is begun, and what is taken back, `slicewise` decides.
+When a round is begun, and what is taken back, `pipelined` decides.
 
 Synchronous rounds have all ranks as members. Without them only the first round of a table, which gives it its values,
 is for all; from then on each rank has a *lane*, the same arrays with one member. A process that takes a rank over

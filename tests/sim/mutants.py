@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kvstore_server import reduction, slicewise
+from kvstore_server import pipelined, reduction
 from kvstore_server.engine import Engine
 from kvstore_server.hyper import AgreedOptions
 from kvstore_server.membership import Membership, RankSession, Sessions
@@ -501,7 +501,7 @@ def norm_of_one_rank(real: Any, self: Any, contributions: Any, *args: Any) -> An
 # ---------------------------------------------------------------- contributions one by one
 
 
-@replaces(slicewise, "roll_back")
+@replaces(pipelined, "roll_back")
 def taken_back_in_silence(real: Any, space: Any, table: Any) -> None:
     """Weights that were sent of a round that is taken back are not superseded."""
     was_changed = table.begun is not None and table.begun.undo is not None
@@ -509,12 +509,12 @@ def taken_back_in_silence(real: Any, space: Any, table: Any) -> None:
     table.version -= was_changed
 
 
-@replaces(slicewise, "take_back_broken")
+@replaces(pipelined, "take_back_broken")
 def begun_by_one_process_and_ended_by_another(real: Any, space: Any) -> None:
     """Slices that were applied stay so when the process of a rank is replaced that has not committed."""
 
 
-@replaces(slicewise, "finish")
+@replaces(pipelined, "finish")
 def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     """With the commits all of a round is applied, also what had been."""
     if table.begun.undo is not None:
@@ -523,20 +523,20 @@ def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     return real(space, table)
 
 
-@replaces(slicewise, "_fits")
+@replaces(pipelined, "_fits")
 def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
     """What was applied stays when a rank says, or commits, another generation of it."""
     return True
 
 
-@replaces(slicewise, "_go_on")
+@replaces(pipelined, "_go_on")
 def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
     if table.begun is not None:
         news = space.rounds.shared.given[rank].announced[table.number]
         table.begun.said = {**table.begun.said, rank: news}
-        if not slicewise._fits(table, table.begun, table.begun.said[rank], news.marks):
-            slicewise.roll_back(space, table)
+        if not pipelined._fits(table, table.begun, table.begun.said[rank], news.marks):
+            pipelined.roll_back(space, table)
 
 
 @hears(SYNC)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvstore_server import pipelined
 from kvstore_server import plan as plan_module
-from kvstore_server import slicewise
 from kvstore_server.codec import make_codec
 from kvstore_server.norms import Decision, combine
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
@@ -62,7 +62,7 @@ HALF = pack_control({"type": "fp16"})
 @contextmanager
 def tiny_slices() -> Iterator[None]:
     """Cut tables into slices of 64 bytes, to be applied one by one, while this lasts: tiny keys lie on both servers."""
-    with mock.patch.object(plan_module, "MIN_SLICE", 64), mock.patch.object(slicewise, "LEAST", 64):
+    with mock.patch.object(plan_module, "MIN_SLICE", 64), mock.patch.object(pipelined, "LEAST", 64):
         yield
 
 
