@@ -33,7 +33,7 @@ _PARTS = 24
 of them take more time of processors than they save on a link of 1 Gb/s."""
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
-_UNDER_WAY, _BESIDE_OTHERS = 3, 2
+_UNDER_WAY, _WITH_EAGER = 3, 2
 """Parts of a table that are on their way at once: one up, one down, and one so that neither way waits for the slowest
 worker; where parts of another table are on their way, those do as well."""
 _WHILE_LEFT = 48 * 1024
@@ -151,7 +151,7 @@ class Window:
             self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
             self.until = None
-            self._most = _BESIDE_OTHERS if self._ahead else _UNDER_WAY
+            self._most = _WITH_EAGER if self._ahead else _UNDER_WAY
             self._longest = self._longest if self._ahead else 0
         elif self._is_on and (part := _part(body)) is not None:
             flight = self._flights.get(part.slot)
