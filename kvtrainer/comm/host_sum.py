@@ -96,9 +96,9 @@ class HostSum:
         with self._noting_errors("; the weights here may be of two rounds"):
             for flat in own.outs[0].values():
                 self._memory.broadcast(flat)
-        for leg in round_.legs if not self._is_leader else ():
-            for at, version in leg.applied.items():
-                leg.layout.tables[at].note_version(leg.server, version)
+        for server_request in round_.server_requests if not self._is_leader else ():
+            for at, version in server_request.applied.items():
+                server_request.layout.tables[at].note_version(server_request.server, version)
 
     def close(self) -> None:
         """Leave the others; idempotent."""

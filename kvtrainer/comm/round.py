@@ -1,6 +1,6 @@
 """A round under way, server by server: what one worker sends, what it knows, and new weights as they come.
 
-What goes to one server, and has come from it, is a `Leg`. New weights are kept until the round is over.
+What goes to one server, and has come from it, is a `ServerRequest`. New weights are kept until the round is over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NEAR = 1 << 20
 servers get commits, too: between the first and the last of those there should be little to do."""
 
 
-class Leg:
+class ServerRequest:
     """A round's part on one server, by position of table and slice in the layout."""
 
     def __init__(self, layout: ServerLayout, round_: Round, all_tables: Tables) -> None:
@@ -164,8 +164,8 @@ class Leg:
             timeout=round_.session.options.timeout,
         )
 
-    def take_over(self, early: Leg) -> None:
-        """Go on with the leg announced in the backward pass, and what came of new weights."""
+    def take_over(self, early: ServerRequest) -> None:
+        """Go on with the server request announced in the backward pass, and what came of new weights."""
         self.number, self.is_announced = early.number, True
         self.is_coming, self.coming, self.came = early.is_coming, early.coming, early.came
         self.staged, self.levels = early.staged, early.levels
@@ -198,7 +198,7 @@ class Leg:
             batches.append((b"", run, tuple(payloads)))
             nbytes += sum([data.nbytes for data in payloads])
         is_apart = copied > SENT_ALONE and (len(given) > 1 or self.is_announced)
-        if is_apart and nbytes <= _NEAR and len(round_.legs) == 1:
+        if is_apart and nbytes <= _NEAR and len(round_.server_requests) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
         if is_apart or not batches:
             batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
@@ -371,9 +371,9 @@ class Round:
         """Whether weights are only read."""
         self.is_given = True
         """Whether this worker computes with the weights that come, and does not only look at them."""
-        self.legs: list[Leg] = []
-        self.open: list[Leg] = []
-        """The legs on which something is still to be said."""
+        self.server_requests: list[ServerRequest] = []
+        self.open: list[ServerRequest] = []
+        """The server requests on which something is still to be said."""
         self.error: KVStoreError | None = None
         self.absent: dict[str, set[int]] = {}
         """Table → keys that no worker contributed to."""
@@ -397,9 +397,16 @@ class Round:
     def __repr__(self) -> str:
         names = [table.name for table in self.contribution.tables]
         shown = f"{names[:3]!r:.200}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        rounds = sorted({int(one) for leg in self.legs for one in leg.rounds})
+        rounds = sorted(
+            {int(one) for server_request in self.server_requests for one in server_request.rounds}
+        )
         number = "?" if not rounds else str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]}..{rounds[-1]}"
-        awaited = ", ".join([f"server {leg.server} (request {leg.number})" for leg in self.open])
+        awaited = ", ".join(
+            [
+                f"server {server_request.server} (request {server_request.number})"
+                for server_request in self.open
+            ]
+        )
         state = "over" if self.is_over else f"awaits {awaited}" if awaited else "all answers are here"
         error = "" if self.error is None else f", failed with {type(self.error).__name__}"
         return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
@@ -409,16 +416,27 @@ class Round:
         log = self.session.log
         if log is None:
             return
-        legs = [leg for leg in self.legs if leg.server == self.legs[0].server]
+        server_requests = [
+            server_request
+            for server_request in self.server_requests
+            if server_request.server == self.server_requests[0].server
+        ]
         state = {"started": "reading", "applied": "read"}.get(state, state) if self.is_read else state
         log.round(
             state,
             self.session.options.namespace,
-            [number for leg in legs for number in leg.layout.commits[:, 0].tolist()],
-            [number for leg in legs for number in leg.rounds.tolist()],
+            [
+                number
+                for server_request in server_requests
+                for number in server_request.layout.commits[:, 0].tolist()
+            ],
+            [number for server_request in server_requests for number in server_request.rounds.tolist()],
             [table.name for table in self.contribution.tables],
             self.session.options.rank,
-            [f"server:{server}" for server in sorted({leg.server for leg in self.open})],
+            [
+                f"server:{server}"
+                for server in sorted({server_request.server for server_request in self.open})
+            ],
             error,
         )
 
@@ -430,49 +448,58 @@ class Round:
             found[key] = torch.cat(some) if len(some) == len(all_ids) else None
         return found
 
-    def legs_of(self, table: RemoteTable) -> Iterator[tuple[Leg, int]]:
-        """Return the legs that a table has, and its position there."""
-        for leg in self.legs:
-            at = leg.layout.position.get(table.numbers.get(leg.server, -1))
+    def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
+        """Return the server requests that a table has, and its position there."""
+        for server_request in self.server_requests:
+            at = server_request.layout.position.get(table.numbers.get(server_request.server, -1))
             if at is not None:
-                yield leg, at
+                yield server_request, at
 
     def describe_end(self) -> str:
         """Say what servers have yet to do."""
-        tables = sorted({leg.layout.tables[at].name for leg in self.open for at in leg.open})
+        tables = sorted(
+            {
+                server_request.layout.tables[at].name
+                for server_request in self.open
+                for at in server_request.open
+            }
+        )
         return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Tell whether a table's finished round was not applied on every server. As far as is known."""
-        return any(at in leg.open or at in leg.failed for leg, at in self.legs_of(table))
+        return any(
+            at in server_request.open or at in server_request.failed
+            for server_request, at in self.server_requests_of(table)
+        )
 
-    def finish(self, leg: Leg, tables: Iterable[int]) -> None:
+    def finish(self, server_request: ServerRequest, tables: Iterable[int]) -> None:
         """Note that a server has answered all commits, unless measures are still to come."""
         if self.contribution.guard is None:
-            leg.open.difference_update(tables)
+            server_request.open.difference_update(tables)
         else:
             for at in tables:
-                if at in leg.held or self.vetoes.get(leg.layout.tables[at].name):
-                    leg.open.discard(at)
-                elif at in leg.open:
-                    leg.complete.add(at)
-        if not leg.open and leg in self.open:
-            self.open.remove(leg)
+                if at in server_request.held or self.vetoes.get(server_request.layout.tables[at].name):
+                    server_request.open.discard(at)
+                elif at in server_request.open:
+                    server_request.complete.add(at)
+        if not server_request.open and server_request in self.open:
+            self.open.remove(server_request)
 
     def resume(self) -> None:
         """Get ready to be waited for again after an interrupt. It may have lost what had just come."""
-        self.open[:] = [leg for leg in self.open if leg.open]
-        for leg in self.open if self.contribution.outs is not None else ():
-            for at in leg.open:
-                leg.drop_former(at)
+        self.open[:] = [server_request for server_request in self.open if server_request.open]
+        for server_request in self.open if self.contribution.outs is not None else ():
+            for at in server_request.open:
+                server_request.drop_former(at)
 
-    def write(self, leg: Leg, gone: Collection[int], all_tables: Tables) -> None:
+    def write(self, server_request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
         """Write new weights to their places, but for some tables (by index). Note their versions.
 
         Raises:
             ProtocolError: a part does not fit its slice.
         """
-        layout, outs, unread = leg.layout, self.contribution.outs, self.contribution.unread
+        layout, outs, unread = server_request.layout, self.contribution.outs, self.contribution.unread
         if outs is None:
             return
         follows = layout.takes_deltas and not self.is_read  # what is only looked at may go elsewhere
@@ -480,61 +507,65 @@ class Round:
         if unread:
             pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
             kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
-        ready = leg.gathered if kept is None else [at for at in leg.gathered if kept[at]]
+        ready = (
+            server_request.gathered if kept is None else [at for at in server_request.gathered if kept[at]]
+        )
         if ready:
             targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
-            torch._foreach_copy_(targets, [leg.memory.views[at] for at in ready])
+            torch._foreach_copy_(targets, [server_request.memory.views[at] for at in ready])
         notes = self.contribution.is_kept
         for at in ready if notes else ():
             self.rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
-        for at, kind, raw, begin in leg.staged:
+        for at, kind, raw, begin in server_request.staged:
             if kept is None or kept[at]:
                 of, piece = layout.table[at], layout.pieces[at]
-                version = leg.came[of] if follows else -1
+                version = server_request.came[of] if follows else -1
                 written = _write_staged(
                     layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin, version
                 )
                 for key, ids in written.items() if notes else ():
                     self.rows.setdefault((layout.at[of], key), []).append(ids)
         if self.contribution.mapped is not None:
-            self._map(self.contribution.mapped, leg, gone)
-        leg.staged.clear()
-        came = np.array(leg.came)
+            self._map(self.contribution.mapped, server_request, gone)
+        server_request.staged.clear()
+        came = np.array(server_request.came)
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
         if self.is_given:
-            all_tables.newest[leg.server, layout.index[read]] = came[read]
-            all_tables.version[leg.server, layout.index[read]] = came[read]
+            all_tables.newest[server_request.server, layout.index[read]] = came[read]
+            all_tables.version[server_request.server, layout.index[read]] = came[read]
         if self.contribution.is_kept or follows:
-            all_tables.held[leg.server, layout.index[read]] = came[read]
+            all_tables.held[server_request.server, layout.index[read]] = came[read]
 
-    def _map(self, mapped: MappedWeights | SeenWeights, leg: Leg, gone: Collection[int]) -> None:
+    def _map(
+        self, mapped: MappedWeights | SeenWeights, server_request: ServerRequest, gone: Collection[int]
+    ) -> None:
         """Map what a server has shown, and note what came as bytes in its place."""
-        pieces = leg.layout.pieces
-        copied = [*leg.gathered, *[at for at, *_ in leg.staged]]
+        pieces = server_request.layout.pieces
+        copied = [*server_request.gathered, *[at for at, *_ in server_request.staged]]
         for at in copied:
             mapped.leave(pieces[at])
-        if leg.shown or any([pieces[at].nbytes >= LONG for at in copied]):
-            leg.layout.mapped = None
-        for at, place in leg.shown if not gone else ():
-            if mapped.shows(pieces[at], leg.server, place):
+        if server_request.shown or any([pieces[at].nbytes >= LONG for at in copied]):
+            server_request.layout.mapped = None
+        for at, place in server_request.shown if not gone else ():
+            if mapped.shows(pieces[at], server_request.server, place):
                 continue
-            memory = self.session.memory_at(leg.server, place)
+            memory = self.session.memory_at(server_request.server, place)
             try:
                 if memory is None:
                     raise OSError("the channel to its server was lost")
-                mapped.show(pieces[at], leg.server, place, *memory)
+                mapped.show(pieces[at], server_request.server, place, *memory)
             except OSError as error:
                 mapped.problem = error
         # A long slice that came as bytes may only have been read by somebody, and have a place the next time.
         if (
-            leg.shown
+            server_request.shown
             and not gone
             and mapped.problem is None
             and all([pieces[at].nbytes < LONG for at in copied])
         ):
-            leg.layout.mapped = np.array([at for at, _ in leg.shown])
+            server_request.layout.mapped = np.array([at for at, _ in server_request.shown])
 
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:

@@ -1,6 +1,6 @@
 """Rounds as a worker drives them: slices and commits out, new weights in; repeated, refused, held or failed.
 
-A round of any number of tables goes to all servers that hold them, one leg each. It ends in the same way for every
+A round of any number of tables goes to all servers that hold them, one server request each. It ends in the same way for every
 worker. If it fails on one server, this worker gives it up on all of them. Slices of one table may go ahead of their
 commit, see `Ahead`.
 """
@@ -22,7 +22,7 @@ from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Arenas, Contribution, ServerLayout, encode, kept
 from kvtrainer.comm.parts import Backoff, cut
-from kvtrainer.comm.round import NO_COMMITS, Leg, Round
+from kvtrainer.comm.round import NO_COMMITS, Round, ServerRequest
 from kvtrainer.comm.session import Session
 from kvtrainer.comm.tables import RemoteTable, Tables
 
@@ -80,27 +80,33 @@ class Rounds:
             if is_encoded:
                 round_.encoded = encode(contribution, round_.kept or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
-                leg = Leg(layout, round_, self.tables)
-                leg.number = session.next_number(partial(self._take, round_, leg))
+                server_request = ServerRequest(layout, round_, self.tables)
+                server_request.number = session.next_number(partial(self._take, round_, server_request))
                 if ahead is not None and round_.kept is not None:
-                    leg.follow(round_.kept, len(round_.kept) == len(ahead.sent))
-                round_.legs.append(leg)
-                if leg.open:
-                    round_.open.append(leg)
+                    server_request.follow(round_.kept, len(round_.kept) == len(ahead.sent))
+                round_.server_requests.append(server_request)
+                if server_request.open:
+                    round_.open.append(server_request)
             if session.is_far and not is_read and len(tables) == 1:
                 self._announce(round_, ahead)
             round_.log("started")
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
-                for leg in round_.open[first : first + session.num_servers]:
-                    given = [at for at in leg.given if at not in leg.kept] if leg.kept else leg.given
-                    *others, final = leg.messages(round_, given)
+                for server_request in round_.open[first : first + session.num_servers]:
+                    given = (
+                        [at for at in server_request.given if at not in server_request.kept]
+                        if server_request.kept
+                        else server_request.given
+                    )
+                    *others, final = server_request.messages(round_, given)
                     for body in others:
-                        session.send(leg.server, leg.number, body, contribution.priority)
-                    last.append((leg, final))
+                        session.send(
+                            server_request.server, server_request.number, body, contribution.priority
+                        )
+                    last.append((server_request, final))
                 # The commits go with the last slices for all servers: who dies before has begun nothing.
-                for leg, final in last:
-                    session.send(leg.server, leg.number, final, contribution.priority)
+                for server_request, final in last:
+                    session.send(server_request.server, server_request.number, final, contribution.priority)
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -113,29 +119,33 @@ class Rounds:
         is_plain, was_right = _is_plain(contribution), True
         said = None if early is None else (early.contribution.rescale, early.contribution.hyper)
         is_equal = is_plain and said == (contribution.rescale, contribution.hyper)
-        told = {} if early is None else {leg.server: leg for leg in early.legs}
-        for leg in round_.legs:
-            before = told.get(leg.server)
+        told = (
+            {}
+            if early is None
+            else {server_request.server: server_request for server_request in early.server_requests}
+        )
+        for server_request in round_.server_requests:
+            before = told.get(server_request.server)
             if before is not None and contribution.outs is not None:
-                session.forget(leg.number)
-                leg.take_over(before)
-                session.listen(leg.number, partial(self._take, round_, leg))
+                session.forget(server_request.number)
+                server_request.take_over(before)
+                session.listen(server_request.number, partial(self._take, round_, server_request))
             elif before is not None:
                 session.forget(before.number)
-            announced = leg.announcement(round_) if is_plain else None
-            if leg.is_announced:
-                self._under_way[leg.server] += leg.layout.total
-                leg.under_way = self._under_way[leg.server]
+            announced = server_request.announcement(round_) if is_plain else None
+            if server_request.is_announced:
+                self._under_way[server_request.server] += server_request.layout.total
+                server_request.under_way = self._under_way[server_request.server]
             if (
                 before is not None
                 and is_equal
-                and not leg.generation
-                and (leg.commits == before.commits).all()
+                and not server_request.generation
+                and (server_request.commits == before.commits).all()
             ):
                 continue
             was_right &= before is None
             if announced is not None:
-                session.send(leg.server, leg.number, announced, contribution.priority)
+                session.send(server_request.server, server_request.number, announced, contribution.priority)
         if ahead is not None:
             ahead.expect(contribution if is_plain else None, was_right)
 
@@ -153,21 +163,23 @@ class Rounds:
         early = Round(last._replace(hyper=foresee()), self._session)
         ahead.early = early  # now: whoever interrupts this leaves what the step takes over
         for layout in self._layouts[(table.index,)]:
-            leg = Leg(layout, early, self.tables)
-            announced = leg.announcement(early, may_change=True)
-            layout.spare = leg.memory
+            server_request = ServerRequest(layout, early, self.tables)
+            announced = server_request.announcement(early, may_change=True)
+            layout.spare = server_request.memory
             if announced is not None:
-                leg.number = self._session.next_number()
-                early.legs.append(leg)
-                self._session.listen(leg.number, partial(_take_early, leg))
-                self._session.send(leg.server, leg.number, announced, len(table.plan.slices) + 1)
+                server_request.number = self._session.next_number()
+                early.server_requests.append(server_request)
+                self._session.listen(server_request.number, partial(_take_early, server_request))
+                self._session.send(
+                    server_request.server, server_request.number, announced, len(table.plan.slices) + 1
+                )
 
     def _renew(self, ahead: Ahead, table: RemoteTable) -> bool:
         """Forget what went ahead of a round that is over, and tell whether it was; its step may never have come."""
         is_over = ahead.round != table.round
         if is_over:
-            for leg in ahead.early.legs if ahead.early is not None else ():
-                self._session.forget(leg.number)
+            for server_request in ahead.early.server_requests if ahead.early is not None else ():
+                self._session.forget(server_request.number)
             ahead.begin(table.round)
         return is_over
 
@@ -204,14 +216,27 @@ class Rounds:
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, early = self._session.next_number(), ahead.early
-        leg = next((leg for leg in early.legs if leg.server == piece.server), None) if early else None
+        server_request = (
+            next(
+                (
+                    server_request
+                    for server_request in early.server_requests
+                    if server_request.server == piece.server
+                ),
+                None,
+            )
+            if early
+            else None
+        )
         urgency = len(table.plan.slices) - piece.index
-        if leg is None:
+        if server_request is None:
             self._session.send(piece.server, number, body, urgency)
             return
         self._session.take_what_came()  # so that what waits for answers goes first
-        share = leg.layout.total * numbers.nbytes // max(piece.nbytes, 1)  # which is 0 of empty keys
-        sent = list(cut(body, share, partial(leg.layout.itemsize, form)))
+        share = (
+            server_request.layout.total * numbers.nbytes // max(piece.nbytes, 1)
+        )  # which is 0 of empty keys
+        sent = list(cut(body, share, partial(server_request.layout.itemsize, form)))
         # Parts keep the order of the backward pass: no weights of the round may be used before its commit, which comes
         # behind all of them, so to sort them gains nothing, and leaves more slices that are answered in part.
         for part in sent:
@@ -222,8 +247,8 @@ class Rounds:
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
         ahead = self._ahead.pop(table.index, None)
-        for leg in () if ahead is None or ahead.early is None else ahead.early.legs:
-            self._session.forget(leg.number)
+        for server_request in () if ahead is None or ahead.early is None else ahead.early.server_requests:
+            self._session.forget(server_request.number)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -304,7 +329,10 @@ class Rounds:
         round_ = self.start(Contribution([table], None, [out]), is_read=True)
         round_.is_given = False
         self.wait(round_)
-        return {leg.server: leg.came[at] for leg, at in round_.legs_of(table)}
+        return {
+            server_request.server: server_request.came[at]
+            for server_request, at in round_.server_requests_of(table)
+        }
 
     # ---------------------------------------------------------------- sending
 
@@ -321,46 +349,48 @@ class Rounds:
         self._layouts[key] = [layout for layout in every if layout.tables]
         return self._layouts[key]
 
-    def _send_again(self, round_: Round, leg: Leg, given: Sequence[int]) -> None:
+    def _send_again(self, round_: Round, server_request: ServerRequest, given: Sequence[int]) -> None:
         """Send slices that were lost, and commit again what is not over yet."""
-        for body in leg.messages(round_, given):
-            self._session.send(leg.server, leg.number, body, round_.contribution.priority)
+        for body in server_request.messages(round_, given):
+            self._session.send(
+                server_request.server, server_request.number, body, round_.contribution.priority
+            )
 
     # ---------------------------------------------------------------- receiving
 
-    def _take(self, round_: Round, leg: Leg, _: int, reply: m.ReplyBody) -> None:
+    def _take(self, round_: Round, server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
         """Note what a server says about a round under way."""
-        position = leg.layout.position
+        position = server_request.layout.position
         if isinstance(reply, m.Weights):
-            round_.finish(leg, leg.take_weights(reply))
+            round_.finish(server_request, server_request.take_weights(reply))
         elif isinstance(reply, m.Done):
             known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
-            leg.applied.update(known)
-            round_.finish(leg, [at for at, _ in known if not leg.coming[at]])
+            server_request.applied.update(known)
+            round_.finish(server_request, [at for at, _ in known if not server_request.coming[at]])
         elif isinstance(reply, m.Failed):
-            self._take_failure(round_, leg, reply)
+            self._take_failure(round_, server_request, reply)
         elif (
             isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
             and reply.table in position
         ):
             at = position[reply.table]
-            table = leg.layout.tables[at]
+            table = server_request.layout.tables[at]
             if isinstance(reply, m.Held):
-                self._take_held(round_, leg, at, reply)
+                self._take_held(round_, server_request, at, reply)
             elif isinstance(reply, m.Absent):
                 round_.absent.setdefault(table.name, set()).update(reply.keys)
             elif isinstance(reply, m.InForce):
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
-                self._take_veto(round_, leg, at, reply)
+                self._take_veto(round_, server_request, at, reply)
             elif table.round == reply.round:
-                asked = [leg.layout.slots.get(slot) for slot in reply.slots]
-                lost = sorted(set(leg.given).intersection(asked))
+                asked = [server_request.layout.slots.get(slot) for slot in reply.slots]
+                lost = sorted(set(server_request.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",
-                             self._session.describe(leg.server), len(lost), reply.round)  # fmt: skip
-                self._send_again(round_, leg, lost)
+                             self._session.describe(server_request.server), len(lost), reply.round)  # fmt: skip
+                self._send_again(round_, server_request, lost)
 
-    def _take_failure(self, round_: Round, leg: Leg, failure: m.Failed) -> None:
+    def _take_failure(self, round_: Round, server_request: ServerRequest, failure: m.Failed) -> None:
         """Note that a round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
         error = from_wire(failure.code, failure.text)
         # That somebody gave up is not the cause where another one is known, least of all that this worker did.
@@ -368,38 +398,40 @@ class Rounds:
             isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
         ):
             round_.error = error
-        named = {leg.layout.position.get(failure.table)}
-        failed = sorted(leg.open if failure.table == -1 else leg.open.intersection(named))
+        named = {server_request.layout.position.get(failure.table)}
+        failed = sorted(
+            server_request.open if failure.table == -1 else server_request.open.intersection(named)
+        )
         for at in failed:
-            leg.failed[at] = failure.next_round
-            leg.open.discard(at)
-            table = leg.layout.tables[at]
+            server_request.failed[at] = failure.next_round
+            server_request.open.discard(at)
+            table = server_request.layout.tables[at]
             if round_.is_read or table.name in round_.aborted:
                 continue
             # It can no longer be applied everywhere: do not wait for those who would only now begin it.
             round_.aborted.add(table.name)
-            for other, here in round_.legs_of(table):
+            for other, here in round_.server_requests_of(table):
                 if here in other.open:
                     number = int(other.layout.commits[here, 0])
                     abort = m.Abort(number, table.round, describe(error), undo=False)
                     self._session.send(other.server, self._session.next_number(), abort)
-        round_.finish(leg, ())
+        round_.finish(server_request, ())
 
     # ---------------------------------------------------------------- deciding
 
-    def _take_held(self, round_: Round, leg: Leg, at: int, held: m.Held) -> None:
+    def _take_held(self, round_: Round, server_request: ServerRequest, at: int, held: m.Held) -> None:
         """Note what a server measured of a sum that it holds; once all have, decide what becomes of it.
 
         All workers make the same of it, so whose answer comes first does not matter, and one is enough. Whatever the
         guard raises goes through: the round is then given up.
         """
-        table, guard = leg.layout.tables[at], round_.contribution.guard
+        table, guard = server_request.layout.tables[at], round_.contribution.guard
         if guard is None or table.name in round_.aborted:
             return
-        leg.held[at] = held
-        places = list(round_.legs_of(table))
+        server_request.held[at] = held
+        places = list(round_.server_requests_of(table))
         if table.name in round_.decided:
-            self._resolve(round_, table, [(leg, at)])  # it has not heard it
+            self._resolve(round_, table, [(server_request, at)])  # it has not heard it
         elif round_.vetoes.get(table.name):
             self._skip(round_, table)
         elif all(where in one.held for one, where in places):
@@ -410,19 +442,19 @@ class Rounds:
             round_.decided[table.name] = (measured, guard.decide(measured))
             round_.log("decided")
             self._resolve(round_, table, places)
-        if at in leg.complete:
-            round_.finish(leg, [at])
+        if at in server_request.complete:
+            round_.finish(server_request, [at])
 
-    def _take_veto(self, round_: Round, leg: Leg, at: int, veto: m.Vetoed) -> None:
+    def _take_veto(self, round_: Round, server_request: ServerRequest, at: int, veto: m.Vetoed) -> None:
         """Note that ranks have vetoed the round, or decided against its sum: no weights will come."""
-        table = leg.layout.tables[at]
+        table = server_request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
-        leg.skipped.add(at)
-        leg.drop_former(at)
-        leg.coming[at] = 0
-        for slice_, of in enumerate(leg.layout.table):
+        server_request.skipped.add(at)
+        server_request.drop_former(at)
+        server_request.coming[at] = 0
+        for slice_, of in enumerate(server_request.layout.table):
             if of == at:
-                leg.is_coming[slice_] = 0
+                server_request.is_coming[slice_] = 0
         if veto.ranks:
             self._skip(round_, table)
 
@@ -431,17 +463,27 @@ class Rounds:
 
         That takes a rank of which one process has vetoed and died, and another one has stepped in for it.
         """
-        held = [(leg, at) for leg, at in round_.legs_of(table) if at in leg.held]
+        held = [
+            (server_request, at)
+            for server_request, at in round_.server_requests_of(table)
+            if at in server_request.held
+        ]
         if held and table.name not in round_.decided:
             round_.decided[table.name] = (None, Decision(skip=True))
             self._resolve(round_, table, held)
 
-    def _resolve(self, round_: Round, table: RemoteTable, places: Iterable[tuple[Leg, int]]) -> None:
+    def _resolve(
+        self, round_: Round, table: RemoteTable, places: Iterable[tuple[ServerRequest, int]]
+    ) -> None:
         _, (coef, clip_value, skip) = round_.decided[table.name]
-        for leg, at in places:
-            if at in leg.open and at not in leg.complete:
-                resolve = m.Resolve(int(leg.layout.commits[at, 0]), table.round, coef, clip_value, skip)
-                self._session.send(leg.server, leg.number, resolve, round_.contribution.priority)
+        for server_request, at in places:
+            if at in server_request.open and at not in server_request.complete:
+                resolve = m.Resolve(
+                    int(server_request.layout.commits[at, 0]), table.round, coef, clip_value, skip
+                )
+                self._session.send(
+                    server_request.server, server_request.number, resolve, round_.contribution.priority
+                )
 
     # ---------------------------------------------------------------- ending
 
@@ -454,18 +496,24 @@ class Rounds:
         round_.is_over = True
         round_.log("applied" if error is None else "failed", error)
         lost: set[int] = set()
-        for leg in round_.legs:
-            self._session.forget(leg.number)
-            self._under_way[leg.server] -= leg.layout.total if leg.under_way else 0
-            if round_.error is None and not leg.open:  # else a message may still be on its way out of it
-                leg.layout.spare = leg.memory
-            if leg.open or leg.failed:
-                lost.update(leg.layout.index[[*leg.open, *leg.failed]].tolist())
+        for server_request in round_.server_requests:
+            self._session.forget(server_request.number)
+            self._under_way[server_request.server] -= (
+                server_request.layout.total if server_request.under_way else 0
+            )
+            if (
+                round_.error is None and not server_request.open
+            ):  # else a message may still be on its way out of it
+                server_request.layout.spare = server_request.memory
+            if server_request.open or server_request.failed:
+                lost.update(
+                    server_request.layout.index[[*server_request.open, *server_request.failed]].tolist()
+                )
         if round_.is_read:
-            for leg in round_.legs if error is None else ():
-                round_.write(leg, frozenset(), all_tables)
+            for server_request in round_.server_requests if error is None else ():
+                round_.write(server_request, frozenset(), all_tables)
             return
-        if not round_.legs:  # it was not even prepared
+        if not round_.server_requests:  # it was not even prepared
             lost.update(table.index for table in tables)
         for table in tables if round_.decided else ():
             differs = None if table.index in lost else _disagreement(round_, table)
@@ -475,15 +523,15 @@ class Rounds:
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
         is_sync = self._session.options.mode.is_sync
-        for leg in round_.legs:
-            for at, version in leg.applied.items():
-                index = int(leg.layout.index[at])
-                before = int(all_tables.version[leg.server, index])
+        for server_request in round_.server_requests:
+            for at, version in server_request.applied.items():
+                index = int(server_request.layout.index[at])
+                before = int(all_tables.version[server_request.server, index])
                 if index not in gone:
-                    all_tables.newest[leg.server, index] = version
+                    all_tables.newest[server_request.server, index] = version
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(leg, gone, all_tables)
+            round_.write(server_request, gone, all_tables)
         if round_.contribution.mapped is not None and not gone:
             round_.contribution.mapped.refresh()
         if ages:
@@ -507,12 +555,12 @@ class Rounds:
         pairs = [(table, server) for table in tables for server in table.numbers]
         fates: dict[tuple[str, int], bool | None] = {}
         following: dict[str, list[int]] = {}
-        for leg in round_.legs:
-            for at, next_round in leg.failed.items():
-                table = leg.layout.tables[at]
+        for server_request in round_.server_requests:
+            for at, next_round in server_request.failed.items():
+                table = server_request.layout.tables[at]
                 following.setdefault(table.name, []).append(next_round)
                 if next_round > table.round:
-                    fates[table.name, leg.server] = False  # the server has said so already
+                    fates[table.name, server_request.server] = False  # the server has said so already
         fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
         # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
         lost = {name for (name, _), fate in fates.items() if fate is False}
@@ -545,10 +593,10 @@ class Rounds:
         }
 
 
-def _take_early(leg: Leg, _: int, reply: m.ReplyBody) -> None:
+def _take_early(server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
     """Keep new weights of a round that has yet to be started here; all else is said again to its commit."""
     if isinstance(reply, m.Weights):
-        leg.take_weights(reply)
+        server_request.take_weights(reply)
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
@@ -556,7 +604,10 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
-    if all((at in leg.skipped) == decision.skip for leg, at in round_.legs_of(table)):
+    if all(
+        (at in server_request.skipped) == decision.skip
+        for server_request, at in round_.server_requests_of(table)
+    ):
         return None
     wanted = "wanted it to be skipped" if decision.skip else "wanted it to be applied"
     return KVStoreError(
@@ -661,7 +712,7 @@ class Ahead:
         """
         if not was_right:
             self._surprises.fail()
-        elif self.early is not None and self.early.legs:
+        elif self.early is not None and self.early.server_requests:
             self._surprises.succeed()
         self.early = None
         self.expected = None

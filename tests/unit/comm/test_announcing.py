@@ -83,7 +83,7 @@ def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.
 def test_slices_that_are_sent_again_do_not_change_weights_that_came_before() -> None:
     bench = Bench(1, lambda *_: [], numel=1 << 15)
     ticket = bench.start()
-    number = ticket.legs[0].number
+    number = ticket.server_requests[0].number
     bench.servers.reply(0, number, part(bench, 0, slice(1), 4.0, 4))
     bench.servers.reply(0, number, m.Missing(5, 3, tuple(range(100, 108))))
     bench.servers.reply(0, number, part(bench, 0, slice(1, None), 4.0, 4))

@@ -54,14 +54,14 @@ class Job:
         rounds, pieces = self.clients[0].rounds, self.tables[0].plan.slices_of(0)
         take = rounds._take
 
-        def note(round_: Any, leg: Any, server: int, reply: m.ReplyBody) -> None:
+        def note(round_: Any, server_request: Any, server: int, reply: m.ReplyBody) -> None:
             rows = (
                 zip(reply.parts.tolist(), reply.payloads, strict=True) if isinstance(reply, m.Weights) else ()
             )
             for (word, _, kind, nbytes), payload in rows:
                 dtype = pieces[m.place_of(word)[0]].dtype
                 self.parts.setdefault(dtype, set()).add((kind, nbytes // len(payload)))
-            take(round_, leg, server, reply)
+            take(round_, server_request, server, reply)
 
         rounds._take = note  # type: ignore[method-assign]
 

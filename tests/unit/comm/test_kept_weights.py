@@ -229,10 +229,10 @@ def parts_of(job: Job, items: list[Contribution]) -> dict[int, tuple[int, int]]:
     rounds = job.clients[0].rounds
     take = rounds._take
 
-    def note(round_: Any, leg: Any, server: int, reply: m.ReplyBody) -> None:
+    def note(round_: Any, server_request: Any, server: int, reply: m.ReplyBody) -> None:
         if isinstance(reply, m.Weights):
             replies.update({slot: (kind, nbytes) for slot, _, kind, nbytes in reply.parts.tolist()})
-        take(round_, leg, server, reply)
+        take(round_, server_request, server, reply)
 
     rounds._take = note  # type: ignore[method-assign]
     job.play(items)

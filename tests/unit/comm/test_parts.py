@@ -81,7 +81,7 @@ def test_a_part_is_a_24th_of_what_a_server_has_within_bounds(share: int, size: i
 def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
     bench = Bench(1, lambda *_: [])
     ticket, length = bench.start(), bench.plan.slices[0].length
-    number = ticket.legs[0].number
+    number = ticket.server_requests[0].number
     for body in (answer(0, 4096, 4.0), answer(4096, length, 5.0)):
         bench.servers.reply(0, number, body)
     bench.servers.reply(0, number, rest(bench, 6.0), after=1.0)
@@ -96,7 +96,7 @@ def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
 def test_parts_of_a_version_that_was_taken_back_do_not_count() -> None:
     bench = Bench(1, lambda *_: [])
     ticket = bench.start()
-    number = ticket.legs[0].number
+    number = ticket.server_requests[0].number
     bench.servers.reply(0, number, answer(0, 4096, 4.0))
     bench.servers.reply(0, number, bench.weights(0, 6.0, 6))
     bench.rounds.wait(ticket)
@@ -106,7 +106,7 @@ def test_parts_of_a_version_that_was_taken_back_do_not_count() -> None:
 def test_behind_a_part_that_was_lost_the_others_wait_for_the_whole_slice() -> None:
     bench = Bench(1, lambda *_: [])
     ticket, length = bench.start(), bench.plan.slices[0].length
-    number = ticket.legs[0].number
+    number = ticket.server_requests[0].number
     bench.servers.reply(0, number, rest(bench, 6.0))
     bench.servers.reply(0, number, answer(4096, length, 5.0))
     bench.servers.reply(0, number, bench.weights(0, 7.0, 4), after=1.0)
@@ -117,7 +117,7 @@ def test_behind_a_part_that_was_lost_the_others_wait_for_the_whole_slice() -> No
 def test_a_part_that_comes_twice_is_written_once() -> None:
     bench = Bench(1, lambda *_: [])
     ticket, length = bench.start(), bench.plan.slices[0].length
-    number = ticket.legs[0].number
+    number = ticket.server_requests[0].number
     for body in (answer(0, 4096, 4.0), answer(0, 4096, 9.0), answer(4096, length, 4.0)):
         bench.servers.reply(0, number, body)
     bench.servers.reply(0, number, rest(bench, 4.0))

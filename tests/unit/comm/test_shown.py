@@ -15,7 +15,7 @@ from tests.support.scripted import Bench
 def test_a_workers_round_shows_its_tables_its_number_and_the_servers_that_it_waits_for() -> None:
     bench = Bench(2, lambda server, commit: [])
     round_ = bench.start()
-    numbers = [leg.number for leg in round_.legs]
+    numbers = [server_request.number for server_request in round_.server_requests]
     awaited = ", ".join(f"server {at} (request {number})" for at, number in enumerate(numbers))
     assert repr(round_) == f"<Round 3 of tables ['w']: awaits {awaited}>"
     for server, number in enumerate(numbers):
@@ -34,17 +34,17 @@ def test_a_workers_round_that_failed_shows_the_error() -> None:
 
 def test_the_part_of_a_round_on_one_server_shows_what_is_still_to_come() -> None:
     bench = Bench(2, lambda server, commit: [])
-    leg = bench.start().legs[1]
+    server_request = bench.start().server_requests[1]
     slices = len(bench.plan.slices_of(1))
-    told = repr(leg)
-    assert f"for server 1, request {leg.number}" in told
+    told = repr(server_request)
+    assert f"for server 1, request {server_request.number}" in told
     assert "awaits the end for tables 'w'" in told
     assert f"{slices} slices are to come" in told
 
 
 def test_a_workers_session_and_table_show_where_they_stand() -> None:
     bench = Bench(1, lambda server, commit: [])
-    number = bench.start().legs[0].number
+    number = bench.start().server_requests[0].number
     assert repr(bench.session) == (
         f"<Session of rank 0 of 2 in 'job' with 1 servers: awaits answers to requests {number}>"
     )
