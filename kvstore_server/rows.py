@@ -269,14 +269,14 @@ def pack_rows(
     rows: Mapping[int, RowSet],
     arenas: Mapping[str, Tensor],
     absent: frozenset[int],
-    elsewhere: Mapping[int, Tensor] = _NO_SLICES,
+    overrides: Mapping[int, Tensor] = _NO_SLICES,
 ) -> dict[int, Tensor]:
     """Write rows of keys for their servers, as few messages as have room for them.
 
     Args:
         arenas: All numbers of the other keys, as the plan lays them out.
         absent: The keys of which there is nothing.
-        elsewhere: Slices (by index) whose numbers are not in the arenas.
+        overrides: Slices (by index) whose numbers are not in the arenas.
 
     Returns:
         The slice that each message goes with → its bytes.
@@ -295,7 +295,7 @@ def pack_rows(
         piece = plan.slices[index]
         for position, segment in enumerate(piece.segments):
             if position not in parts and segment.key not in absent:
-                flat, start = elsewhere.get(index), segment.start
+                flat, start = overrides.get(index), segment.start
                 if flat is None:
                     flat, start = arenas[piece.dtype], piece.offset + start
                 parts[position] = flat[start : start + segment.numel]
