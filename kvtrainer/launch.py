@@ -139,15 +139,15 @@ def _set_hosts(options: argparse.Namespace) -> None:
         raise ConfigurationError(f"cannot read the host file {options.hostfile}: {error}") from None
     hosts = parse_hosts(text, options.hostfile)
     workers, servers = place_workers(hosts, options.workers), place_servers(hosts, options.servers)
-    elsewhere = [host.name for host in (*workers, *servers) if not is_loopback(host.name)]
-    if elsewhere and servers:
+    remote_hosts = [host.name for host in (*workers, *servers) if not is_loopback(host.name)]
+    if remote_hosts and servers:
         if not options.allow_public_bind:
             raise ConfigurationError(
-                f"with {elsewhere[0]} in the job, servers must listen where other hosts reach them, although traffic "
+                f"with {remote_hosts[0]} in the job, servers must listen where other hosts reach them, although traffic "
                 "is neither authenticated nor encrypted; add --allow-public-bind on a network that you trust"
             )
         options.server_arg.append("--allow-public-bind")
-    options.binds = bind_addresses(servers, bool(elsewhere))
+    options.binds = bind_addresses(servers, bool(remote_hosts))
     options.remote = Remote(workers, servers, options.grace, shlex.split(options.ssh), tuple(options.env))
 
 
