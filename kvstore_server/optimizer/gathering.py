@@ -72,7 +72,7 @@ def bound_of(limit: float, values: Tensor) -> float:
     return min(limit, torch.finfo(values.dtype).max)
 
 
-def beside(
+def aligned_fragments(
     grad: Gradient, *flats: Tensor, factor: float = 1.0
 ) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
     """Yield tensors of a gradient, times a factor, and what lies beside in `flats`.

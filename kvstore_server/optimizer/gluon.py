@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values, count_dtype
-from kvstore_server.optimizer.gathering import Gradient, beside, bound_of
+from kvstore_server.optimizer.gathering import Gradient, aligned_fragments, bound_of
 
 _TINY = 1e-10
 """What Detectron divides by at least when it compares two rates."""
@@ -65,7 +65,7 @@ def fused_sgd(
             factor, rate, decay = lr, 1.0, lr * wd
         else:
             rate, dampening = 1.0, 1.0 - lr
-    for grads, (weights, *buffers) in beside(grad, *flats, factor=factor):
+    for grads, (weights, *buffers) in aligned_fragments(grad, *flats, factor=factor):
         torch._fused_sgd_(
             weights,
             grads,
@@ -105,7 +105,7 @@ def fused_adam(
     """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = torch.scalar_tensor(step, device=weight.device, dtype=count_dtype())
-    for grads, (weights, means, squares) in beside(grad, weight, mean, square):
+    for grads, (weights, means, squares) in aligned_fragments(grad, weight, mean, square):
         kernel(
             weights,
             grads,
@@ -589,7 +589,7 @@ class AdaGrad(_Elementwise):
             self._update_as_mxnet1(weight, grad, state_tensor(state, "sum", weight), hyper)
             return
         count = torch.scalar_tensor(1.0, device=weight.device)
-        for grads, (weights, sums) in beside(grad, weight, state_tensor(state, "sum", weight)):
+        for grads, (weights, sums) in aligned_fragments(grad, weight, state_tensor(state, "sum", weight)):
             torch._fused_adagrad_(
                 weights,
                 grads,
@@ -604,7 +604,7 @@ class AdaGrad(_Elementwise):
 
     def _update_as_mxnet1(self, weight: Tensor, grad: Gradient, total: Tensor, hyper: Hyper) -> None:
         lr, wd = hyper["lr"], hyper["weight_decay"]
-        for grads, (weights, sums) in beside(grad, weight, total):
+        for grads, (weights, sums) in aligned_fragments(grad, weight, total):
             for part, its, squares in zip(weights, grads, sums, strict=True):
                 squares.addcmul_(its, its)
                 part.mul_(1.0 - lr * wd).addcdiv_(its, (squares + hyper["eps"]).sqrt_(), value=-lr)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer.gathering import CACHED, Cuts, Pieces, beside
+from kvstore_server.optimizer.gathering import CACHED, Cuts, Pieces, aligned_fragments
 
 SIZES = {
     "one": [48],
@@ -36,7 +36,7 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
     want = given * scale
     want = (want if bound is None else want.clamp(-bound, bound)) * factor
     flats = torch.arange(float(len(given))), torch.zeros(len(given))
-    for tensors, (places, outs) in beside(Pieces(pieces, scale, bound), *flats, factor=factor):
+    for tensors, (places, outs) in aligned_fragments(Pieces(pieces, scale, bound), *flats, factor=factor):
         for tensor, place, out in zip(tensors, places, outs, strict=True):
             assert out.tolist() == [0.0] * len(tensor)
             assert place[0] == out.storage_offset()
@@ -47,7 +47,7 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
 
 def test_pieces_of_several_dimensions_are_multiplied_as_they_lie() -> None:
     pieces, flat = [torch.ones(4, 8), torch.full((2, 2, 8), 2.0)], torch.zeros(64)
-    for [tensor], [[place]] in beside(Pieces(pieces, 0.5), flat):
+    for [tensor], [[place]] in aligned_fragments(Pieces(pieces, 0.5), flat):
         place.copy_(tensor)
     assert flat.tolist() == [0.5] * 32 + [1.0] * 32
 
@@ -73,19 +73,19 @@ def test_memory_that_an_update_did_not_cut_is_let_go_by_the_next_one() -> None:
 
 def test_what_is_used_as_it_lies_is_not_copied() -> None:
     pieces = random_pieces(SIZES["longer than a block"])
-    [(tensors, _)] = beside(Pieces(pieces), torch.zeros(sum(map(len, pieces))))
+    [(tensors, _)] = aligned_fragments(Pieces(pieces), torch.zeros(sum(map(len, pieces))))
     assert [tensor.data_ptr() for tensor in tensors] == [piece.data_ptr() for piece in pieces]
 
 
 def test_a_whole_gradient_is_one_piece() -> None:
     grad, flat = torch.ones(32), torch.zeros(32)
-    [([tensor], [[place]])] = beside(grad, flat)
+    [([tensor], [[place]])] = aligned_fragments(grad, flat)
     assert (tensor is grad, place is flat) == (True, True)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_blocks_begin_on_lines_and_stay_in_the_cache(sizes: list[int]) -> None:
     flat = torch.zeros(sum(sizes))
-    for [tensor], [[place]] in beside(Pieces(random_pieces(sizes), 0.5), flat):
+    for [tensor], [[place]] in aligned_fragments(Pieces(random_pieces(sizes), 0.5), flat):
         assert 0 < len(tensor) <= CACHED
         assert place.storage_offset() % 16 == 0
