@@ -106,8 +106,8 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
         check.known("custom_imports", imports, ("imports", "allow_failed_imports"), error=UnknownNameError)
         import_modules(imports.get("imports", ()), imports.get("allow_failed_imports", False))
     if cfg.get("optim_wrapper") is not None:
-        if beside := [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]:
-            raise ConfigurationError(f"give optim_wrapper or {', '.join(beside)}, which say the same")
+        if doubled := [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]:
+            raise ConfigurationError(f"give optim_wrapper or {', '.join(doubled)}, which say the same")
         of_optimizer = wrapper_arguments(model, cfg["optim_wrapper"])
     elif cfg.get("optimizer") is not None:
         of_optimizer = optimizer_arguments(model, cfg["optimizer"])
