@@ -149,18 +149,18 @@ class Rounds:
         if ahead is not None:
             ahead.expect(contribution if is_plain else None, was_right)
 
-    def _announce_early(self, table: RemoteTable, ahead: Ahead, foresee: Callable[[], bytes]) -> None:
+    def _announce_early(self, table: RemoteTable, ahead: Ahead, predict_hypers: Callable[[], bytes]) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
 
         Weights that are mapped change when servers apply a round, so nothing is said of those.
 
         Args:
-            foresee: Packs the numbers that may be new, as of Contribution.
+            predict_hypers: Packs the numbers that may be new, as of Contribution.
         """
         last = ahead.expected
         if last is None or (last.mapped is not None and last.mapped.is_on):
             return
-        early = Round(last._replace(hyper=foresee()), self._session)
+        early = Round(last._replace(hyper=predict_hypers()), self._session)
         ahead.early = early  # now: whoever interrupts this leaves what the step takes over
         for layout in self._layouts[(table.index,)]:
             server_request = ServerRequest(layout, early, self.tables)
@@ -184,7 +184,11 @@ class Rounds:
         return is_over
 
     def send_ahead(
-        self, table: RemoteTable, piece: Slice, parts: Sequence[Tensor], foresee: Callable[[], bytes] = bytes
+        self,
+        table: RemoteTable,
+        piece: Slice,
+        parts: Sequence[Tensor],
+        predict_hypers: Callable[[], bytes] = bytes,
     ) -> None:
         """Send a slice of an open round ahead of the commit that makes it count; returns at once.
 
@@ -194,7 +198,7 @@ class Rounds:
 
         Args:
             parts: The numbers of each of its keys, flat; copied.
-            foresee: Packs the numbers that the commit will bring, as of Contribution, so far as they are known.
+            predict_hypers: Packs the numbers that the commit will bring, as of Contribution, so far as they are known.
 
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
@@ -206,7 +210,7 @@ class Rounds:
             if table.compressor is not None:
                 table.compressor.begin()
             if self._session.is_far:
-                self._announce_early(table, ahead, foresee)
+                self._announce_early(table, ahead, predict_hypers)
         numbers, form = ahead.copy(piece, parts), b""
         if table.compressor is not None:
             form = table.compressor.packed_codec

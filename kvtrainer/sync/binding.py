@@ -245,7 +245,7 @@ class Binding:
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         if self.selection.overlaps and self.holder is not None:
-            self._overlap = Overlap(self.holder, layout.devices[0], self._foresee)
+            self._overlap = Overlap(self.holder, layout.devices[0], self._predict_hypers)
         if isinstance(self.exchange, GroupExchange):
             self.exchange.listen(layout.devices[0])
         if self._awaited is not None:
@@ -395,7 +395,7 @@ class Binding:
         else:
             self.step_incomplete = (lacks_sum or self.updates_weights) and self.exchange.may_be_applied
 
-    def _foresee(self) -> bytes:
+    def _predict_hypers(self) -> bytes:
         """Pack the numbers that a step would find now, if they are not those of the last."""
         assert self._said is not None
         former, limits = self._said

@@ -28,17 +28,17 @@ class Overlap:
     Args:
         exchange: synchronous rounds over servers.
         memory: of the only device, a CPU.
-        foresee: packs the numbers that are new in the step, as far as they are known before it.
+        predict_hypers: packs the numbers that are new in the step, as far as they are known before it.
     """
 
     def __init__(
         self,
         exchange: StoreExchange,
         memory: DeviceMemory,
-        foresee: Callable[[], bytes],
+        predict_hypers: Callable[[], bytes],
     ) -> None:
         plan = exchange.plan
-        self._exchange, self._foresee = exchange, foresee
+        self._exchange, self._predict_hypers = exchange, predict_hypers
         self._parameters = memory.parameters
         self._slices = [plan.slices_with(key) for key in range(len(plan.specs))]
         self._num_keys = [len(piece.segments) for piece in plan.slices]
@@ -79,6 +79,6 @@ class Overlap:
                 return
             parts.append(grad.view(-1)[start : start + numel])
         try:
-            self._exchange.send_ahead(piece, parts, self._foresee)
+            self._exchange.send_ahead(piece, parts, self._predict_hypers)
         except KVStoreError as error:  # the step will raise it, if it still holds then
             _log.debug("slice %d was not sent ahead: %s", piece.index, error)

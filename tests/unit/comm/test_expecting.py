@@ -55,11 +55,11 @@ class Job:
             values = [{"float32": value if isinstance(value, Tensor) else torch.full((NUMEL,), value)}]
         return Contribution([self.tables[rank]], values, [{"float32": self.outs[rank]}], **said)
 
-    def ahead(self, *values: float, foresee: Callable[[], bytes] = bytes) -> None:
+    def ahead(self, *values: float, predict_hypers: Callable[[], bytes] = bytes) -> None:
         """Have both workers send all slices ahead; the first one then looks what has come."""
         for client, table, value in zip(self.clients, self.tables, values, strict=True):
             for piece in table.plan.slices:
-                client.rounds.send_ahead(table, piece, [torch.full((piece.used,), value)], foresee)
+                client.rounds.send_ahead(table, piece, [torch.full((piece.used,), value)], predict_hypers)
         self.clients[0]._session.take_what_came()
 
     def play(self, *values: float | Tensor | None, **said: Any) -> list[float]:
@@ -118,7 +118,7 @@ def test_after_a_round_that_came_otherwise_nothing_is_expected_of_one(job: Job) 
 
 
 def test_numbers_that_were_foreseen_are_not_announced_again(job: Job) -> None:
-    job.ahead(2.0, 3.0, foresee=lambda: NUMBERS)
+    job.ahead(2.0, 3.0, predict_hypers=lambda: NUMBERS)
     parts = [job.given(rank, value, hyper=NUMBERS) for rank, value in enumerate((2.0, 3.0))]
     play(job.clients, parts)
     assert job.expected == [True]

@@ -264,7 +264,7 @@ def test_a_schedule_that_raises_when_it_is_asked_before_the_step_is_left_to_that
     schedule, former = Schedule(), {"groups": [{"lr": 0.5}], "lr_mult": {}, "wd_mult": {}}
     binding = Binding(select_store("dist_sync"))
     binding._said, binding.numbers = (former, GradientLimits()), weakref.WeakMethod(schedule.numbers)
-    assert binding._foresee() == pack_hypers(
+    assert binding._predict_hypers() == pack_hypers(
         **former, update_on_kvstore=True, limits=GradientLimits().summary
     )
 
