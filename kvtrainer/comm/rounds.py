@@ -2,7 +2,7 @@
 
 A round of any number of tables goes to all servers that hold them, one server request each. It ends in the same way for every
 worker. If it fails on one server, this worker gives it up on all of them. Slices of one table may go ahead of their
-commit, see `Ahead`.
+commit, see `EagerPush`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rounds:
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its round that is under way."""
-        self._ahead: dict[int, Ahead] = {}
+        self._ahead: dict[int, EagerPush] = {}
         """Table (index) → what goes ahead of its rounds."""
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
@@ -112,7 +112,7 @@ class Rounds:
             raise
         return round_
 
-    def _announce(self, round_: Round, ahead: Ahead | None) -> None:
+    def _announce(self, round_: Round, ahead: EagerPush | None) -> None:
         """Tell servers what commits to a table will say, if useful. Not where they expect just that."""
         session, contribution = self._session, round_.contribution
         early = None if ahead is None else ahead.early
@@ -149,7 +149,9 @@ class Rounds:
         if ahead is not None:
             ahead.expect(contribution if is_plain else None, was_right)
 
-    def _announce_early(self, table: RemoteTable, ahead: Ahead, predict_hypers: Callable[[], bytes]) -> None:
+    def _announce_early(
+        self, table: RemoteTable, ahead: EagerPush, predict_hypers: Callable[[], bytes]
+    ) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
 
         Weights that are mapped change when servers apply a round, so nothing is said of those.
@@ -174,7 +176,7 @@ class Rounds:
                     server_request.server, server_request.number, announced, len(table.plan.slices) + 1
                 )
 
-    def _renew(self, ahead: Ahead, table: RemoteTable) -> bool:
+    def _renew(self, ahead: EagerPush, table: RemoteTable) -> bool:
         """Forget what went ahead of a round that is over, and tell whether it was; its step may never have come."""
         is_over = ahead.round != table.round
         if is_over:
@@ -183,7 +185,7 @@ class Rounds:
             ahead.begin(table.round)
         return is_over
 
-    def send_ahead(
+    def push_eagerly(
         self,
         table: RemoteTable,
         piece: Slice,
@@ -203,7 +205,7 @@ class Rounds:
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
         """
-        ahead = self._ahead.setdefault(table.index, Ahead())
+        ahead = self._ahead.setdefault(table.index, EagerPush())
         if table.index in self.open or (ahead.round == table.round and piece.index in ahead.sent):
             return
         if self._renew(ahead, table):
@@ -214,7 +216,7 @@ class Rounds:
         numbers, form = ahead.copy(piece, parts), b""
         if table.compressor is not None:
             form = table.compressor.packed_codec
-            numbers = table.compressor.encode_ahead(numbers[: piece.used], piece)
+            numbers = table.compressor.encode_eagerly(numbers[: piece.used], piece)
         # From here on it counts as sent: if it does not get there, the server will ask for it.
         ahead.note(piece)
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
@@ -641,7 +643,7 @@ def _is_plain(one: Contribution) -> bool:
     return is_even and not is_special
 
 
-class InVain:
+class EagerPushMonitor:
     """Notices that a loop changes all that goes ahead of its steps, and says so once."""
 
     def __init__(self) -> None:
@@ -659,7 +661,7 @@ class InVain:
             )
 
 
-class Ahead:
+class EagerPush:
     """What a worker sent ahead to a table's open round, and told servers of it before.
 
     Slices go ahead of their commit while a backward pass still computes the others. They have generation 0. If any has
@@ -682,7 +684,7 @@ class Ahead:
         """Slices (by index) that were sent to it, and their numbers."""
         self._memory: dict[int, Tensor] = {}
         """Slice (by index) → its numbers, with padding."""
-        self._vain = InVain()
+        self._vain = EagerPushMonitor()
         self._surprises = Backoff()
         """Rounds of which nothing is expected, because earlier ones came otherwise."""
 

@@ -87,7 +87,7 @@ class Compressor:
         applied, and another one is encoded.
 
         Args:
-            kept: Those (by index) that `encode_ahead` has compressed, and that are as they were then.
+            kept: Those (by index) that `encode_eagerly` has compressed, and that are as they were then.
 
         Raises:
             NonFiniteGradientError: a gradient is infinite or not a number; nothing has changed.
@@ -101,7 +101,7 @@ class Compressor:
         self._bytes = found
         return dict(found)
 
-    def encode_ahead(self, grad: Tensor, piece: Slice) -> Tensor:
+    def encode_eagerly(self, grad: Tensor, piece: Slice) -> Tensor:
         """Compress a slice that is complete before the others of its round. Raises as `encode`."""
         self._bytes[piece.index] = self._encode(grad, piece, frozenset())
         return self._bytes[piece.index]

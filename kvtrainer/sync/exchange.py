@@ -401,9 +401,11 @@ class StoreExchange(Exchange):
         """The layout of the table, with its servers."""
         return self._table.plan
 
-    def send_ahead(self, piece: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]) -> None:
-        """Send a slice of gradients before the next `run`; see `Rounds.send_ahead`."""
-        self._client.rounds.send_ahead(self._table, piece, parts, predict_hypers)
+    def push_eagerly(
+        self, piece: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]
+    ) -> None:
+        """Send a slice of gradients before the next `run`; see `Rounds.push_eagerly`."""
+        self._client.rounds.push_eagerly(self._table, piece, parts, predict_hypers)
 
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         """Run one round to which this worker gives nothing; see `Exchange.run_without_data`."""

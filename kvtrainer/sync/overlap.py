@@ -79,6 +79,6 @@ class Overlap:
                 return
             parts.append(grad.view(-1)[start : start + numel])
         try:
-            self._exchange.send_ahead(piece, parts, self._predict_hypers)
+            self._exchange.push_eagerly(piece, parts, self._predict_hypers)
         except KVStoreError as error:  # the step will raise it, if it still holds then
             _log.debug("slice %d was not sent ahead: %s", piece.index, error)

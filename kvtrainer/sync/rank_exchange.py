@@ -33,7 +33,7 @@ from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.rows import RowSet, same_bits
 from kvtrainer.comm.rank_group import Buckets, RankGroup, SumsUnderWay
-from kvtrainer.comm.rounds import InVain
+from kvtrainer.comm.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
 from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
@@ -352,7 +352,7 @@ class BucketOverlap:
         self._missing: list[int] = []
         """How many keys of each bucket have yet to come."""
         self._usable: list[_Bucket] = []
-        self._vain = InVain()
+        self._vain = EagerPushMonitor()
         # Of CUDA tensors another thread computes the gradients.
         self._lock = threading.Lock()
         memory.tracker.listen(self._arrived)

@@ -24,7 +24,7 @@ from kvstore_server.rows import RowSet, same_bits
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rounds import Ahead
+from kvtrainer.comm.rounds import EagerPush
 from kvtrainer.comm.tables import Compressor, RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
@@ -59,14 +59,14 @@ class Job:
         rows = zip(SPECS, of_each, strict=True)
         return filled(self.tables[0].plan, {spec.key: torch.full(spec.shape, value) for spec, value in rows})
 
-    def send_ahead(self, values: dict[str, Tensor], *slices: int) -> None:
+    def push_eagerly(self, values: dict[str, Tensor], *slices: int) -> None:
         """Send slices (by index; all by default) out of arenas."""
         for piece in self.table.plan.slices:
             if not slices or piece.index in slices:
                 flat = values["float32"]
                 starts = [(piece.offset + one.start, one.numel) for one in piece.segments]
                 parts = [flat[start : start + numel] for start, numel in starts]
-                self.clients[0].rounds.send_ahead(self.table, piece, parts)
+                self.clients[0].rounds.push_eagerly(self.table, piece, parts)
 
     def round(
         self, mine: dict[str, Tensor] | None, others: dict[str, Tensor], **said: Any
@@ -116,7 +116,7 @@ def job() -> Job:
 
 def test_what_has_not_changed_is_sent_once_and_counts(job: Job) -> None:
     grads = job.filled(2.0)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
     assert job.generations() == [(0,)] * job.num_slices
     assert not job.begins_anew()
@@ -124,22 +124,22 @@ def test_what_has_not_changed_is_sent_once_and_counts(job: Job) -> None:
 
 def test_a_slice_goes_ahead_once_in_a_round(job: Job) -> None:
     grads = job.filled(2.0)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     count = len(job.sent)
-    job.send_ahead(job.filled(4.0))
+    job.push_eagerly(job.filled(4.0))
     assert len(job.sent) == count
     assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
 
 
 def test_what_was_sent_may_be_written_to_at_once(job: Job) -> None:
     grads = job.filled(2.0)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     grads["float32"].fill_(9.0)
     assert job.round(job.filled(2.0), job.filled(1.0)) == [[3.0]] * 3
 
 
 def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None:
-    job.send_ahead(job.filled(2.0))
+    job.push_eagerly(job.filled(2.0))
     rows = {(0, 2): RowSet(torch.tensor([1, 599]), torch.full((2, 80), 4.0))}
     assert job.round(job.filled(2.0), job.filled(1.0), rows=rows) == [[3.0], [3.0], [1.0, 5.0]]
 
@@ -147,14 +147,14 @@ def test_rows_take_the_place_of_a_gradient_that_was_sent_whole(job: Job) -> None
 def test_rows_count_though_the_numbers_beside_them_are_as_they_were_sent(job: Job) -> None:
     """Where rows are, the arena has zeros."""
     grads = job.filled(2.0, 0.0, 2.0)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     rows = {(0, 1): RowSet(torch.tensor([3]), torch.full((1, 2), 4.0))}
     assert job.round(grads, job.filled(1.0), rows=rows) == [[3.0], [1.0, 5.0], [3.0]]
 
 
 def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
     grads = job.filled(2.0)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     wrong = job.filled(2.0, 2.0, 9.0)
     borrowed = torch.full((SPECS[2].numel,), 2.0)
     assert job.round(wrong, job.filled(1.0), borrowed={2: borrowed}) == [[3.0]] * 3
@@ -162,10 +162,10 @@ def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
 
 
 def test_after_a_round_that_failed_nothing_of_it_counts(job: Job) -> None:
-    job.send_ahead(job.filled(2.0))
+    job.push_eagerly(job.filled(2.0))
     both = [job.given(0, job.filled(2.0)), job.given(1, job.filled(1.0), assign=True)]
     assert all(play(job.clients, both, KVStoreError))
-    job.send_ahead(job.filled(3.0), 0)
+    job.push_eagerly(job.filled(3.0), 0)
     assert job.round(job.filled(3.0), job.filled(1.0)) == [[4.0]] * 3
 
 
@@ -174,7 +174,7 @@ def test_compressed_slices_leave_one_residual_however_often_they_are_sent(job: J
     compressors = [Compressor(make_codec({"type": "2bit", "threshold": 0.5}), t.plan) for t in job.tables]
     for table, one in zip(job.tables, compressors, strict=True):
         table.compressor = one
-    job.send_ahead(job.filled(0.75))
+    job.push_eagerly(job.filled(0.75))
     assert job.round(job.filled(0.625, 0.625, 0.75), job.filled(0.0)) == [[0.5]] * 3
     residuals = compressors[0].residuals()
     assert [residuals[key].unique().tolist() for key in range(3)] == [[0.125], [0.125], [0.25]]
@@ -185,7 +185,7 @@ def test_the_residual_of_a_key_that_is_left_out_stays_though_zeros_of_it_were_se
     job.table.compressor = Compressor(make_codec({"type": "2bit", "threshold": 0.5}), job.table.plan)
     job.round(job.filled(1.25), job.filled(0.0))
     grads = job.filled(0.0, 1.25, 1.25)
-    job.send_ahead(grads)
+    job.push_eagerly(grads)
     job.round(grads, job.filled(0.0), absent=frozenset({0}))
     residuals = job.table.compressor.residuals()
     assert [residuals[key].unique().tolist() for key in range(3)] == [[0.75], [1.5], [1.5]]
@@ -193,7 +193,7 @@ def test_the_residual_of_a_key_that_is_left_out_stays_though_zeros_of_it_were_se
 
 def test_residuals_that_were_loaded_count_for_what_was_sent_before(job: Job) -> None:
     job.table.compressor = Compressor(make_codec({"type": "2bit", "threshold": 0.5}), job.table.plan)
-    job.send_ahead(job.filled(0.25))
+    job.push_eagerly(job.filled(0.25))
     job.table.compressor.set_residuals({key: torch.full(s.shape, 0.375) for key, s in enumerate(SPECS)})
     assert job.round(job.filled(0.25), job.filled(0.0)) == [[0.5]] * 3
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_compressed_is_left_to_the_step(job: Job) -> None:
     grads = job.filled(0.75)
     grads["float32"][0] = float("inf")
     with pytest.raises(NonFiniteGradientError):
-        job.send_ahead(grads)
+        job.push_eagerly(grads)
     grads["float32"][0] = 0.75
     assert job.round(grads, job.filled(0.0)) == [[0.5]] * 3
 
@@ -236,7 +236,7 @@ def test_whatever_is_sent_lost_repeated_and_changed_the_round_has_what_was_given
         job.line.loses = loses
         some = [piece.index for piece in job.table.plan.slices if draw.random() < 0.8]
         if some:
-            job.send_ahead(job.filled(*mine), *some)
+            job.push_eagerly(job.filled(*mine), *some)
         repeat()
         mine = [float(draw.randrange(1, 100)) if draw.random() < 0.2 else one for one in mine]
         absent = frozenset([key for key in range(len(SPECS)) if draw.random() < 0.1])
@@ -272,7 +272,7 @@ def test_bits_are_compared_to_the_last_one(dtype: torch.dtype) -> None:
 def test_that_everything_is_sent_twice_is_said_once(
     steps: list[int], lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = Ahead()
+    ahead = EagerPush()
     with caplog.at_level(logging.WARNING):
         for kept in steps:
             ahead.end(range(kept))
@@ -310,11 +310,11 @@ class Held:
         """Have gradients queue here, the last slice first, after a round that they are expected to be like."""
         job = Job()
         grads = job.filled(2.0)
-        job.send_ahead(grads)
+        job.push_eagerly(grads)
         job.round(grads, grads)
         self.stand_before(job.line)
         for piece in reversed(job.table.plan.slices):
-            job.send_ahead(grads, piece.index)
+            job.push_eagerly(grads, piece.index)
         return job, grads
 
     def let_go(self) -> None:

@@ -95,7 +95,7 @@ def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as
     bench = Bench(1, lambda *_: [])
     pieces = bench.plan.slices[:2]
     for piece in pieces:
-        bench.rounds.send_ahead(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+        bench.rounds.push_eagerly(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
     changed = bench.contribution()
     assert changed.values is not None
     changed.values[0]["float32"][0] = 7.0
@@ -108,7 +108,7 @@ def test_a_round_of_which_some_gradients_were_replaced_names_those_that_count_as
 def test_a_round_is_announced_of_which_some_slices_went_ahead_as_they_are() -> None:
     bench = Bench(1, lambda *_: [])
     piece = bench.plan.slices[1]
-    bench.rounds.send_ahead(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
+    bench.rounds.push_eagerly(bench.table, piece, [torch.ones(one.numel) for one in piece.segments])
     bench.rounds.start(bench.contribution())
     [said] = announcements(bench)
     assert said.commits[:, 2:4].tolist() == [[len(bench.plan.slices), 0]]

@@ -59,7 +59,7 @@ class Job:
         """Have both workers send all slices ahead; the first one then looks what has come."""
         for client, table, value in zip(self.clients, self.tables, values, strict=True):
             for piece in table.plan.slices:
-                client.rounds.send_ahead(table, piece, [torch.full((piece.used,), value)], predict_hypers)
+                client.rounds.push_eagerly(table, piece, [torch.full((piece.used,), value)], predict_hypers)
         self.clients[0]._session.take_what_came()
 
     def play(self, *values: float | Tensor | None, **said: Any) -> list[float]:
@@ -192,7 +192,7 @@ def test_keys_without_elements_go_ahead_as_others_do() -> None:
         for client, table in zip(clients, tables, strict=True) if round_ else ():
             for piece in table.plan.slices:
                 parts = [torch.ones(one.numel, dtype=given[piece.dtype].dtype) for one in piece.segments]
-                client.rounds.send_ahead(table, piece, parts)
+                client.rounds.push_eagerly(table, piece, parts)
         arenas = [{"float32": out, "float64": given["float64"].clone()} for out in outs]
         play(clients, [Contribution([t], [given], [a]) for t, a in zip(tables, arenas, strict=True)])
     assert [out.unique().tolist() for out in outs] == [[2.0], [2.0]]
