@@ -54,8 +54,8 @@ _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH = range(8)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
-of weights; a staging buffer of so many bytes is wanted, or is there; a worker's session, which wants no memory, but that both
-sides know each other's process."""
+of weights; a staging buffer of so many bytes is wanted, or is there; a worker's session, which wants no memory, but
+that both sides know each other's process."""
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
 _FIRST_WEIGHTS = 1 << 20
@@ -259,7 +259,7 @@ class StagingBufferRequest:
 
     def __init__(self) -> None:
         self.staging_buffer: StagingBuffer | None = None
-        """The staging buffer, once it has come. None comes where the server has no memory, or another was asked for meanwhile."""
+        """Set once the server has made it; stays None where it has no memory, or another was asked for meanwhile."""
         self.is_sent = False
         """Whether the server will hear of it."""
 
@@ -356,7 +356,7 @@ class Channel:
 
         Args:
             payloads: Its last frame, in pieces.
-            zero_copy: They may be read where they lie; those of the exported weights are, and held until that is over. A worker's
+            zero_copy: They may be read where they lie; exported weights are, and held until that is over. A worker's
                 are where they lie in its staging buffer.
 
         Raises:

@@ -113,8 +113,8 @@ class Engine:
     Attributes:
         updaters: Namespace → a user's function in place of an optimizer; in-process use only.
         is_stopping: Whether `stop` was called, so that new rounds are refused.
-        is_inconsistent: Whether a request was broken off in its middle, as by Ctrl-C where the engine runs in a script's own
-            process: nobody knows what it has changed, so nothing is answered any more.
+        is_inconsistent: Whether a request was interrupted in its middle, as by Ctrl-C where the engine runs in a
+            script's own process. What it has changed is unknown, so nothing is answered any more.
         num_ended: The namespaces that have ended so far, and given their memory back.
     """
 

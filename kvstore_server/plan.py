@@ -4,7 +4,7 @@ Keys of one dtype share one flat arena. It is cut into slices, the unit that is 
 placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
 depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
 start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
-Row-sparse keys come last in their arena, each in slices of its own, to which its rows are interleaved in turn: workers hold
+Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved: workers hold
 the arena without them.
 
 Nothing here touches a tensor, a socket or the clock.

@@ -51,8 +51,8 @@ class RankContribution(NamedTuple):
         absent: The keys (as the Shard numbers them) that this rank leaves out.
         rows: Key → the rows of its block of which the rank has only those; runs do not count there.
         is_scratch: Whether the memory may be overwritten.
-        borrowed: Key → its numbers, contiguous, of whole lines, not to be overwritten; runs do not count there. Only of a
-            rank that gives scratch alone.
+        borrowed: Key → its numbers, contiguous, of whole lines, not to be overwritten; runs do not count there. Only of
+            a rank that gives scratch alone.
     """
 
     runs: Sequence[Run]

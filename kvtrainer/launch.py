@@ -143,8 +143,8 @@ def _set_hosts(options: argparse.Namespace) -> None:
     if remote_hosts and servers:
         if not options.allow_public_bind:
             raise ConfigurationError(
-                f"with {remote_hosts[0]} in the job, servers must listen where other hosts reach them, although traffic "
-                "is neither authenticated nor encrypted; add --allow-public-bind on a network that you trust"
+                f"with {remote_hosts[0]} in the job, servers must listen where other hosts reach them, although "
+                "traffic is neither authenticated nor encrypted; add --allow-public-bind on a network that you trust"
             )
         options.server_arg.append("--allow-public-bind")
     options.binds = bind_addresses(servers, bool(remote_hosts))
@@ -234,8 +234,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--linger",
         help="after the first failure, for the others to report it in their own words "
-        f"({JobTimeouts.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because a "
-        "signal has killed a worker, or a server is gone)",
+        f"({JobTimeouts.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because "
+        "a signal has killed a worker, or a server is gone)",
     )
     add("--grace", default=JobTimeouts.grace, help="between SIGTERM and SIGKILL (%(default)g)")
     parser.add_argument("--version", action="version", version=__version__)

@@ -1,6 +1,6 @@
 """Rounds as a worker drives them: slices and commits out, new weights in; repeated, refused, held or failed.
 
-A round of any number of tables goes to all servers that hold them, one server request each. It ends in the same way for every
+A round of any number of tables goes to all servers that hold them, one request each. It ends in the same way for every
 worker. If it fails on one server, this worker gives it up on all of them. Slices of one table may go ahead of their
 commit, see `EagerPush`.
 """

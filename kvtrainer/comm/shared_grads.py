@@ -1,10 +1,10 @@
-"""Gradients where servers read them: long ones are allocated there, so that a step copies none; others are copied once.
+"""Zero-copy gradients: long ones are allocated in memory that servers read; short ones are copied there once.
 
-A server makes a staging buffer for each worker. Of short gradients, which lie side by side in slices, it holds the slices, and a
-step gathers them there. Long ones have room in it once a backward pass has made one anew; a loop that assigns `.grad`
-has no use for that. The worker maps parts of the staging buffers of all servers side by side, so that each long gradient is one
-piece of memory, and the backward pass puts it there. A page that two servers share belongs to the first one; what the
-other one has of it is copied before it is sent.
+A server makes a staging buffer for each worker. Short gradients lie side by side in slices: the buffer has the slices,
+and a step gathers the gradients there. A long gradient gets room in it once a backward pass has allocated one; a loop
+that assigns `.grad` has no use for that. The worker maps the staging buffers of all servers side by side, so that each
+long gradient is one contiguous piece of memory, and the backward pass writes it there. A page that two servers share
+belongs to the first one; the part of the other is copied before it is sent.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SharedGradients:
         self._has_trimmed = self._has_forks = False
 
     def open(self) -> None:
-        """Map the staging buffers, once a round of servers that were asked is over; without them steps copy gradients."""
+        """Map the staging buffers once a round of the servers that were asked is over. Until then steps copy."""
         staging_buffers = {server: asked.staging_buffer for server, asked in self._requests.items()}
         found = {
             server: staging_buffer
@@ -216,7 +216,7 @@ class SharedGradients:
         return torch.from_numpy(self._memory)
 
     def targets(self) -> Mapping[int, Tensor]:
-        """Return where to gather gradients, flat, by key; nowhere before there are staging buffers, or while a server reads."""
+        """Return where to gather gradients, flat, by key; empty without buffers, or while a server reads them."""
         are_free = all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()])
         return self._targets if are_free else NO_TARGETS
 

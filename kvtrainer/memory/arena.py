@@ -143,8 +143,8 @@ class Arena:
 
         Args:
             given: every parameter's gradient; of a present one dense, in any memory format.
-            zero_copy_keys: keys (by index) of which long gradients are left where they are. Returns those by key; what is in
-                their pieces does not count.
+            zero_copy_keys: keys (by index) of which long gradients are left where they are. Returns those by key; what
+                is in their pieces does not count.
             targets: by key (index), flat memory elsewhere that takes the place of its piece.
         """
         if targets is not self._targets:

@@ -230,7 +230,7 @@ class Job:
         self._born: tuple[StagingBuffer, int] | None = None
         """The staging buffer that was written to since it was free, and the request that has that."""
         self._asked: int | None = None
-        """The last request before a staging buffer was asked for; None once a later one was answered, and so it is there."""
+        """The last request before a staging buffer was asked for; None once a later one was answered."""
 
     def now(self) -> float:
         self.time += 0.001

@@ -47,8 +47,8 @@ Pair = Callable[..., tuple[Channel, Channel]]
 
 @pytest.fixture
 def ends() -> Iterator[Pair]:
-    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests, `exports`
-    that of weights."""
+    """Makes a worker's end and a server's; `make` gives the server's memory, `memory` is that of the requests,
+    `exports` that of weights."""
     opened: list[Channel] = []
 
     def connected(

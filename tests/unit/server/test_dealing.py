@@ -1,4 +1,4 @@
-"""Rows of a table in a store are interleaved over its slices in turn, so that no server has most of the popular ones."""
+"""Rows of a table in a store are interleaved over its slices, so that no server has most of the popular ones."""
 
 from __future__ import annotations
 
