@@ -30,6 +30,7 @@ from kvstore_server.errors import (
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
 from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership, waits_of, workers_of
+from kvstore_server.memo import BoundedCache
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
@@ -51,7 +52,6 @@ from kvstore_server.rounds import (
 )
 from kvstore_server.rows import PACKED_ROWS, read_payload
 from kvstore_server.shard import Leases, Shard
-from kvstore_server.storage import BoundedCache
 from kvstore_server.table import ALL, RankCommit, RowPart, Table
 from kvstore_server.tracing import Recording
 

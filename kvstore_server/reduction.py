@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype
+from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.gathering import CACHED
 from kvstore_server.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
-from kvstore_server.storage import Block, BoundedCache, Home, Storage
+from kvstore_server.storage import Block, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 

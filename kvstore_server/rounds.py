@@ -55,10 +55,10 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.codec import Codec
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError
+from kvstore_server.memo import BoundedCache
 from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
 from kvstore_server.rows import CompressedPayload, same_payload
-from kvstore_server.storage import BoundedCache
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

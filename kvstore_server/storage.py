@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, grou
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
-T = TypeVar("T")
-_REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
-"""Numbers that a Memo keeps at most, and for each slot; what is named one by one needs up to ten."""
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -490,37 +487,3 @@ class Storage:
                 half = torch.empty_like(weights, dtype=torch.bfloat16)
             self._halves[slot] = version, half.copy_(weights)
         return half
-
-
-class BoundedCache(Generic[T]):
-    """Results kept in memory in proportion to the slots, whatever a peer names."""
-
-    def __init__(self, slots: Sized) -> None:
-        self._slots = slots
-        self._known: dict[Hashable, T] = {}
-        self._size = 0
-
-    def get(self, key: Hashable, make: Callable[..., T], *named: Any) -> T:
-        """Return `make(*named)`, made now or earlier; not to be changed.
-
-        Args:
-            key: All that the result follows from; of an array its bytes.
-        """
-        found = self._known.get(key)
-        if found is None:
-            found = make(*named)
-            # A few tables can have very many slots, so what was made of them counts as well.
-            size = _count_numbers(key) + _count_numbers(found)
-            if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots):
-                self._known.clear()
-                self._size = 0
-            self._known[key] = found
-            self._size += size
-        return found
-
-
-def _count_numbers(value: Any) -> int:
-    """Count, roughly, what something holds."""
-    if isinstance(value, np.ndarray | bytes):
-        return value.size if isinstance(value, np.ndarray) else len(value) // 8
-    return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1

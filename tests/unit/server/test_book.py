@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
+from kvstore_server.memo import BoundedCache
 from kvstore_server.protocol import messages as m
 from kvstore_server.rounds import (
     ASYNC,
@@ -24,7 +25,6 @@ from kvstore_server.rounds import (
     Waiter,
     Waits,
 )
-from kvstore_server.storage import BoundedCache
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1
