@@ -34,7 +34,8 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
-from kvstore_server.membership import FRESH, MOST_JOBS, Sessions, random_token, read_report
+from kvstore_server.facts import FRESH, MOST_JOBS, read_report
+from kvstore_server.membership import Sessions, random_token
 from kvstore_server.namespace import EngineConfig, Namespace, TableBatch
 from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states

@@ -27,9 +27,10 @@ from kvstore_server.errors import (
     ShapeMismatchError,
     describe,
 )
+from kvstore_server.facts import waits_of, workers_of
 from kvstore_server.hyper import AgreedOptimizer
 from kvstore_server.log_limit import SLOW_AFTER, SlowReports
-from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership, waits_of, workers_of
+from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
 from kvstore_server.memo import BoundedCache
 from kvstore_server.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
 from kvstore_server.optimizer import Optimizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore_server.errors import ProtocolError
-from kvstore_server.membership import FRESH, read_report
+from kvstore_server.facts import FRESH, read_report
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode

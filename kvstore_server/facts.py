@@ -1,0 +1,90 @@
+"""What a server says of its jobs: reports of workers, and what ranks wait for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from kvstore_server.errors import ProtocolError
+from kvstore_server.membership import ERROR_LENGTH, Membership, RankSession
+from kvstore_server.protocol.frames import unpack_control
+
+FRESH = 0.2
+"""Seconds for which facts are told again as they were."""
+
+
+MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
+"""Of how many namespaces, workers of each and waits of each facts tell."""
+
+
+_REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
+
+
+def read_report(packed: bytes) -> Mapping[str, float]:
+    """Return the numbers that a worker tells about itself, by name.
+
+    Raises:
+        ProtocolError: they are not a few finite numbers with short names.
+    """
+    found = unpack_control(packed) if len(packed) <= _REPORT_BYTES else None
+    if (
+        not isinstance(found, dict)
+        or len(found) > _REPORT_NUMBERS
+        or not all(isinstance(name, str) and type(number) in (int, float) for name, number in found.items())
+        or not all(math.isfinite(number) and abs(number) < 2**63 for number in found.values())
+    ):
+        raise ProtocolError(
+            f"a worker tells about itself by at most {_REPORT_NUMBERS} finite numbers in {_REPORT_BYTES} bytes"
+        )
+    return found
+
+
+def workers_of(
+    members: Membership,
+    late: Mapping[int, float],
+    rounds: Mapping[int, int],
+    joined: Iterable[int],
+    now: float,
+) -> list[dict[str, Any]]:
+    """Describe the first ranks of a namespace.
+
+    Args:
+        late: rank → seconds that the others waited for it.
+        rounds: rank → its round, where ranks have rounds of their own.
+        joined: the ranks that have no more data.
+    """
+    resting = set(joined)
+    told = []
+    for rank in range(min(members.num_workers, MOST_WORKERS)):
+        member: RankSession | None = members.members.get(rank)
+        state = "here" if member is not None else "absent"
+        why = members.departed.get(rank, "")
+        if rank in members.departed:
+            state = "failed" if rank in members.failed else "left"
+        elif member is not None and member.is_dead(now):
+            state, why = "failed", members.describe(rank, now)
+        told.append(
+            {
+                "rank": rank,
+                "state": state,
+                "why": why[:ERROR_LENGTH],
+                "address": "" if member is None else member.hello.address,
+                "silence": -1.0 if member is None else now - member.last_heard,
+                "late": late.get(rank, 0.0),
+                "joined": rank in resting,
+                "round": rounds.get(rank, -1),
+                "says": {} if member is None else dict(member.report),
+            }
+        )
+    return told
+
+
+def waits_of(pending: Iterable[Any], now: float) -> list[dict[str, Any]]:
+    """Describe the oldest of what ranks wait for, each an engine's Pending; only the first thousand are looked at."""
+    oldest = sorted(islice(pending, 1000), key=lambda one: one.since)[:MOST_WAITS]
+    return [
+        {"what": one.what, "seconds": now - one.since, "missing": list(one.missing[:MOST_WORKERS])}
+        for one in oldest
+    ]
