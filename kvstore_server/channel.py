@@ -11,18 +11,15 @@ the worker asks for it. A receiver that keeps half of the memory copies what com
 
 from __future__ import annotations
 
-import bisect
 import errno
-import fcntl
 import logging
-import mmap
 import os
 import select
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
@@ -32,35 +29,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvstore_server.arena import _PORTION, Bytes, Leases, Places, SharedArena, make_memory
 from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
+from kvstore_server.exports import _FIRST_WEIGHTS, _NUMBER, StagingBuffer, StagingBufferRequest, WeightExports
 from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
-from kvstore_server.storage import Leases
 
 _log = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 
 LEAST_MEMORY = 4 << 20
 """Bytes of each direction at first. Pages take no memory before they are written."""
-_PORTION = 16 << 20
-"""Bytes of data in a message: so few that copying them delays nobody, so many that all else is little beside that."""
 _INLINE = 2048
 """Frames of up to so many bytes go through the socket."""
-_LINE = 64
-_POPULATE_WRITE = 23
 _HEAD = struct.Struct("<HHIQ")
 """Kind; numbers of frames and of places given back; another number."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH = range(8)
 """Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
 of weights; a staging buffer of so many bytes is wanted, or is there; a worker's session, which wants no memory, but
 that both sides know each other's process."""
-_NUMBER = 40
-"""A place is named by its offset and, from this bit on, the number of the memory in which it is."""
-_FIRST_WEIGHTS = 1 << 20
-"""The first number of memory that is not a channel's own, but holds weights, or is a staging buffer."""
-_SEAL_FUTURE_WRITE = 0x10
 _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
@@ -70,198 +58,6 @@ _PENDING_PEERS = 128
 _CONNECT_TIMEOUT = 5.0
 _ONE_FD = socket.CMSG_SPACE(4)
 _CREDENTIALS = struct.Struct("iII")
-
-
-class SharedArena:
-    """Memory of a descriptor, which is closed where the memory is ours; the mapping keeps the memory.
-
-    Args:
-        number: Tells it from other memory.
-        is_ours: It may be written, and the other side sees that.
-    """
-
-    def __init__(self, fd: int, number: int = 0, is_ours: bool = True) -> None:
-        self.fd = fd
-        """Open as long as this object is there, if the memory is not ours."""
-        try:
-            self.nbytes = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE)
-        except BaseException:
-            os.close(fd)
-            raise
-        if is_ours:
-            os.close(fd)
-        else:
-            weakref.finalize(self, os.close, fd).atexit = False
-        self.number = number
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self.numbers = torch.from_numpy(self.bytes)
-        """The same memory."""
-
-    def populate(self) -> None:
-        """Take the pages of the first half now, which will be written; older systems take them as they are."""
-        end = self.nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError):
-            for at in range(0, end, _PORTION):  # between two of them other threads go on
-                self._map.madvise(_POPULATE_WRITE, at, min(_PORTION, end - at))
-
-    def trim(self) -> None:
-        """Give all pages back: what is there is lost, and reads as zeros."""
-        with suppress(OSError):  # of a system that cannot, they stay
-            self._map.madvise(mmap.MADV_REMOVE)
-
-
-def make_memory(nbytes: int) -> int:
-    """Return a descriptor of memory whose size nobody can change. Raises OSError where the system has none."""
-    fd = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-class Places:
-    """An allocator of places in a memory. It gives the lowest free one, so that what was used is used again."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.used = 0
-        """Bytes that are given."""
-        self._given: dict[int, int] = {}
-        """Begin → end."""
-        self._free = [(0, nbytes)]
-        """(begin, end), ascending, no two of them neighbours."""
-
-    def take(self, nbytes: int) -> int | None:
-        """Return where a place of so many bytes begins; None where there is none."""
-        size = -(-nbytes // _LINE) * _LINE
-        for at, (begin, end) in enumerate(self._free):
-            if begin + size <= end:
-                self._free[at : at + 1] = [(begin + size, end)] if begin + size < end else []
-                self._given[begin] = begin + size
-                self.used += size
-                return begin
-        return None
-
-    def give_back(self, begin: int) -> None:
-        """Note that a place is not read any more; what is none is ignored."""
-        end = self._given.pop(begin, None)
-        if end is None:
-            return
-        self.used -= end - begin
-        at = bisect.bisect(self._free, (begin, end))
-        if at < len(self._free) and self._free[at][0] == end:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == begin:
-            at, begin = at - 1, self._free.pop(at - 1)[0]
-        self._free.insert(at, (begin, end))
-
-
-class WeightExports:
-    """A server's weights in memory that all its workers can read and none can change.
-
-    They count as what the tables need, wherever they lie, so nothing is claimed for their memory.
-
-    Args:
-        leases: Is told which weights somebody reads.
-    """
-
-    def __init__(self, leases: Leases) -> None:
-        self.leases = leases
-        self.fds: dict[int, int] = {}
-        """Number of a memory → its descriptor."""
-        self._places: dict[int, tuple[int, int]] = {}
-        """The number → its address and size."""
-        self._last = _FIRST_WEIGHTS
-        self._has_said_why = False
-
-    def make(self, nbytes: int) -> Tensor | None:
-        """Make memory for weights, zero, which is forgotten when nobody refers to it; None where that is impossible."""
-        try:
-            fd = os.memfd_create("kvstore-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            self._say_why(error)
-            return None
-        try:
-            os.ftruncate(fd, nbytes)
-            arena = SharedArena(os.dup(fd))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
-                        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
-        except (OSError, ValueError) as error:  # an older system, or not so much memory
-            os.close(fd)
-            self._say_why(error)
-            return None
-        self._last += 1
-        self.fds[self._last] = fd
-        self._places[self._last] = arena.numbers.data_ptr(), nbytes
-        weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
-        return arena.numbers
-
-    def _say_why(self, error: Exception) -> None:
-        """Say once why workers are sent weights that they could have read in their place."""
-        if not self._has_said_why:
-            _log.warning("workers of this host are sent weights, and cannot map them: %s", error)
-        self._has_said_why = True
-
-    def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that lie here one behind the other; None where they do not."""
-        first, end = _extent(pieces)
-        for number, (address, nbytes) in self._places.copy().items():  # one may be forgotten meanwhile
-            if address <= first <= end <= address + nbytes:
-                return first - address | number << _NUMBER
-        return None
-
-    def close(self) -> None:
-        """Close the descriptors; the memory stays for those who have it."""
-        for number in list(self.fds):
-            self._forget(number)
-
-    def _forget(self, number: int) -> None:
-        if number in self.fds:
-            os.close(self.fds.pop(number))
-            del self._places[number]
-
-
-class StagingBuffer:
-    """A server's memory in which a worker makes what the server reads in its place.
-
-    Args:
-        reads: Has a place for each message of which the server may still read.
-    """
-
-    def __init__(self, fd: int, number: int, reads: Collection[int]) -> None:
-        self.fd = fd
-        """Open as long as this object is there."""
-        weakref.finalize(self, os.close, fd).atexit = False
-        self.arena = SharedArena(os.dup(fd), number)
-        self._reads = reads
-        self.is_lost = False
-        """Nobody tells any more what the server still reads."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the server has read all that it was sent, so that it may be written."""
-        return not (self._reads or self.is_lost)
-
-    def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that lie here one behind the other; None where they do not."""
-        first, end = _extent(pieces)
-        begin = first - self.arena.numbers.data_ptr()
-        if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
-            return None
-        return begin | self.arena.number << _NUMBER
-
-
-class StagingBufferRequest:
-    """A staging buffer that a worker has asked for."""
-
-    def __init__(self) -> None:
-        self.staging_buffer: StagingBuffer | None = None
-        """Set once the server has made it; stays None where it has no memory, or another was asked for meanwhile."""
-        self.is_sent = False
-        """Whether the server will hear of it."""
 
 
 class Channel:
@@ -662,16 +458,6 @@ class Channel:
         self._returned_bytes += nbytes
         if place >> _NUMBER in self._reads:
             self._borrowed_bytes -= nbytes
-
-
-def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
-    """Say where pieces begin and end in memory that lie one behind the other; of others the end is 0."""
-    first = end = pieces[0].data_ptr()
-    for piece in pieces:
-        if piece.data_ptr() != end:
-            return first, 0
-        end += piece.nbytes
-    return first, end
 
 
 def _join(pieces: Sequence[Tensor], place: Tensor) -> None:

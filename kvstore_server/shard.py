@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.arena import Leases
 from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
@@ -41,7 +42,7 @@ from kvstore_server.reduction import (
     part_of,
 )
 from kvstore_server.rows import Parts, RowSet, cut_rows
-from kvstore_server.storage import Block, Home, Hypers, Leases, Read, Storage, Undo, Unit
+from kvstore_server.storage import Block, Home, Hypers, Read, Storage, Undo, Unit
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.arena import Leases
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
@@ -128,35 +129,6 @@ def marks_in(memory: Tensor) -> Counts:
     """Return the marks behind weights in shared memory: how often writing of each LONG bytes was begun, and ended."""
     lines = memory.nbytes // (LONG + MARK)
     return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
-
-
-class Leases:
-    """Buffers that a queue or a peer still reads from, by address: what waits to be sent is no copy.
-
-    Attributes:
-        held: How many messages with a buffer wait in a queue of ours, or are with a peer that reads it in its place.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[int, int] = {}
-        self.shared: Callable[[int], Tensor | None] = lambda _: None
-        """Makes memory of so many bytes, zero, that peers can read in its place; None where there is none."""
-        self.place_of: Callable[[Tensor], int | None] = lambda _: None
-        """Names the place of a buffer in such memory; None where it is not there."""
-
-    def hold(self, buffer: Tensor) -> None:
-        """Note that a message with this buffer waits, or is read; may be called several times."""
-        self.held[buffer.data_ptr()] = self.held.get(buffer.data_ptr(), 0) + 1
-
-    def release(self, buffer: Tensor) -> None:
-        """Note that one of the messages with this buffer has left its queue, or was read."""
-        self.held[buffer.data_ptr()] -= 1
-        if not self.held[buffer.data_ptr()]:
-            del self.held[buffer.data_ptr()]
-
-    def is_busy(self, buffer: Tensor) -> bool:
-        """Tell whether somebody still reads from the buffer. It must not be written then."""
-        return buffer.data_ptr() in self.held
 
 
 @dataclass

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import SharedArena
+from kvstore_server.arena import SharedArena
 from kvstore_server.memory import available_memory
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in

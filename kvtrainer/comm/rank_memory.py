@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import SharedArena, make_memory, process_at
+from kvstore_server.arena import SharedArena, make_memory
+from kvstore_server.channel import process_at
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvtrainer import env
 from kvtrainer.errors import ConfigurationError, ProtocolError

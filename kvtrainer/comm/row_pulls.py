@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import SharedArena
+from kvstore_server.arena import SharedArena
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer.gathering import put_rows
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvstore_server.channel import Channel, SharedArena
+from kvstore_server.arena import SharedArena
+from kvstore_server.channel import Channel
 from kvstore_server.debug_log import Peer, debug_log
 from kvstore_server.errors import (
     ConnectTimeoutError,

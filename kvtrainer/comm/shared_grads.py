@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Channel, StagingBuffer, StagingBufferRequest
+from kvstore_server.channel import Channel
 from kvstore_server.codec import torch_dtype
+from kvstore_server.exports import StagingBuffer, StagingBufferRequest
 from kvstore_server.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
 from kvtrainer.comm.mapped import put_pages

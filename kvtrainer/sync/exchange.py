@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import SharedArena as Memory
+from kvstore_server.arena import SharedArena as Memory
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store

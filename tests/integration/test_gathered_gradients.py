@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.channel import Channel, StagingBufferRequest
+from kvstore_server.channel import Channel
+from kvstore_server.exports import StagingBufferRequest
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.connection import Connection
 from kvtrainer.kvstore import DistKVStore

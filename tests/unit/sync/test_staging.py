@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.channel import SharedArena, make_memory
+from kvstore_server.arena import SharedArena, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.comm.mapped import SeenWeights
 from kvtrainer.sync.exchange import Staging
