@@ -10,14 +10,10 @@ Weights that come in messages are written to a file of the worker's own, which i
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import mmap
 import os
-import struct
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,33 +22,12 @@ from torch import Tensor
 
 from kvstore_server.arena import SharedArena
 from kvstore_server.memory import available_memory
+from kvstore_server.pages import _MOVED, _neighbours, _System
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.storage import marks_in
 
-_FIXED = getattr(mmap, "MAP_FIXED", 0x10)
-_DONTNEED, _POPULATE_READ = 4, 22
-_FROM_FILE = 1 << 61
-_IS_THERE = 3 << 62
-"""In memory, or in swap."""
-_MOVED = 64 << 20
-"""The bytes that are moved at once."""
 _FEW_PAGES = 16
 """To look at so many takes less time than another call."""
-_PAGE_MAP = "/proc/self/pagemap"
-_ENTRY = 8
-_SYSCALL = {"x86_64": 323, "aarch64": 282}
-_USER_MODE_ONLY = 1
-_API, _REGISTER, _PROTECT = (
-    3 << 30 | size << 16 | 0xAA << 8 | number for number, size in ((63, 24), (0, 32), (6, 24))
-)
-_VERSION = 0xAA
-_PASSES_WRITES = 1 << 15
-"""A write to a protected page is noted, and waits for nobody."""
-_MODE_OF_WRITES = 2
-_IS_PROTECTED = 1
-_SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
-_WRITTEN = 2
-_AT_ONCE = 512
 
 
 class _Mapped(NamedTuple):
@@ -426,154 +401,3 @@ class OwnWeights:
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
             for some in _neighbours(pages):
                 yield int(some[0]) * PAGE, min(int(some[-1]) * PAGE + PAGE, len(shown))
-
-
-def _neighbours(pages: Any) -> list[Any]:
-    """Put (ascending) pages together that lie side by side."""
-    return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
-
-
-def put_pages(
-    address: int, nbytes: int, fd: int, offset: int, protection: int, is_shared: bool = False
-) -> None:
-    """Map pages of a file, or with -1 empty ones, in the place of others; privately, unless they are to be shared.
-
-    Raises:
-        OSError: the system refuses.
-    """
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    flags = (
-        _FIXED | (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
-    )
-    if library.mmap(address, nbytes, protection, flags, fd, offset) != address:
-        raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be mapped")
-
-
-class _System:
-    """Calls of the system that Python's own `mmap` does not make. Raises OSError where they do not work."""
-
-    def __init__(self) -> None:
-        if mmap.PAGESIZE != PAGE:
-            raise OSError(f"pages have {mmap.PAGESIZE} bytes here")
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        self._madvise: Callable[..., int] = library.madvise
-        library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._page_map = os.open(_PAGE_MAP, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._page_map).atexit = False
-        self._written: WrittenPages | None = None
-        """Finds pages that were written in less time; None where the page map has to."""
-        try:
-            self._written = WrittenPages(self._page_map)
-            self._check()
-        except OSError:
-            self._written = None
-            self._check()
-
-    def map(self, address: int, nbytes: int, fd: int, offset: int) -> None:
-        """Put pages of a file, or with -1 empty ones, in the place of others."""
-        if nbytes <= 0:
-            return
-        put_pages(address, nbytes, fd, offset, mmap.PROT_READ | mmap.PROT_WRITE)
-        if fd >= 0:
-            self._watch(address, nbytes)
-
-    def _watch(self, address: int, nbytes: int) -> None:
-        """Populate pages that show a file, and note from now on which are written."""
-        self._madvise(address, nbytes, _POPULATE_READ)  # older systems do not know it
-        try:
-            if self._written is not None:
-                self._written.watch(address, nbytes)
-        except OSError:  # no memory, or too many mappings
-            self._written = None
-
-    def forget(self, address: int, nbytes: int) -> None:
-        """Give pages that are this process's own up for those of the file."""
-        if self._madvise(address, nbytes, _DONTNEED):
-            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be given up")
-        self._watch(address, nbytes)
-
-    def own_pages(self, address: int, nbytes: int) -> Any:
-        """List the pages, from an address on, that may not be those of the file any more."""
-        if self._written is not None:
-            return self._written.among(address, nbytes)
-        data = os.pread(self._page_map, nbytes // PAGE * _ENTRY, address // PAGE * _ENTRY)
-        if len(data) != nbytes // PAGE * _ENTRY:
-            raise OSError(f"{_PAGE_MAP} has {len(data)} bytes for {nbytes // PAGE} pages")
-        entries = np.frombuffer(data, np.uint64)
-        return np.flatnonzero((entries & np.uint64(_IS_THERE) != 0) & (entries & np.uint64(_FROM_FILE) == 0))
-
-    def _check(self) -> None:
-        """Prove with two pages that what a process writes to is seen."""
-        fd = os.memfd_create("kvtrainer-probe", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, 2 * PAGE)
-            with mmap.mmap(fd, 2 * PAGE, mmap.MAP_PRIVATE) as probe:
-                address = np.frombuffer(probe, np.uint8).ctypes.data
-                self._watch(address, 2 * PAGE)
-                probe[PAGE] = 1
-                os.pwrite(fd, b"\1", 0)
-                is_shown = probe[0] == 1  # not where a process has its memory locked: it has copies at once
-                seen = self.own_pages(address, 2 * PAGE).tolist()
-        finally:
-            os.close(fd)
-        if seen != [1] or not is_shown:
-            raise OSError(f"{_PAGE_MAP} does not tell which pages were written")
-
-
-class WrittenPages:
-    """Notes the pages that a process has written since they were last protected.
-
-    To look at the page map takes the system a look at every page. Pages that are protected by `userfaultfd`, whose
-    first write it lets pass and notes, are found in a twentieth of the time. That takes Linux 6.7, and a process that
-    may call it.
-
-    Args:
-        page_map: Descriptor of this process's page map.
-
-    Raises:
-        OSError: this system cannot do it, or this process may not.
-    """
-
-    def __init__(self, page_map: int) -> None:
-        number = _SYSCALL.get(os.uname().machine)
-        if number is None:
-            raise OSError("the number of a call of the system is not known here")
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        self._guard: int = library.syscall(number, _USER_MODE_ONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if self._guard < 0:
-            raise OSError(ctypes.get_errno(), "pages cannot be watched")
-        weakref.finalize(self, os.close, self._guard).atexit = False
-        self._page_map = page_map
-        self._found = np.empty((_AT_ONCE, 3), np.uint64)
-        """Address, end and kind of pages that lie side by side."""
-        self._call(_API, "3Q", _VERSION, _PASSES_WRITES, 0)
-
-    def watch(self, address: int, nbytes: int) -> None:
-        """Note from now on what is written to pages of a mapping. Forget what was before."""
-        self._call(_REGISTER, "4Q", address, nbytes, _MODE_OF_WRITES, 0)
-        self._call(_PROTECT, "3Q", address, nbytes, _IS_PROTECTED)
-
-    def among(self, address: int, nbytes: int) -> Any:
-        """List the pages that were written, from an address on."""
-        found: list[Any] = []
-        at, end = address, address + nbytes
-        while at < end:
-            asked = bytearray(struct.pack(
-                "12Q", 96, 0, at, end, 0, self._found.ctypes.data, _AT_ONCE, 0, 0, _WRITTEN, 0, _WRITTEN
-            ))  # fmt: skip
-            count = fcntl.ioctl(self._page_map, _SCAN, asked)
-            parts = (self._found[:count, :2].astype(np.int64) - address) // PAGE
-            found.append(_all_of(parts[:, 0], parts[:, 1] - parts[:, 0]))
-            [at] = struct.unpack_from("Q", asked, 32)
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _call(self, what: int, form: str, *words: int) -> None:
-        fcntl.ioctl(self._guard, what, bytearray(struct.pack(form, *words)))
-
-
-def _all_of(firsts: Any, counts: Any) -> Any:
-    """List so many numbers from each first one on."""
-    ends = np.cumsum(counts)
-    return np.repeat(firsts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
