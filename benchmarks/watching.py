@@ -31,7 +31,7 @@ import usage
 from steps import Work
 from watching_worker import Progress
 
-from kvstore_server.facts import FRESH
+from kvstore_server.engine.facts import FRESH
 from kvstore_server.probe import look
 
 _TITLE = "A job with and without a page that shows it"

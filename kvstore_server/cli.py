@@ -26,10 +26,10 @@ import torch
 
 from kvstore_server import __version__, check
 from kvstore_server.descriptors import allow_descriptors
+from kvstore_server.engine.memory import keep_free_memory, memory_limit
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import KVStoreError
 from kvstore_server.log_limit import SLOW_AFTER, limited_log
-from kvstore_server.memory import keep_free_memory, memory_limit
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.optimizer.registry import prepare_to_serve
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE

@@ -3,7 +3,7 @@
     python -m kvstore_server.probe tcp://127.0.0.1:5555
 
 This asks one server whether it answers, as a container's probe does every few seconds. A connection alone says little,
-because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts that `kvstore_server.membership`
+because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts that `kvstore_server.engine.membership`
 describes, which the serving loop itself has to answer. Exit codes: 0 it answered, 1 it did not, 2 wrong usage. kvtop
 shows these facts. The three messages are written out here, since the protocol's module needs torch; a test compares
 them.
@@ -35,7 +35,7 @@ MAX_FRAME = 1024 * 1024 + 64 * 1024
 def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
     """Ask servers what they do, in no session; blocks up to `timeout` seconds.
 
-    Returns for each what it says, as of `kvstore_server.membership`; None where it did not answer in time.
+    Returns for each what it says, as of `kvstore_server.engine.membership`; None where it did not answer in time.
 
     Raises:
         ProtocolError: one answered what no server answers.

@@ -21,12 +21,11 @@ import torch
 import zmq
 from torch import Tensor
 
-from kvstore_server.channel import Listener
 from kvstore_server.debug_log import Peer, debug_log
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.memory import available_memory, return_free_memory
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, KVStoreError, to_wire
-from kvstore_server.memory import available_memory, return_free_memory
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
     KEYS_PER_MESSAGE,
@@ -41,9 +40,10 @@ from kvstore_server.protocol.frames import (
     encode,
     encode_parts,
 )
-from kvstore_server.rows import PACKED_ROWS
-from kvstore_server.shard import Leases
-from kvstore_server.tcp import prepare
+from kvstore_server.protocol.rows import PACKED_ROWS
+from kvstore_server.shard.shard import Leases
+from kvstore_server.transport.channel import Listener
+from kvstore_server.transport.tcp import prepare
 
 _log = logging.getLogger(__name__)
 

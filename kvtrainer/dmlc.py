@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from kvstore_server import cli
 from kvstore_server.check import is_loopback
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
 from kvstore_server.errors import (
     ConfigurationError,
     ConnectTimeoutError,
@@ -35,7 +35,7 @@ from kvstore_server.log_limit import limited_log
 from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
-from kvstore_server.tcp import routing_id
+from kvstore_server.transport.tcp import routing_id
 from kvtrainer import env
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.session import Session, SessionOptions

@@ -14,7 +14,7 @@ and sent to servers that load its module with `kvstore-server --import MODULE`::
 
 from __future__ import annotations
 
-from kvstore_server.lr_scheduler import (
+from kvstore_server.optimizer.lr_scheduler import (
     CosineScheduler,
     FactorScheduler,
     LRScheduler,

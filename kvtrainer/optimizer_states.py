@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvstore_server.norms import Decision, apply_decision
 from kvstore_server.optimizer import Optimizer, States
 from kvstore_server.optimizer.apply import follow, is_half
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, flatten, is_composed, map_tree
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.rows import RowSet
-from kvstore_server.shard import Shard
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.norms import Decision, apply_decision
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
 from kvtrainer.groups import ParameterGroups, option_problems
 from kvtrainer.memory.memory import DeviceMemory, Memory

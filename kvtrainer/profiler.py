@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore_server import check
-from kvstore_server.engine import MAX_WORKERS
+from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Recording, Trace, chrome_trace
 from kvtrainer.comm.client import Client

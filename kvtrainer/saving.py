@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstore_server import lr_scheduler
 from kvstore_server.check import is_number
-from kvstore_server.optimizer import Optimizer
+from kvstore_server.optimizer import Optimizer, lr_scheduler
 from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
 from kvstore_server.optimizer.trees import decode, unflatten
 from kvtrainer.errors import ConfigurationError, StateMismatchError

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvstore_server import check
-from kvstore_server.norms import Decision, Guard, Measured
+from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.scaling import Precision, StaticLossScaler, make_precision

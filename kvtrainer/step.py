@@ -22,10 +22,10 @@ from typing import Any, SupportsIndex
 import torch
 
 from kvstore_server.check import is_number
-from kvstore_server.hyper import effective_hypers, unpack_hypers
-from kvstore_server.norms import Decision, measure
-from kvstore_server.optimizer.gathering import bound_of
+from kvstore_server.engine.agreed import effective_hypers, unpack_hypers
+from kvstore_server.optimizer.rows import bound_of
 from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvstore_server.shard.norms import Decision, measure
 from kvtrainer.anomalies import describe_nonfinite, losses_of, report_anomalies
 from kvtrainer.errors import (
     REPLACED,

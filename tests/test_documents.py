@@ -18,9 +18,9 @@ import torch
 import kvtrainer
 from kvstore_server import cli
 from kvstore_server import errors as server_errors
-from kvstore_server.memory import footprint
+from kvstore_server.engine.memory import footprint
+from kvstore_server.engine.rounds import SYNCHRONOUS
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
-from kvstore_server.rounds import SYNCHRONOUS
 from kvstore_server.server import Server
 from kvtrainer import errors, launch
 from kvtrainer.comm.connection import Connection

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
-from kvstore_server.optimizer.gathering import (
+from kvstore_server.optimizer.rows import (
     CACHED,
     Gradient,
     Pieces,

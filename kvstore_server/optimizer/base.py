@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, did_you_mean
-from kvstore_server.lr_scheduler import LRScheduler, as_scheduler
 from kvstore_server.optimizer.compat import MXNET1, PREFIX, parameter_names, release_of_process
+from kvstore_server.optimizer.lr_scheduler import LRScheduler, as_scheduler
 
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """Gluon's spelling of an option -> the name of the group key, which is torch's."""

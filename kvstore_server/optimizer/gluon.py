@@ -26,7 +26,7 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValue, Values, count_dtype
-from kvstore_server.optimizer.gathering import Gradient, aligned_fragments, bound_of
+from kvstore_server.optimizer.rows import Gradient, aligned_fragments, bound_of
 
 _TINY = 1e-10
 """What Detectron divides by at least when it compares two rates."""

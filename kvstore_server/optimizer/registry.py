@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvstore_server import lr_scheduler
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
-from kvstore_server.optimizer import gluon, layerwise, torch_family
+from kvstore_server.optimizer import gluon, layerwise, lr_scheduler, torch_family
 from kvstore_server.optimizer.base import Optimizer
 from kvstore_server.optimizer.compat import MXNET2, split_name
 from kvstore_server.optimizer.torch_family import TorchClass, TorchOptimizer

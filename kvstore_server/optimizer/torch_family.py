@@ -28,7 +28,7 @@ from kvstore_server.optimizer.base import (
     count_dtype,
     plain_value,
 )
-from kvstore_server.optimizer.gathering import lengthened, put, put_rows, taken
+from kvstore_server.optimizer.rows import lengthened, put, put_rows, taken
 from kvstore_server.plan import ALIGNMENT
 
 TorchClass = type[optim.Optimizer]

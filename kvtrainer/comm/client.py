@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from kvstore_server.codec import Codec
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, describe
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer.state import States, pack_states, unpack_states
 from kvstore_server.plan import Plan, Slice, TensorSpec, check_name, make_plan
 from kvstore_server.protocol import messages as m

@@ -22,11 +22,10 @@ from typing import Any
 
 import zmq
 
-from kvstore_server.channel import Channel, connect, watch
 from kvstore_server.check import is_loopback
 from kvstore_server.descriptors import allow_descriptors, check_descriptors, too_many_open
+from kvstore_server.engine.memory import keep_free_memory
 from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, describe
-from kvstore_server.memory import keep_free_memory
 from kvstore_server.processes import Process, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import (
@@ -37,7 +36,8 @@ from kvstore_server.protocol.frames import (
     encode,
     encode_parts,
 )
-from kvstore_server.tcp import prepare, routing_id
+from kvstore_server.transport.channel import Channel, connect, watch
+from kvstore_server.transport.tcp import prepare, routing_id
 from kvtrainer.comm.parts import Window
 from kvtrainer.comm.session import Transport
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.norms import Guard
+from kvstore_server.engine.rounds import Ints
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Ints
-from kvstore_server.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
+from kvstore_server.shard.norms import Guard
 from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.tables import RemoteTable, Tables
 

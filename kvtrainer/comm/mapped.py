@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import SharedArena
-from kvstore_server.memory import available_memory
-from kvstore_server.pages import _MOVED, _neighbours, _System
+from kvstore_server.engine.memory import available_memory
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
-from kvstore_server.storage import marks_in
+from kvstore_server.shard.storage import marks_in
+from kvstore_server.transport.arena import SharedArena
+from kvstore_server.transport.pages import _MOVED, _neighbours, _System
 
 _FEW_PAGES = 16
 """To look at so many takes less time than another call."""

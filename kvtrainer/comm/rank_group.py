@@ -30,7 +30,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.plan import TensorSpec, check_same
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
 from kvtrainer.comm.rank_memory import RankMemory, open_memory
 
 BUCKET = 25 * 1024 * 1024

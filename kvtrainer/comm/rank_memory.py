@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import SharedArena, make_memory
-from kvstore_server.channel import process_at
 from kvstore_server.protocol.frames import pack_control, unpack_control
+from kvstore_server.transport.arena import SharedArena, make_memory
+from kvstore_server.transport.channel import process_at
 from kvtrainer import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
 

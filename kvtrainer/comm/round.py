@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
-from kvstore_server.deltas import add_changes
 from kvstore_server.errors import KVStoreError, ProtocolError
-from kvstore_server.norms import Decision, Measured
-from kvstore_server.optimizer.gathering import put_rows
+from kvstore_server.optimizer.rows import put_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
-from kvstore_server.rows import RowSet, cut_rows, decode_rows
+from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
+from kvstore_server.shard.deltas import add_changes
+from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, GatheredSlices, ServerLayout
 from kvtrainer.comm.mapped import MappedWeights, SeenWeights
 from kvtrainer.comm.parts import cut

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, from_wire
-from kvstore_server.norms import Decision, Measured, combine
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
+from kvstore_server.shard.norms import Decision, Measured, combine
 from kvtrainer.comm.contribution import Arenas, Contribution, ServerLayout, encode, kept
 from kvtrainer.comm.parts import Backoff, cut
 from kvtrainer.comm.round import NO_COMMITS, Round, ServerRequest

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import SharedArena
 from kvstore_server.codec import torch_dtype
-from kvstore_server.optimizer.gathering import put_rows
-from kvstore_server.pages import put_pages
+from kvstore_server.engine.rounds import Ints
+from kvstore_server.optimizer.rows import put_rows
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Ints
-from kvstore_server.storage import marks_in
+from kvstore_server.shard.storage import marks_in
+from kvstore_server.transport.arena import SharedArena
+from kvstore_server.transport.pages import put_pages
 from kvtrainer.comm.round import parts_of
 from kvtrainer.comm.rounds import Rounds
 from kvtrainer.comm.session import Calls, Session

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvstore_server.arena import SharedArena
-from kvstore_server.channel import Channel
 from kvstore_server.debug_log import Peer, debug_log
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.errors import (
     ConnectTimeoutError,
     DeadlineError,
@@ -36,8 +35,9 @@ from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.tracing import CALLS, ROUNDS, Event, Trace, payload_in, payload_out
+from kvstore_server.transport.arena import SharedArena
+from kvstore_server.transport.channel import Channel
 
 _log = logging.getLogger(__name__)
 

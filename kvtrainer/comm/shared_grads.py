@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.channel import Channel
 from kvstore_server.codec import torch_dtype
-from kvstore_server.exports import StagingBuffer, StagingBufferRequest
-from kvstore_server.memory import return_free_memory
-from kvstore_server.pages import put_pages
+from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.plan import PAGE, SIZES, Plan, Slice
+from kvstore_server.transport.channel import Channel
+from kvstore_server.transport.exports import StagingBuffer, StagingBufferRequest
+from kvstore_server.transport.pages import put_pages
 from kvtrainer.types import NO_TARGETS
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvstore_server import check
-from kvstore_server.engine import MAX_WORKERS
+from kvstore_server.engine.engine import MAX_WORKERS
+from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.base import capability
-from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer import env
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection

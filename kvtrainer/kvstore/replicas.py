@@ -10,7 +10,7 @@ from torch import Tensor
 from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
 from kvtrainer.comm.tables import Residuals
 from kvtrainer.kvstore.values import dtype_name, is_sparse
 from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer

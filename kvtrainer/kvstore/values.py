@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
-from kvstore_server.optimizer.gathering import put_in_order
+from kvstore_server.optimizer.rows import put_in_order
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.comm.tables import RemoteTable
 from kvtrainer.errors import RowIdError

@@ -27,7 +27,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import INTEGERS, Slice, TensorSpec
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
 from kvtrainer.comm.client import Client, LocalEngine
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.rank_group import RankGroup

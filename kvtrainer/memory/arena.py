@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvstore_server.optimizer.state import aligned_zeros
-from kvstore_server.pages import put_pages
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE, PAGE, SIZES, Plan
+from kvstore_server.transport.pages import put_pages
 from kvtrainer.errors import ROW_MAJOR, ConfigurationError, ParameterMovedError
 from kvtrainer.memory.row_sparse import is_row_sparse
 from kvtrainer.memory.views import FormerMemory, is_shared

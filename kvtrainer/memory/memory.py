@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,

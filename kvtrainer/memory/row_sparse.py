@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
-from kvstore_server.optimizer.gathering import Ordered, put_in_order
+from kvstore_server.optimizer.rows import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.kvstore.values import flat_ids, read_ids

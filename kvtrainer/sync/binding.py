@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.memory import return_free_memory
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.comm.client import Client

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import SharedArena as Memory
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
-from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
-from kvstore_server.pages import put_pages
 from kvstore_server.plan import ALIGNMENT, LONG, PAGE, Plan, Slice, row_numel
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.norms import Decision, Guard, Measured
+from kvstore_server.transport.arena import SharedArena as Memory
+from kvstore_server.transport.pages import put_pages
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import compute_dtype, torch_dtype
-from kvstore_server.hyper import AgreedOptions
+from kvstore_server.engine.agreed import AgreedOptions
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
-from kvstore_server.rows import RowSet, same_bits
+from kvstore_server.protocol.rows import RowSet, same_bits
 from kvtrainer.comm.rank_group import Buckets, RankGroup, SumsUnderWay
 from kvtrainer.comm.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-"""What one server says; see `kvstore_server.membership`."""
+"""What one server says; see `kvstore_server.engine.membership`."""
 SILENT = 3.0
 """Seconds without a sign after which a worker, which should give one each second, is taken to do nothing."""
 _WORST_FIRST = ("failed", "absent", "left", "here")

@@ -17,7 +17,7 @@ import zmq
 
 from kvstore_server.protocol import frames
 from kvstore_server.protocol import messages as m
-from kvstore_server.tcp import routing_id
+from kvstore_server.transport.tcp import routing_id
 from kvtrainer import Trainer
 from kvtrainer.comm import connection
 from kvtrainer.errors import (

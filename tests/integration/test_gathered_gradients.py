@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import kvtrainer
-from kvstore_server.channel import Channel
-from kvstore_server.exports import StagingBufferRequest
 from kvstore_server.protocol import messages as m
+from kvstore_server.transport.channel import Channel
+from kvstore_server.transport.exports import StagingBufferRequest
 from kvtrainer.comm.connection import Connection
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import StoreExchange

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server import membership
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
-from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
+from kvstore_server.engine import membership
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.kvstore.verbs import TableKVStore

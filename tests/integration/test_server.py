@@ -23,7 +23,7 @@ from kvstore_server.probe import look
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode, pack_control
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvstore_server.tcp import routing_id
+from kvstore_server.transport.tcp import routing_id
 from kvtrainer.errors import ServerStoppingError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import SYNCHRONOUS
 from kvstore_server.errors import PlanMismatchError, from_wire
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS
 from kvtrainer.kvstore import DistKVStore
 from tests.support.engines import EngineJob, client_of
 from tests.support.stores import Servers, servers

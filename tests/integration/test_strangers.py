@@ -58,7 +58,7 @@ real = zmq.Socket.setsockopt
 def quick(socket, option, value):
     real(socket, option, {HEARTBEAT_MS} if option == zmq.HEARTBEAT_IVL else value)
 zmq.Socket.setsockopt = quick
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.server import ServerOptions, make_server
 server = make_server(EngineConfig(run=secrets.randbits(62) | 1, capability=capability()), ServerOptions())

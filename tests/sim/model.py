@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore_server.norms import UNCHANGED, Decision
 from kvstore_server.protocol import messages as m
+from kvstore_server.shard.norms import UNCHANGED, Decision
 from tests.sim.workers import BY_ROWS, HALF, NUM_WORKERS, ROWS, Array, SimOptions, layout
 
 APPLIED, VETOED, FAILED, HELD = "applied", "vetoed", "failed", "held"

@@ -16,17 +16,18 @@ from unittest import mock
 import numpy as np
 import torch
 
-from kvstore_server import pipelined, reduction
-from kvstore_server.engine import Engine
-from kvstore_server.hyper import AgreedOptions
-from kvstore_server.membership import Membership, RankSession, Sessions
-from kvstore_server.norms import Decision
+from kvstore_server.engine import pipelined
+from kvstore_server.engine.agreed import AgreedOptions
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.membership import Membership, RankSession, Sessions
+from kvstore_server.engine.rounds import _HERE, CommitStatus, Given, NamespaceRounds, RoundTracker, Waits
+from kvstore_server.engine.table import ALL, Table
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import Sums
-from kvstore_server.rounds import _HERE, CommitStatus, Given, NamespaceRounds, RoundTracker, Waits
-from kvstore_server.shard import Shard
-from kvstore_server.table import ALL, Table
+from kvstore_server.shard import reduction
+from kvstore_server.shard.norms import Decision
+from kvstore_server.shard.reduction import Sums
+from kvstore_server.shard.shard import Shard
 from kvtrainer.comm.tables import Compressor
 
 Wrong = Callable[..., Any]

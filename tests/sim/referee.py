@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import PACKED_ROWS
+from kvstore_server.protocol.rows import PACKED_ROWS
 from tests.sim.model import AsyncModel, Commit, Members, SyncModel, To, Told, Violation, Weights
 from tests.sim.workers import NUM_WORKERS, Array, Worker
 

@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvstore_server.engine import Engine
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.optimizer import gluon, register
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.optimizer.gluon import state_tensor
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Mode
 from tests.sim.model import FAILED, RATES, AsyncModel, Members, SyncModel, Violation
 from tests.sim.referee import Delivery, Referee, is_fencing
 from tests.sim.workers import (

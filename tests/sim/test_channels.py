@@ -20,14 +20,14 @@ import torch
 import zmq
 from torch import Tensor
 
-from kvstore_server.arena import Leases, SharedArena, make_memory
 from kvstore_server.budget import Budget
-from kvstore_server.channel import Channel, Listener
-from kvstore_server.exports import StagingBuffer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
-from kvstore_server.storage import Storage
+from kvstore_server.shard.storage import Storage
+from kvstore_server.transport.arena import Leases, SharedArena, make_memory
+from kvstore_server.transport.channel import Channel, Listener
+from kvstore_server.transport.exports import StagingBuffer
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.round import parts_of
 from tests.sim.model import Violation

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Mode
 from tests.sim.test_interleavings import blocks
 from tests.support.engines import EngineJob
 from tests.support.messages import contribution

@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore_server import pipelined
 from kvstore_server import plan as plan_module
 from kvstore_server.codec import make_codec
-from kvstore_server.norms import Decision, combine
+from kvstore_server.engine import pipelined
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.plan import Plan, Slice, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.rounds import SYNCHRONOUS, Mode
-from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.shard.norms import Decision, combine
 from kvtrainer.comm.tables import Compressor
 
 Array = npt.NDArray[np.float32]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import Leases
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Mode
+from kvstore_server.transport.arena import Leases
 from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.session import SessionOptions
 from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult

@@ -13,9 +13,9 @@ from kvstore_server.optimizer.gluon import FAMILY
 from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvstore_server.plan import Plan, Segment, Slice, TensorSpec, make_plan
-from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.rows import Payload, RowSet
-from kvstore_server.shard import Shard
+from kvstore_server.protocol.rows import Payload, RowSet
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.shard import Shard
 from tests.support.gluon_cases import MXNET1
 
 SHAPES = [(30,), (0,), (5, 7), (1,), (64,)]

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer.base import capability
 from kvstore_server.server import Server
 from kvtrainer.kvstore import DistKVStore

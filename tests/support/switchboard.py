@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvtrainer.comm.client import Client, Loopback
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.session import SessionOptions

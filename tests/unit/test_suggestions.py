@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvstore_server import lr_scheduler
 from kvstore_server.errors import did_you_mean
+from kvstore_server.optimizer import lr_scheduler
 from kvtrainer import DataParallel, Trainer, kvstore, optimizer
 from kvtrainer.errors import KVStoreError
 from kvtrainer.schedules import ParamSchedule, detectron_schedule

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import RowSet, same_bits
+from kvstore_server.protocol.rows import RowSet, same_bits
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.connection import Connection
 from kvtrainer.comm.contribution import Contribution

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore_server.norms import Decision, Guard
 from kvstore_server.protocol import messages as m
+from kvstore_server.shard.norms import Decision, Guard
 from tests.support.scripted import SLOT, Bench, Scripted, is_announcement
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import zmq
 
-from kvstore_server.arena import Leases
 from kvstore_server.budget import Budget
-from kvstore_server.channel import Listener
 from kvstore_server.errors import KVStoreError, ServerStoppingError, to_wire
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
+from kvstore_server.transport.arena import Leases
+from kvstore_server.transport.channel import Listener
 from kvtrainer.comm import connection as connections
 from kvtrainer.comm.connection import Connection
 from tests.support.messages import contribution

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvstore_server.norms import Decision, Guard, Measured
 from kvstore_server.protocol import messages as m
+from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.comm.round import Round
 from kvtrainer.errors import KVStoreError, OptimizerError
 from tests.support.messages import Done

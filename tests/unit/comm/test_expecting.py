@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvtrainer.comm.contribution import Contribution

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import Leases
-from kvstore_server.engine import Engine
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.storage import Storage
+from kvstore_server.shard.storage import Storage
+from kvstore_server.transport.arena import Leases
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.errors import ProtocolError
 from tests.support.scripted import SLOT, Bench

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.norms import Decision, Guard, Measured, measure
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan
-from kvstore_server.rows import RowSet
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.norms import Decision, Guard, Measured, measure
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.sync.exchange import Gradients, RoundResult, StoreExchange
 from tests.support.engines import client_of, filled, plan_of

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.deltas import add_changes
-from kvstore_server.engine import Engine
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import KVStoreError
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import Optimizer, create, register, registry
 from kvstore_server.optimizer.base import StateValue
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import RowSet
-from kvstore_server.shard import Shard
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.deltas import add_changes
+from kvstore_server.shard.shard import Shard
 from kvtrainer.comm import round
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution

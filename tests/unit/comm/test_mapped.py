@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvstore_server.arena import Leases, SharedArena
-from kvstore_server.exports import WeightExports
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
-from kvstore_server.storage import Storage
+from kvstore_server.shard.storage import Storage
+from kvstore_server.transport.arena import Leases, SharedArena
+from kvstore_server.transport.exports import WeightExports
 from kvtrainer.comm import mapped
 from kvtrainer.comm.mapped import MappedWeights
 from kvtrainer.memory.arena import Arena as Parameters

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import Leases, SharedArena
-from kvstore_server.exports import WeightExports
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
-from kvstore_server.storage import Storage
+from kvstore_server.shard.storage import Storage
+from kvstore_server.transport.arena import Leases, SharedArena
+from kvstore_server.transport.exports import WeightExports
 from kvtrainer.comm.row_pulls import MappedRows
 from tests.support.row_tables import interleaved
 

@@ -12,9 +12,9 @@ import torch
 import zmq
 
 from kvstore_server.codec import make_codec, torch_dtype
-from kvstore_server.engine import Engine
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m

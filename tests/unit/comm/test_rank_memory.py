@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore_server.arena import make_memory
+from kvstore_server.transport.arena import make_memory
 from kvtrainer.comm import rank_memory
 from kvtrainer.comm.rank_memory import PLACE
 

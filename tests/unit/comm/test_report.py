@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvstore_server.facts import read_report
+from kvstore_server.engine.facts import read_report
 from kvtrainer.comm.session import Report
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from tests.support.engines import EngineJob
 from tests.support.scripted import Bench
 

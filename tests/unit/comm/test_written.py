@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_server.pages import WrittenPages
 from kvstore_server.plan import PAGE
+from kvstore_server.transport.pages import WrittenPages
 
 _PAGES = 2000
 _DONTNEED = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore_server.rounds import SYNCHRONOUS, Mode
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.dist import DistKVStore, _show_debug_log, mode_of, water_mark_of
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, ConnectTimeoutError, ProtocolError, RoundAbortedError
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions, make_server
 from kvtrainer import dmlc, env

@@ -13,7 +13,6 @@ import torch
 
 import kvtrainer.optimizer as facade
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
-from kvstore_server.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer import (
     Optimizer,
     create,
@@ -22,6 +21,7 @@ from kvstore_server.optimizer import (
     layerwise,
     register,
 )
+from kvstore_server.optimizer.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvtrainer import Trainer
 from kvtrainer.errors import TorchNameWarning

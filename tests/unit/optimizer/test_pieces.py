@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.optimizer.gathering import CACHED, Cuts, Pieces, aligned_fragments
+from kvstore_server.optimizer.rows import CACHED, Cuts, Pieces, aligned_fragments
 
 SIZES = {
     "one": [48],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
-from kvstore_server.optimizer.gathering import put_in_order
+from kvstore_server.optimizer.rows import put_in_order
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
-from kvstore_server.memo import BoundedCache
-from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import (
+from kvstore_server.engine.rounds import (
     ASYNC,
     SSP,
     SYNCHRONOUS,
@@ -25,6 +22,9 @@ from kvstore_server.rounds import (
     Waiter,
     Waits,
 )
+from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
+from kvstore_server.memo import BoundedCache
+from kvstore_server.protocol import messages as m
 
 ERROR = RoundAbortedError("rank 0 aborted round 0")
 W = 1

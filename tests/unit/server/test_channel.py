@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server import channel
-from kvstore_server.arena import Leases, Places, SharedArena, make_memory
 from kvstore_server.budget import Budget
-from kvstore_server.channel import _ROOM, LEAST_MEMORY, Channel, Listener, connect, watch
 from kvstore_server.errors import ConfigurationError, ProtocolError
-from kvstore_server.exports import WeightExports
 from kvstore_server.protocol.frames import MAX_FRAME
+from kvstore_server.transport import channel
+from kvstore_server.transport.arena import Leases, Places, SharedArena, make_memory
+from kvstore_server.transport.channel import _ROOM, LEAST_MEMORY, Channel, Listener, connect, watch
+from kvstore_server.transport.exports import WeightExports
 from tests.support.processes import Call
 
 RUN, TOKEN, OWN = secrets.randbits(60), 5, b"worker's socket!"

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore_server import cli
 from kvstore_server.cli import build_parser, main
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.namespace import EngineConfig
 
 
 def test_help_lists_every_flag_with_its_twin_in_the_environment() -> None:

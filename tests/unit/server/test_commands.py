@@ -11,8 +11,8 @@ import torch
 
 from kvstore_server import commands
 from kvstore_server.commands import CommandContext, Commands
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode
 from kvtrainer.comm.client import Client, Loopback

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvstore_server.debug_log import MESSAGE_KEYS, ROUND_KEYS, DebugLog, Peer, debug_log
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvstore_server.server import Server, ServerOptions
 from tests.support.engines import EngineJob
 from tests.support.messages import Done, contribution

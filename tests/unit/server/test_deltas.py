@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server import deltas
 from kvstore_server.codec import make_codec
-from kvstore_server.deltas import Deltas, add_changes
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.storage import Storage
+from kvstore_server.shard import deltas
+from kvstore_server.shard.deltas import Deltas, add_changes
+from kvstore_server.shard.storage import Storage
 
 NUMEL = 2001
 

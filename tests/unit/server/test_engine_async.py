@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Mode
-from kvstore_server.rows import PACKED_ROWS, RowSet, encode_rows
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
 from tests.support.engines import EngineJob as Job
 from tests.support.engines import plan_of
 from tests.support.messages import Done, contribution

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvstore_server.arena import Leases
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import Mode
+from kvstore_server.transport.arena import Leases
 from tests.support.engines import EngineJob as Job
 
 SHAPE = (140_000,)

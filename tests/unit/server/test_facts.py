@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvstore_server.engine.facts import FRESH, read_report
+from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.errors import ProtocolError
-from kvstore_server.facts import FRESH, read_report
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
-from kvstore_server.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from tests.support.engines import EngineJob
 
 STRANGER = b"nobody knows me"

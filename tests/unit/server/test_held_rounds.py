@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.errors import KVStoreError, from_wire
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from tests.support.engines import EngineJob
 from tests.support.messages import Done
 

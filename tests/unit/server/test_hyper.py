@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvstore_server.engine.agreed import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
+from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import ConfigurationError, KVStoreError, PlanMismatchError, UnknownNameError
-from kvstore_server.hyper import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control
-from kvstore_server.shard import Shard
-from kvstore_server.table import ALL, RankCommit, Table
+from kvstore_server.shard.shard import Shard
 from tests.support.optimizer_slices import given_to
 
 RANKS = range(3)

@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvstore_server import lr_scheduler as base
-from kvstore_server.lr_scheduler import as_scheduler, create_from_spec
+from kvstore_server.optimizer import lr_scheduler as base
+from kvstore_server.optimizer.lr_scheduler import as_scheduler, create_from_spec
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.lr_scheduler import (
     CosineScheduler,

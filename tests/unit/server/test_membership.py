@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore_server.engine.membership import Membership, RankSession
+from kvstore_server.engine.rounds import Waiter
 from kvstore_server.errors import (
     ConfigurationError,
     KVStoreError,
@@ -14,9 +16,7 @@ from kvstore_server.errors import (
     WorkerLostError,
     describe,
 )
-from kvstore_server.membership import Membership, RankSession
 from kvstore_server.protocol.messages import Gather, Hello
-from kvstore_server.rounds import Waiter
 
 DEAD_AFTER = 20.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.norms import (
+from kvstore_server.plan import Plan
+from kvstore_server.protocol.rows import RowSet
+from kvstore_server.shard.norms import (
     Decision,
     Guard,
     Measured,
@@ -22,8 +24,6 @@ from kvstore_server.norms import (
     partial_norm,
     same_decision,
 )
-from kvstore_server.plan import Plan
-from kvstore_server.rows import RowSet
 from tests.support.engines import filled, plan_of
 from tests.support.pairwise import pairwise
 

@@ -10,7 +10,7 @@ import torch
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, encode, pack_control
-from kvstore_server.rows import PACKED_ROWS
+from kvstore_server.protocol.rows import PACKED_ROWS
 from kvstore_server.server import Backlog, Server, ServerOptions, _Sent, packed
 from tests.support.messages import contribution
 

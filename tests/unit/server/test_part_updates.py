@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.hyper import effective_hypers
+from kvstore_server.engine.agreed import effective_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.shard import Shard, Unit
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.shard import Shard, Unit
 from tests.support.optimizer_slices import given_to
 
 SHAPES = [(0, 3), (5_000,), (3,), (0,), (70_001,), (9, 31), (40_000,), (0,)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvtrainer
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.optimizer import spec_for_store
 from kvstore_server.plan import TensorSpec
-from kvstore_server.rounds import Mode
 from kvtrainer.comm.contribution import Contribution
 from tests.support.switchboard import connected, play
 

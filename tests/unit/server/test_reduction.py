@@ -13,9 +13,9 @@ from torch import Tensor
 from kvstore_server.codec import make_codec
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Slice, TensorSpec, make_plan
-from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.rows import CompressedPayload, same_payload
-from kvstore_server.shard import Shard
+from kvstore_server.protocol.rows import CompressedPayload, same_payload
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.shard import Shard
 
 NOTHING: frozenset[int] = frozenset()
 SPECS = [

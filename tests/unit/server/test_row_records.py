@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ProtocolError
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution
 from kvtrainer.comm.session import Calls

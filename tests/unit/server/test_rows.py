@@ -12,13 +12,13 @@ from torch import Tensor
 from kvstore_server.errors import ProtocolError
 from kvstore_server.plan import Plan, Slice, TensorSpec, grouped, make_plan
 from kvstore_server.protocol.frames import MAX_FRAME
-from kvstore_server.rows import (
+from kvstore_server.protocol.rows import (
     RowSet,
     decode_rows,
     encode_rows,
     split_rows,
 )
-from kvstore_server.storage import VERSIONS_KEPT, RowChanges
+from kvstore_server.shard.storage import VERSIONS_KEPT, RowChanges
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:

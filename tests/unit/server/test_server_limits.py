@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvstore_server import server as loop
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.memory import available_memory, memory_limit
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, FencedError, ProtocolError
-from kvstore_server.memory import available_memory, memory_limit
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m

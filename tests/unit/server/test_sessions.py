@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore_server.engine import Engine
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.membership import random_token
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import FencedError, ProtocolError, WorkerLostError
-from kvstore_server.membership import random_token
-from kvstore_server.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 
 DEAD_AFTER = 20.0

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvstore_server.errors import ConfigurationError
-from kvstore_server.norms import Decision
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvstore_server.reduction import RankContribution, Run
-from kvstore_server.rows import RowSet, split_rows
-from kvstore_server.shard import Leases, Shard, Unit
+from kvstore_server.protocol.rows import RowSet, split_rows
+from kvstore_server.shard.norms import Decision
+from kvstore_server.shard.reduction import RankContribution, Run
+from kvstore_server.shard.shard import Leases, Shard, Unit
 from tests.support.optimizer_slices import BUILT_IN, Curved, given_to, make
 
 SIZES = (1, 10, 33, 100, 4097, 16, 0, 301)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control
-from kvstore_server.rounds import Mode
 from tests.sim.schedule import CautiousAdding
 from tests.sim.workers import packed
 from tests.support.engines import EngineJob

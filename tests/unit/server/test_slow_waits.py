@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.log_limit import SlowReports
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import SYNCHRONOUS, Mode
 from kvtrainer.errors import DeadlineError, ServerUnreachableError
 from tests.support.engines import EngineJob
 from tests.support.scripted import Scripted

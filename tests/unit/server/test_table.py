@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
+from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import PlanMismatchError, ProtocolError, ShapeMismatchError
-from kvstore_server.hyper import pack_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import read_payload
-from kvstore_server.shard import Leases, Shard
-from kvstore_server.table import ALL, RankCommit, Table
+from kvstore_server.protocol.rows import read_payload
+from kvstore_server.shard.shard import Leases, Shard
 from tests.support.optimizer_slices import given_to
 
 SGD = create("sgd", learning_rate=1.0, momentum=0.5)

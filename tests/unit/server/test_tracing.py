@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore_server.engine import Engine
-from kvstore_server.namespace import EngineConfig
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode, pack_control

@@ -9,8 +9,8 @@ import torch
 
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvstore_server.reduction import RankContribution, left_out_by_all
-from kvstore_server.shard import Shard
+from kvstore_server.shard.reduction import RankContribution, left_out_by_all
+from kvstore_server.shard.shard import Shard
 from tests.support.optimizer_slices import given_to
 
 KEYS = 5

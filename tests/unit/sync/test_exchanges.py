@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.hyper import pack_hypers
-from kvstore_server.norms import UNCHANGED
+from kvstore_server.engine.agreed import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
+from kvstore_server.shard.norms import UNCHANGED
 from kvtrainer.comm import client as clients
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore

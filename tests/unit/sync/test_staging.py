@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_server.arena import SharedArena, make_memory
 from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.transport.arena import SharedArena, make_memory
 from kvtrainer.comm.mapped import SeenWeights
 from kvtrainer.sync.exchange import Staging
 from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams

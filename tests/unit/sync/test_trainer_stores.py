@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kvstore_server.hyper import pack_hypers
+from kvstore_server.engine.agreed import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
 from kvtrainer.stages import GradientLimits

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from kvstore_server.norms import Decision, Measured
+from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer import Trainer
 from kvtrainer.errors import (
     ArgumentTypeError,

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvstore_server.codec import Codec, compute_dtype
 from kvstore_server.errors import NonFiniteGradientError, ProtocolError
 from kvstore_server.plan import ITEM_SIZE
-from kvstore_server.storage import Storage, Unit
+from kvstore_server.shard.storage import Storage, Unit
 
 STEPS_KEPT = 64
 """Changes that are kept for workers that lack several of them."""

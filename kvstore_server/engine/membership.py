@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvstore_server.engine.rounds import Waiter
 from kvstore_server.errors import (
     ConfigurationError,
     FencedError,
@@ -32,7 +33,6 @@ from kvstore_server.errors import (
 )
 from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol.messages import Gather, Hello
-from kvstore_server.rounds import Waiter
 
 _ENDED_KEPT = 1024
 """How many sessions that have ended are remembered with the reason; older ones get a general answer."""

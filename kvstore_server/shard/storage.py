@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import Leases
 from kvstore_server.codec import torch_dtype
 from kvstore_server.optimizer import States
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, grouped, row_numel
+from kvstore_server.transport.arena import Leases
 
 Hypers = Sequence[Mapping[str, Any]]
 """By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvstore_server import check
-from kvstore_server.optimizer.gathering import bound_of
+from kvstore_server.optimizer.rows import bound_of
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.rows import RowSet, split_rows
+from kvstore_server.protocol.rows import RowSet, split_rows
 
 _BLOCK = 16384
 """Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""

@@ -16,10 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore_server import pipelined
 from kvstore_server.budget import Budget
 from kvstore_server.commands import CommandContext, Commands
 from kvstore_server.debug_log import Peer
+from kvstore_server.engine import pipelined
+from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
+from kvstore_server.engine.membership import Sessions, random_token
+from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
+from kvstore_server.engine.rounds import CommitStatus, DelayedRequest, Given, Ints, Mode, RoundTracker, Waiter
+from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import (
     ConfigurationError,
     DeadlineError,
@@ -34,17 +39,12 @@ from kvstore_server.errors import (
     from_wire,
     to_wire,
 )
-from kvstore_server.facts import FRESH, MOST_JOBS, read_report
-from kvstore_server.membership import Sessions, random_token
-from kvstore_server.namespace import EngineConfig, Namespace, TableBatch
-from kvstore_server.norms import Decision
 from kvstore_server.optimizer.state import pack_states, unpack_states
 from kvstore_server.plan import check_name
 from kvstore_server.processes import LAST_WORDS, Processes, ProcessState
 from kvstore_server.protocol import messages as m
-from kvstore_server.rounds import CommitStatus, DelayedRequest, Given, Ints, Mode, RoundTracker, Waiter
-from kvstore_server.shard import Leases, Partial, Updater
-from kvstore_server.table import ALL, RankCommit, Table
+from kvstore_server.shard.norms import Decision
+from kvstore_server.shard.shard import Leases, Partial, Updater
 from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
 
 _log = logging.getLogger(__name__)

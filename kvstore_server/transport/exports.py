@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from kvstore_server.arena import Leases, SharedArena, _extent
+from kvstore_server.transport.arena import Leases, SharedArena, _extent
 
 _log = logging.getLogger(__name__)
 

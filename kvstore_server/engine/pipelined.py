@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvstore_server.engine.memory import size_of_copy
+from kvstore_server.engine.namespace import Namespace
+from kvstore_server.engine.rounds import Announced, Given, Ints, Waiter
+from kvstore_server.engine.table import Begun, Table
 from kvstore_server.errors import ConfigurationError, KVStoreError
-from kvstore_server.memory import size_of_copy
-from kvstore_server.namespace import Namespace
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
-from kvstore_server.rounds import Announced, Given, Ints, Waiter
-from kvstore_server.table import Begun, Table
 
 _log = logging.getLogger(__name__)
 

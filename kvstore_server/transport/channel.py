@@ -29,12 +29,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import _PORTION, Bytes, Leases, Places, SharedArena, make_memory
 from kvstore_server.budget import Budget
 from kvstore_server.errors import ProtocolError
-from kvstore_server.exports import _FIRST_WEIGHTS, _NUMBER, StagingBuffer, StagingBufferRequest, WeightExports
 from kvstore_server.processes import Process, Processes
 from kvstore_server.protocol.frames import MAX_FRAME, MAX_PAYLOAD, MOST_FRAMES, SENT_ALONE, Frame
+from kvstore_server.transport.arena import _PORTION, Bytes, Leases, Places, SharedArena, make_memory
+from kvstore_server.transport.exports import (
+    _FIRST_WEIGHTS,
+    _NUMBER,
+    StagingBuffer,
+    StagingBufferRequest,
+    WeightExports,
+)
 
 _log = logging.getLogger(__name__)
 

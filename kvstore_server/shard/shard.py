@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.arena import Leases
 from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
-from kvstore_server.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
-from kvstore_server.optimizer.gathering import Cuts, Gradient, Pieces, put_rows
+from kvstore_server.optimizer.rows import Cuts, Gradient, Pieces, put_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
-from kvstore_server.reduction import (
+from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
+from kvstore_server.shard.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
+from kvstore_server.shard.reduction import (
     NO_KEYS,
     Chunk,
     Present,
@@ -41,8 +41,8 @@ from kvstore_server.reduction import (
     left_out_by_all,
     part_of,
 )
-from kvstore_server.rows import Parts, RowSet, cut_rows
-from kvstore_server.storage import Block, Home, Hypers, Read, Storage, Undo, Unit
+from kvstore_server.shard.storage import Block, Home, Hypers, Read, Storage, Undo, Unit
+from kvstore_server.transport.arena import Leases
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
 

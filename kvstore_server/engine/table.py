@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import Codec
-from kvstore_server.deltas import Deltas
+from kvstore_server.engine.agreed import AgreedOptions
+from kvstore_server.engine.rounds import SYNCHRONOUS, Announced, Mode
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -24,16 +25,15 @@ from kvstore_server.errors import (
     PlanMismatchError,
     ProtocolError,
 )
-from kvstore_server.hyper import AgreedOptions
-from kvstore_server.norms import UNCHANGED, Decision, same_decision
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import SIZES, Plan, RowBlock, Slice, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.reduction import RankContribution
-from kvstore_server.rounds import SYNCHRONOUS, Announced, Mode
-from kvstore_server.rows import RowSet, are_rows, encode_rows
-from kvstore_server.shard import HeldSum, Partial, Shard, Updater
-from kvstore_server.storage import Rows, Undo
+from kvstore_server.protocol.rows import RowSet, are_rows, encode_rows
+from kvstore_server.shard.deltas import Deltas
+from kvstore_server.shard.norms import UNCHANGED, Decision, same_decision
+from kvstore_server.shard.reduction import RankContribution
+from kvstore_server.shard.shard import HeldSum, Partial, Shard, Updater
+from kvstore_server.shard.storage import Rows, Undo
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 ALL = -1

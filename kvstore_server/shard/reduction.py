@@ -20,9 +20,9 @@ from torch import Tensor
 from kvstore_server.codec import compute_dtype
 from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import coalesce_rows
-from kvstore_server.optimizer.gathering import CACHED
-from kvstore_server.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
-from kvstore_server.storage import Block, Home, Storage
+from kvstore_server.optimizer.rows import CACHED
+from kvstore_server.protocol.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
+from kvstore_server.shard.storage import Block, Home, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 

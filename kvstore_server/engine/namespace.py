@@ -19,26 +19,11 @@ from torch import Tensor
 from kvstore_server.budget import Budget
 from kvstore_server.codec import Codec, make_codec, torch_dtype
 from kvstore_server.debug_log import debug_log
-from kvstore_server.errors import (
-    ConfigurationError,
-    KVStoreError,
-    PlanMismatchError,
-    ProtocolError,
-    ShapeMismatchError,
-    describe,
-)
-from kvstore_server.facts import waits_of, workers_of
-from kvstore_server.hyper import AgreedOptimizer
-from kvstore_server.log_limit import SLOW_AFTER, SlowReports
-from kvstore_server.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
-from kvstore_server.memo import BoundedCache
-from kvstore_server.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
-from kvstore_server.optimizer import Optimizer
-from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
-from kvstore_server.protocol import messages as m
-from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
-from kvstore_server.reduction import NO_KEYS, RankContribution, Run, part_of
-from kvstore_server.rounds import (
+from kvstore_server.engine.agreed import AgreedOptimizer
+from kvstore_server.engine.facts import waits_of, workers_of
+from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membership
+from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
+from kvstore_server.engine.rounds import (
     NO_BYTES,
     Announced,
     DelayedRequest,
@@ -51,9 +36,24 @@ from kvstore_server.rounds import (
     Terms,
     Waits,
 )
-from kvstore_server.rows import PACKED_ROWS, read_payload
-from kvstore_server.shard import Leases, Shard
-from kvstore_server.table import ALL, RankCommit, RowPart, Table
+from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
+from kvstore_server.errors import (
+    ConfigurationError,
+    KVStoreError,
+    PlanMismatchError,
+    ProtocolError,
+    ShapeMismatchError,
+    describe,
+)
+from kvstore_server.log_limit import SLOW_AFTER, SlowReports
+from kvstore_server.memo import BoundedCache
+from kvstore_server.optimizer import Optimizer
+from kvstore_server.plan import SIZES, Plan, TensorSpec, check_name, check_same, check_specs, make_plan
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
+from kvstore_server.protocol.rows import PACKED_ROWS, read_payload
+from kvstore_server.shard.reduction import NO_KEYS, RankContribution, Run, part_of
+from kvstore_server.shard.shard import Leases, Shard
 from kvstore_server.tracing import Recording
 
 _log = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolErro
 from kvstore_server.memo import BoundedCache
 from kvstore_server.plan import SIZES
 from kvstore_server.protocol import messages as m
-from kvstore_server.rows import CompressedPayload, same_payload
+from kvstore_server.protocol.rows import CompressedPayload, same_payload
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
+from kvstore_server.engine.membership import ERROR_LENGTH, Membership, RankSession
 from kvstore_server.errors import ProtocolError
-from kvstore_server.membership import ERROR_LENGTH, Membership, RankSession
 from kvstore_server.protocol.frames import unpack_control
 
 FRESH = 0.2

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from kvstore_server.codec import compute_dtype, torch_dtype
+from kvstore_server.engine.agreed import effective_hypers
+from kvstore_server.engine.rounds import Mode
 from kvstore_server.errors import KVStoreError
-from kvstore_server.hyper import effective_hypers
 from kvstore_server.optimizer import Optimizer, create_from_spec
 from kvstore_server.plan import ITEM_SIZE, SIZES, Plan, TensorSpec, make_plan
 from kvstore_server.protocol.frames import pack_control, unpack_control
-from kvstore_server.reduction import RankContribution
-from kvstore_server.rounds import Mode
-from kvstore_server.shard import Shard
+from kvstore_server.shard.reduction import RankContribution
+from kvstore_server.shard.shard import Shard
 
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
 """Bytes that one of them occupies, roughly, beside what the tables hold."""

@@ -1,0 +1,1 @@
+"""The engine: jobs, their members, rounds and tables. Pure logic; `server` gives it messages and the time."""
