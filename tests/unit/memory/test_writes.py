@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from kvtrainer import Trainer, amp, kvstore
 from kvtrainer.errors import WeightsWrittenError
-from kvtrainer.memory.arena import EVERY, TURNS, WHOLE
+from kvtrainer.memory.write_watch import EVERY, TURNS, WHOLE
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.saved_training import same, weights
 
