@@ -35,3 +35,7 @@ class StepResult:
     """Learning rate of the first parameter group in this step, before `lr_mult`; None of an optimizer without one."""
     updated: bool = True
     """False if the step was skipped, while gradients are still being accumulated, and where there was no gradient."""
+
+
+Arenas = Mapping[str, Tensor]
+"""Dtype → flat tensor."""

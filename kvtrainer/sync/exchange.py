@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
-import os
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +17,9 @@ from torch import Tensor
 
 from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
-from kvstore_server.plan import ALIGNMENT, LONG, PAGE, Plan, Slice, row_numel
+from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
-from kvstore_server.transport.arena import SharedArena as Memory
-from kvstore_server.transport.pages import put_pages
 from kvtrainer.comm.client import Client
 from kvtrainer.comm.contribution import Contribution, Source
 from kvtrainer.comm.host_sum import HostSum
@@ -38,20 +31,14 @@ from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.progress import announced
-from kvtrainer.types import NO_TARGETS
+from kvtrainer.sync.staging import SideStream, Staging
+from kvtrainer.types import NO_TARGETS, Arenas
 
 _log = logging.getLogger(__name__)
 
 TABLE = "parameters"
-Arenas = Mapping[str, Tensor]
-"""Dtype → flat tensor."""
-BufferOverrides = Sequence[tuple[int, Tensor]]
-"""(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
-_NO_OVERRIDES: Mapping[str, BufferOverrides] = MappingProxyType({})
 _LEAST_BORROWED = 128 << 10
 """Bytes of a gradient from which on it is given as it lies: to name one of fewer takes longer than to copy it."""
-_READ_ONLY = 8
-"""Of memory that is pinned: the device, as this process, must not write to it."""
 
 
 def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
@@ -653,221 +640,3 @@ class PluginExchange(Exchange):
     def _pieces(self, arenas: Mapping[str, Tensor]) -> Sequence[Tensor]:
         rows = zip(self._plan.specs, self._plan.key_offsets, strict=True)
         return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
-
-
-class SideStream:
-    """Makes copies between a CUDA device and the host on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def place(self, flat: Tensor) -> Tensor:
-        """Make a place on the host for a tensor of the device.
-
-        It is pinned; where there is no such memory, a warning says that it is not, and copies to it block.
-        """
-        try:
-            return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
-        except RuntimeError as error:
-            self._say_why(error)
-            return torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
-
-    def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
-        """Pin memory that others share, so that the device copies without the CPU; returns what ends that.
-
-        The memory stays as long as anybody has what is returned: the device would go on to write where it was, whatever
-        is mapped there then. Where memory cannot be pinned, a warning says so.
-        """
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address, flags, process = memory.data_ptr(), _READ_ONLY if is_read_only else 0, os.getpid()
-        with torch.cuda.device(self._device):
-            code = runtime.cudaHostRegister(address, memory.nbytes, flags)
-        if int(code):
-            self._say_why(code)
-            with suppress(RuntimeError):  # the runtime keeps the error for whoever asks next
-                torch.zeros(1, device=self._device)
-            return _pinned_nothing
-
-        def unpin() -> None:
-            if os.getpid() == process:  # a forked one has no device
-                self.wait()
-                runtime.cudaHostUnregister(memory.data_ptr())
-
-        return unpin
-
-    def _say_why(self, error: object) -> None:
-        _log.warning(
-            "copies between %s and the host are slower, without pinned memory: %s", self._device, error
-        )
-
-    def after_current(self) -> None:
-        """Have copies that come wait for all that is queued on the current stream."""
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy."""
-        with torch.cuda.stream(self._side):
-            target.copy_(source, non_blocking=True)
-        # The allocator must not give its memory away before the copy is made.
-        (target if target.is_cuda else source).record_stream(self._side)
-
-    def before_current(self) -> None:
-        """Have what will be queued on the current stream wait for all copies so far."""
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
-
-    def wait(self) -> None:
-        """Block until all copies are made."""
-        self._side.synchronize()
-
-
-def _pinned_nothing() -> None:
-    """End what never began."""
-
-
-class Staging:
-    """Copies flat tensors of a CUDA device to places on the host and back. They go to servers through these.
-
-    Places are pinned, made once, and copied to and from on a stream beside the current one. Memory that servers of this
-    host share is one, too. The host waits where it is going to read what was copied; for what comes back the device
-    alone waits. So that nothing is read too early or written too soon, each way begins when all that was queued on the
-    current stream is done:
-
-        down    gradients are final → copied → the host waits, and then reads its places
-        up      nobody reads the old weights any more → copied → what is queued from now on finds the new ones
-
-    A place, and a server's memory, is written only after the next `down` or `places`, which come, on the one stream,
-    behind the last `up` from there: servers write new weights when all workers have given gradients.
-    """
-
-    def __init__(self, stream: SideStream) -> None:
-        self._stream = stream
-        self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """Address, size and dtype of a tensor → its place."""
-        self._seen: dict[str, list[tuple[int, Tensor]]] = {}
-        """By dtype, the parts of the weights that the device reads in servers' memory."""
-        self._changes = 0
-        self._views: dict[int, _View] = {}
-        """By identity of a server's memory."""
-        self._pins: dict[int, Callable[[], None]] = {}
-        """Address of pinned memory → what ends that."""
-        self._process = os.getpid()
-        weakref.finalize(self, _call_all, self._pins).atexit = False
-
-    def see(self, weights: SeenWeights) -> None:
-        """Have the device read weights where servers have them. Raises OSError if their memory cannot be mapped."""
-        if weights.changes == self._changes:
-            return
-        stretches = weights.stretches()
-        views: dict[int, _View] = {}
-        for one in stretches:
-            own = [other for other in stretches if other.memory is one.memory]
-            first = min([other.begin for other in own]) // PAGE * PAGE
-            end = max([other.end for other in own])
-            if id(one.memory) not in views:
-                views[id(one.memory)] = self._view_of(one.memory, first, end)
-        kept = {view.numbers.data_ptr() for view in views.values()}
-        for former in self._views.values():
-            if former.numbers.data_ptr() not in kept:
-                self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
-        self._views, self._changes, self._seen = views, weights.changes, {}
-        for one in stretches:
-            view = views[id(one.memory)]
-            numbers = view.numbers[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
-            self._seen.setdefault(one.dtype, []).append((one.offset, numbers))
-
-    def _view_of(self, memory: Memory, first: int, end: int) -> _View:
-        """Map a part of a server's memory, and pin it.
-
-        It is shared and read-only: to pin a private mapping makes its pages this process's own.
-        """
-        former = self._views.get(id(memory))
-        if former is not None and former.first <= first and end <= former.first + former.numbers.numel():
-            return former
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        numbers = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
-        put_pages(numbers.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
-        self.pin(numbers, is_read_only=True)
-        return _View(memory, first, numbers)
-
-    def wait(self) -> None:
-        """Block until the device has read what came back last."""
-        self._stream.wait()
-
-    def places(self, arenas: Arenas) -> Arenas:
-        """Return the places of tensors once nobody reads there; the same tensor has the same place every time."""
-        self._stream.wait()
-        return {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
-
-    @torch.no_grad()
-    def down(self, arenas: Arenas, overrides: Mapping[str, BufferOverrides] = _NO_OVERRIDES) -> Arenas:
-        """Copy tensors to their places, which are returned, and wait for that.
-
-        Args:
-            overrides: By dtype, the parts that go to other places.
-        """
-        places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
-        self._stream.after_current()
-        for dtype, flat in arenas.items():
-            for part, place in _cut(flat, places[dtype], overrides.get(dtype, ())):
-                self._stream.copy(place, part)
-        self._stream.wait()
-        return places
-
-    @torch.no_grad()
-    def up(self, arenas: Arenas, places: Arenas) -> None:
-        """Copy what is in places back; the device waits for it before it computes what is queued from now on."""
-        self._stream.after_current()
-        for dtype, flat in arenas.items():
-            for part, place in _cut(flat, places[dtype], self._seen.get(dtype, ())):
-                self._stream.copy(part, place)
-        self._stream.before_current()
-
-    def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
-        """Have the device copy to and from memory that servers share by itself."""
-        if memory.numel() and memory.data_ptr() not in self._pins:
-            self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
-
-    def close(self) -> None:
-        """Wait for all copies, and leave the memory of servers to them; nothing in a forked process."""
-        if os.getpid() != self._process:
-            return
-        try:
-            self._stream.wait()
-        finally:
-            _call_all(self._pins)
-            self._seen, self._views = {}, {}
-
-    def _place_of(self, flat: Tensor) -> Tensor:
-        key = flat.data_ptr(), flat.numel(), flat.dtype
-        if key not in self._places:
-            self._places[key] = self._stream.place(flat)
-        return self._places[key]
-
-
-class _View(NamedTuple):
-    """A part of a server's memory, mapped for the device to read."""
-
-    memory: Memory
-    first: int
-    """Where it begins there, in bytes; a page."""
-    numbers: Tensor
-
-
-def _call_all(left: dict[int, Callable[[], None]]) -> None:
-    """Call all, although some may raise; raises what the last of those raised."""
-    with ExitStack() as stack:
-        while left:
-            stack.callback(left.popitem()[1])
-
-
-def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a flat tensor with their places; not the padding behind those that lie elsewhere."""
-    at, line = 0, ALIGNMENT // flat.element_size()
-    for first, other in overrides:
-        if first > at:
-            yield flat[at:first], place[at:first]
-        yield flat[first : first + len(other)], other
-        at = -(-(first + len(other)) // line) * line
-    if at < len(flat):
-        yield flat[at:], place[at:]
