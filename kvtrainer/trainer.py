@@ -20,6 +20,7 @@ from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
 from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
+from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
@@ -35,7 +36,7 @@ from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.states import SavedStates, State, read_state_file, write_state_file
-from kvtrainer.step import StepPipeline, join
+from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
