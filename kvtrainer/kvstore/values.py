@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
-from kvstore_server.optimizer.rows import put_in_order
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
 from kvtrainer.comm.tables import RemoteTable
-from kvtrainer.errors import RowIdError
 from kvtrainer.kvstore.base import Key
+from kvtrainer.tensors import _is_one_set, dtype_name, is_sparse, read_ids
 
 _INT_LIMIT = 1 << 63
-_NAMED = 8
-"""Ids that a message lists."""
 
 
 class Entry:
@@ -162,12 +157,6 @@ def check_text(what: str, text: str) -> None:
         ) from None
 
 
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 → "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
     """Make the spec of a key from its first value.
 
@@ -208,46 +197,6 @@ def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
         raise ConfigurationError(
             f"kvstore 'nccl' takes CUDA tensors only, but {what} are on {', '.join(others)}; use 'device'"
         )
-
-
-def is_sparse(value: Tensor) -> bool:
-    """Tell whether a value has only some of the elements, in whatever layout."""
-    return value.layout is not torch.strided
-
-
-def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `flat_ids`."""
-    return put_in_order(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
-
-
-def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
-    """Read ids of rows, int64, flat, on the CPU, as they come; returns also the shape in which they came.
-
-    Any tensor, array or list of whole numbers will do.
-
-    Raises:
-        ConfigurationError: these are no whole numbers.
-        RowIdError: the key has no such rows; names them.
-    """
-    try:
-        given = torch.as_tensor(
-            np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids, device="cpu"
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
-    flat = given.detach().reshape(-1)
-    is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
-    if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
-        raise ConfigurationError(
-            f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
-            f"{flat[:_NAMED].tolist()}"
-        )
-    ids = flat.to(torch.int64).numpy()
-    if len(ids) and ids.view(np.uint64).max() >= num_rows:  # as such a number one below zero is a huge one
-        wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
-        named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
-        raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
-    return torch.from_numpy(ids), given.shape
 
 
 def read_row_pulls(
@@ -347,13 +296,6 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
         elif one.shape != entry.spec.shape:
             raise mismatch(entry.spec, one)
     return outs
-
-
-def _is_one_set(row_ids: Any) -> bool:
-    """Tell one set of ids from a list of several."""
-    if isinstance(row_ids, list | tuple):
-        return all(isinstance(one, int | float | np.number) for one in row_ids)
-    return True
 
 
 def _for_each(keys: Sequence[Key], given: Any, what: str) -> list[Any]:

@@ -54,7 +54,6 @@ from kvtrainer.kvstore.values import (
     check_on_cuda,
     check_out,
     flat_view,
-    is_sparse,
     mismatch,
     read_row_pulls,
     read_values,
@@ -75,6 +74,7 @@ from kvtrainer.states import (
     saved_problems,
     write_state_file,
 )
+from kvtrainer.tensors import is_sparse
 from kvtrainer.uncompiled import uncompiled
 
 WORKERS, SERVERS = 4, 2

@@ -20,8 +20,8 @@ from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer.rows import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
 from kvtrainer.errors import ConfigurationError, RowSparseError
-from kvtrainer.kvstore.values import flat_ids, read_ids
 from kvtrainer.parallel.replicas import COPIES
+from kvtrainer.tensors import flat_ids, read_ids
 from kvtrainer.types import Group
 from kvtrainer.uncompiled import uncompiled
 

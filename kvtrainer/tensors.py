@@ -1,0 +1,70 @@
+"""Reading ids, dtypes and layouts of tensors that users give."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import ConfigurationError
+from kvstore_server.optimizer.rows import put_in_order
+from kvtrainer.errors import RowIdError
+
+_NAMED = 8
+"""Ids that a message lists."""
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 → "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_sparse(value: Tensor) -> bool:
+    """Tell whether a value has only some of the elements, in whatever layout."""
+    return value.layout is not torch.strided
+
+
+def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
+    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `flat_ids`."""
+    return put_in_order(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
+
+
+def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
+    """Read ids of rows, int64, flat, on the CPU, as they come; returns also the shape in which they came.
+
+    Any tensor, array or list of whole numbers will do.
+
+    Raises:
+        ConfigurationError: these are no whole numbers.
+        RowIdError: the key has no such rows; names them.
+    """
+    try:
+        given = torch.as_tensor(
+            np.asarray(row_ids) if isinstance(row_ids, list | tuple) else row_ids, device="cpu"
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"row_ids of key {key!r} must be whole numbers: {error}") from None
+    flat = given.detach().reshape(-1)
+    is_whole = not flat.dtype.is_floating_point or bool((flat == flat.to(torch.int64)).all())
+    if flat.dtype in (torch.bool, torch.complex64, torch.complex128) or not is_whole:
+        raise ConfigurationError(
+            f"row_ids of key {key!r} must be whole numbers, got {flat.dtype}{list(given.shape)}: "
+            f"{flat[:_NAMED].tolist()}"
+        )
+    ids = flat.to(torch.int64).numpy()
+    if len(ids) and ids.view(np.uint64).max() >= num_rows:  # as such a number one below zero is a huge one
+        wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
+        named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
+        raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
+    return torch.from_numpy(ids), given.shape
+
+
+def _is_one_set(row_ids: Any) -> bool:
+    """Tell one set of ids from a list of several."""
+    if isinstance(row_ids, list | tuple):
+        return all(isinstance(one, int | float | np.number) for one in row_ids)
+    return True
