@@ -134,7 +134,7 @@ def find_topology(
     connect_timeout: float | None,
     dead_after: float | None,
 ) -> env.Topology:
-    """Play the role of this process, as `kvtrainer.env.find_topology` says; return the topology of a worker."""
+    """Play the role of this process, as `kvtrainer.topology.find_topology` says; return the topology of a worker."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:

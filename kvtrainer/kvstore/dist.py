@@ -54,7 +54,7 @@ class DistKVStore(TableKVStore):
     Args:
         type: The name under which it was created.
         rank, num_workers, servers: The topology; read from the environment when absent, see
-            `kvtrainer.env.find_topology`.
+            `kvtrainer.topology.find_topology`.
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 60).

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kvstore_server import check
 from kvstore_server.codec import Codec, OneBit, make_codec
 from kvtrainer.comm.rank_group import RankGroup, current_group
-from kvtrainer.env import serve_role, workers_of_job
+from kvtrainer.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
@@ -32,6 +32,7 @@ from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.values import check_on_cuda
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.parallel.replicas import AUTO, LISTS, ReplicaPolicy, is_left_fold, make_reducer
+from kvtrainer.topology import serve_role
 
 _log = logging.getLogger(__name__)
 
