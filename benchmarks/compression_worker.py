@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.tables import Compressor
 
 KEYS = 8
 WARM_UP = 2

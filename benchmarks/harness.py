@@ -27,8 +27,8 @@ from typing import Any
 
 import usage
 
-from kvtrainer.launcher.guardian import end_with_parent
-from kvtrainer.launcher.processes import inherited
+from kvtrainer.jobs.guardian import end_with_parent
+from kvtrainer.jobs.processes import inherited
 
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
@@ -69,7 +69,7 @@ def run_kvtrainer_job(
     The job runs on the packages in the folder `checkout`, by default in that of this file.
     """
     folder = os.path.abspath(checkout or FOLDER)
-    launch = [sys.executable, "-m", "kvtrainer.launch", "-n", str(workers), "-s", str(servers), "--"]
+    launch = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", str(workers), "-s", str(servers), "--"]
     common = {**(environ or {}), "PYTHONPATH": folder}
     with Processes() as job:
         job.start([*launch, *command, "--out", str(job.out)], common, folder)

@@ -25,7 +25,7 @@ from steps import Gradients, Work
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.tables import Compressor
 
 HERE = Path(__file__).resolve().parent
 BEFORE = "before"

@@ -128,7 +128,7 @@ def _watch(work: Work, options: argparse.Namespace) -> Found:
         JobError: the job has ended, or makes no steps.
     """
     where = f"127.0.0.1:{harness.free_port()}"
-    jobs = [sys.executable, "-m", "kvtrainer.launch", "-n", "2", "-s", "2"]
+    jobs = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", "2", "-s", "2"]
     launch = [*jobs, "--dashboard", where, "--"]
     worker = [
         sys.executable,

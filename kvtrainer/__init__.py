@@ -28,10 +28,10 @@ if TYPE_CHECKING:
         utils,
     )
     from kvtrainer import kvstore as kv
-    from kvtrainer.cluster import local_cluster
+    from kvtrainer.jobs.cluster import local_cluster
     from kvtrainer.memory.row_sparse import RowSparseParameter
+    from kvtrainer.options.paramwise import Rule
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
-    from kvtrainer.paramwise import Rule
     from kvtrainer.schedules import ParamSchedule
     from kvtrainer.strategy import Strategy
     from kvtrainer.trainer import Trainer
@@ -72,12 +72,12 @@ _CLASSES = {
     "DataParallel": "parallel",
     "ParamSchedule": "schedules",
     "RowSparseParameter": "memory.row_sparse",
-    "Rule": "paramwise",
+    "Rule": "options.paramwise",
     "Strategy": "strategy",
     "Trainer": "trainer",
     "TrainerDict": "trainer_dict",
     "build_data_parallel_model": "parallel",
-    "local_cluster": "cluster",
+    "local_cluster": "jobs.cluster",
 }
 """Class or function → its module."""
 _MODULES = {"kv": "kvstore"}

@@ -2,6 +2,6 @@
 
 import sys
 
-from kvtrainer.launch import main
+from kvtrainer.jobs.kvlaunch import main
 
 sys.exit(main())

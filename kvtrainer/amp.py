@@ -25,11 +25,11 @@ import torch.optim
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
-from kvtrainer.scaling import LossScaler, refuse_second_scaler, scaler_of, unscale
+from kvtrainer.options.loss_scaler import LossScaler, refuse_second_scaler, scaler_of, unscale
 from kvtrainer.trainer import Trainer
 from kvtrainer.types import StepResult
-from kvtrainer.uncompiled import uncompiled
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]
 

@@ -30,7 +30,7 @@ from kvtrainer.errors import (
     FailedImportWarning,
     UnknownNameError,
 )
-from kvtrainer.paramwise import (
+from kvtrainer.options.paramwise import (
     CFG_KEYS,
     ParamGroups,
     ParamReport,
@@ -347,7 +347,7 @@ class DefaultOptimizerConstructor:
 
     Args:
         optimizer_cfg: "type" and the options of an optimizer of torch's kind.
-        paramwise_cfg: As `kvtrainer.paramwise.apply_paramwise` takes it.
+        paramwise_cfg: As `kvtrainer.options.paramwise.apply_paramwise` takes it.
 
     Raises:
         ArgumentTypeError: `optimizer_cfg`, `paramwise_cfg` or its custom_keys is no dict.

@@ -12,7 +12,7 @@ from torch.nn import GroupNorm
 from kvstore_server import check
 from kvtrainer.config import joined
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.paramwise import ModuleParameter, Rule
+from kvtrainer.options.paramwise import ModuleParameter, Rule
 from kvtrainer.schedules.config import SOLVER, detectron_schedule
 
 _log = logging.getLogger(__name__)

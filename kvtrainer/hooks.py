@@ -21,16 +21,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
-from kvtrainer.comm.rank_group import Buckets
 from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
+from kvtrainer.options.loss_scaler import make_precision, unscale
+from kvtrainer.options.stages import make_limits
 from kvtrainer.parallel import DataParallel
 from kvtrainer.precision import copy_grads_to_fp32, copy_params_to_fp16
-from kvtrainer.scaling import make_precision, unscale
+from kvtrainer.ranks.process_group import Buckets
 from kvtrainer.schedules.config import WARMUP_OF_MOMENTUM, is_stepwise
 from kvtrainer.schedules.formulas import Formula, check_options, make_policy
 from kvtrainer.schedules.param_schedule import GroupValue, ScheduleSpec, Warmup
-from kvtrainer.stages import make_limits
 from kvtrainer.types import StepResult
 
 _log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, is_composed, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
+from kvtrainer.common.progress import announced, tracked
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.file_io import replacing, write_tensors
-from kvtrainer.progress import announced, tracked
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor, plain value, or a

@@ -39,10 +39,10 @@ from kvtrainer.group_edits import read_edited
 from kvtrainer.groups import ParameterGroups
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
+from kvtrainer.options.loss_scaler import LossScaler
+from kvtrainer.options.stages import Accumulation, GradientCheck, GradientLimits, StageOptions
 from kvtrainer.parallel.batch import ReplicaLosses
-from kvtrainer.scaling import LossScaler
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stages import Accumulation, GradientCheck, GradientLimits, StageOptions
 from kvtrainer.sync.binding import Binding
 from kvtrainer.types import NO_TARGETS, StepResult
 

@@ -18,29 +18,29 @@ from torch import Tensor
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, spec_for_store
 from kvstore_server.optimizer.torch_family import TorchOptimizer
+from kvtrainer.client.profiler import Profiler
+from kvtrainer.common.thread_guard import exclusive
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
 from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
 from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
-from kvtrainer.one_thread import exclusive
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.optimizer_states import OptimizerStates, StateView
+from kvtrainer.options.loss_scaler import LossScaler, plain_scaling, scaler_of
+from kvtrainer.options.paramwise import ParamReport, apply_paramwise, rows_of
+from kvtrainer.options.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.parallel.replicas import COPIES, devices_of, policy_of, spread
-from kvtrainer.paramwise import ParamReport, apply_paramwise, rows_of
-from kvtrainer.profiler import Profiler
 from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
-from kvtrainer.scaling import LossScaler, plain_scaling, scaler_of
 from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.states import SavedStates, State, read_state_file, write_state_file
 from kvtrainer.step import StepPipeline
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.select import select_store
 from kvtrainer.types import Group, StepResult
-from kvtrainer.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 _SAVED = "they are saved as they are"

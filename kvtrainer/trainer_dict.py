@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -15,7 +16,6 @@ from kvtrainer.errors import (
 )
 from kvtrainer.trainer import Trainer
 from kvtrainer.types import Group
-from kvtrainer.uncompiled import uncompiled
 
 
 @uncompiled

@@ -86,8 +86,8 @@ def sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A busy machine answers late, and what a worker sends again is counted again.
     """
-    from kvtrainer import env
-    from kvtrainer.comm import session
+    from kvtrainer.client import session
+    from kvtrainer.common import env
 
     monkeypatch.setattr(session, "REPEAT_AFTER", 60.0)
     monkeypatch.setenv(env.DEAD_AFTER, "240")

@@ -119,7 +119,13 @@ def skorch() -> None:
 
 def examples() -> None:
     said = run(
-        sys.executable, "-m", "kvtrainer.launch", "-n", "1", sys.executable, ROOT / "examples/digits.py"
+        sys.executable,
+        "-m",
+        "kvtrainer.jobs.kvlaunch",
+        "-n",
+        "1",
+        sys.executable,
+        ROOT / "examples/digits.py",
     )
     assert "all checks passed" in said
 

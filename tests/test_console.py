@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.launcher.job import parse_hosts
+from kvtrainer.jobs.job import parse_hosts
 from tests.support.limits import JOB_LIMIT, LIMIT
 from tests.support.pages import Block, blocks_of, commands_of, link_checkout, shell
 from tests.support.processes import held_port

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvstore_server.cli import build_parser
-from kvtrainer import launch
-from kvtrainer.env import Topology, read_topology
+from kvtrainer.common.env import Topology, read_topology
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.jobs import kvlaunch
 from tests.support.limits import LIMIT
 
 DEPLOY = Path(__file__).parent.parent / "examples" / "deploy"
@@ -210,5 +210,5 @@ def test_the_image_runs_a_job_as_an_ordinary_user_with_what_make_wheel_builds() 
     assert ["COPY", "kvtrainer-*.whl /tmp/"] in steps
     [command] = [eval(rest, {}) for step, rest in steps if step == "CMD"]
     program, *arguments = command
-    options, worker = launch._parse(arguments)
+    options, worker = kvlaunch._parse(arguments)
     assert (program, options.workers, options.servers, worker) == ("kvlaunch", 2, 2, ["python", "train.py"])

@@ -22,8 +22,9 @@ from kvstore_server.engine.memory import footprint
 from kvstore_server.engine.rounds import SYNCHRONOUS
 from kvstore_server.plan import SIZES, TensorSpec, make_plan
 from kvstore_server.server import Server
-from kvtrainer import errors, launch
-from kvtrainer.comm.connection import Connection
+from kvtrainer import errors
+from kvtrainer.client.connection import Connection
+from kvtrainer.jobs import kvlaunch
 from kvtrainer.optimizer import create
 from kvtrainer.watch import top
 from kvtrainer.watch.top import metrics
@@ -39,7 +40,7 @@ DOCS = ROOT / "docs"
 SITE = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 PARSERS = {
-    "kvlaunch": launch._make_parser,
+    "kvlaunch": kvlaunch._make_parser,
     "kvstore-server": partial(cli.build_parser, {}),
     "kvtop": top._make_parser,
 }

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtrainer.cluster import FollowedProcesses, start_servers
-from kvtrainer.env import Topology, tcp_address
+from kvtrainer.common.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
 from kvtrainer.integrations import needing
-from kvtrainer.launcher.job import JobTimeouts
-from kvtrainer.launcher.processes import server_command
+from kvtrainer.jobs.cluster import FollowedProcesses, start_servers
+from kvtrainer.jobs.job import JobTimeouts
+from kvtrainer.jobs.processes import server_command
 
 with needing("ray"):
     import ray

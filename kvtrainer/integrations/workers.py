@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from kvtrainer.amp import GradScaler
+from kvtrainer.common.env import host_towards, local_rank, name_host, read_servers
 from kvtrainer.config import wrapper_arguments
-from kvtrainer.env import host_towards, local_rank, name_host, read_servers
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import create
 from kvtrainer.kvstore.base import KVStoreBase

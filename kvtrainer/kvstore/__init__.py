@@ -12,6 +12,7 @@ import inspect
 from typing import Any, Literal, overload
 
 from kvstore_server.errors import ConfigurationError
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.kvstore.base import CAPABILITIES as CAPABILITIES
 from kvtrainer.kvstore.base import KVStoreBase as KVStoreBase
 from kvtrainer.kvstore.base import capabilities as capabilities
@@ -20,7 +21,6 @@ from kvtrainer.kvstore.base import register as register
 from kvtrainer.kvstore.device import DeviceKVStore as DeviceKVStore
 from kvtrainer.kvstore.device import LocalKVStore as LocalKVStore
 from kvtrainer.kvstore.dist import DistKVStore as DistKVStore
-from kvtrainer.uncompiled import uncompiled
 
 LocalName = Literal["local", "local_update_cpu", "local_allreduce_cpu"]
 DeviceName = Literal["device", "local_allreduce_device", "nccl"]

@@ -13,9 +13,9 @@ import torch
 
 from kvstore_server.errors import describe
 from kvstore_server.protocol.frames import MAX_PAYLOAD
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.rank_group import RankGroup
+from kvtrainer.client.client import Client
 from kvtrainer.errors import RoundAbortedError
+from kvtrainer.ranks.process_group import RankGroup
 
 _HEAD = 8
 """Bytes before a message that say how long it is."""

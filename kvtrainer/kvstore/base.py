@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_mean
-from kvtrainer.uncompiled import uncompiled
+from kvtrainer.common.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 

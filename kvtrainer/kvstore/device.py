@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.comm.client import LocalEngine
-from kvtrainer.comm.rank_group import Buckets, current_group
+from kvtrainer.client.client import LocalEngine
+from kvtrainer.common.thread_guard import exclusive
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, DEVICE_NAMES, LOCAL_NAMES, NCCL, register
 from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.one_thread import exclusive
 from kvtrainer.parallel.replicas import check_reducer, is_left_fold
-from kvtrainer.uncompiled import uncompiled
+from kvtrainer.ranks.process_group import Buckets, current_group
 
 
 @register(*LOCAL_NAMES)

@@ -16,16 +16,16 @@ from kvstore_server import check
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
 from kvstore_server.optimizer.base import capability
-from kvtrainer import env
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client
+from kvtrainer.client.connection import Connection
+from kvtrainer.client.session import SessionOptions
+from kvtrainer.common import env
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore.agreement import Agreement, OverServers
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
 from kvtrainer.kvstore.verbs import TableKVStore
-from kvtrainer.uncompiled import uncompiled
 
 STALENESS = "KVSTORE_STALENESS"
 """The environment variable with the default of `staleness`."""
@@ -54,7 +54,7 @@ class DistKVStore(TableKVStore):
     Args:
         type: The name under which it was created.
         rank, num_workers, servers: The topology; read from the environment when absent, see
-            `kvtrainer.topology.find_topology`.
+            `kvtrainer.jobs.topology.find_topology`.
         timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
         connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 60).

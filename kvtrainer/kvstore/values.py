@@ -11,9 +11,9 @@ from torch import Tensor
 from kvstore_server.codec import torch_dtype
 from kvstore_server.errors import ConfigurationError, KeyNotFoundError, ShapeMismatchError
 from kvstore_server.plan import ITEM_SIZE, TensorSpec
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.tables import RemoteTable
+from kvtrainer.common.tensors import _is_one_set, dtype_name, is_sparse, read_ids
 from kvtrainer.kvstore.base import Key
-from kvtrainer.tensors import _is_one_set, dtype_name, is_sparse, read_ids
 
 _INT_LIMIT = 1 << 63
 

@@ -28,15 +28,10 @@ from kvstore_server.errors import (
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import INTEGERS, Slice, TensorSpec
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.comm.client import Client, LocalEngine
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.comm.round import Round
-from kvtrainer.comm.tables import Compressor, RemoteTable
-from kvtrainer.errors import SparsePullWarning, StateMismatchError
-from kvtrainer.kvstore.agreement import Agreement, OverRanks
-from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
-from kvtrainer.kvstore.replicas import (
+from kvtrainer.client.client import Client, LocalEngine
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.profiler import Profiler
+from kvtrainer.client.replica_sums import (
     ReplicaCompressor,
     dense_sum,
     densified,
@@ -44,6 +39,14 @@ from kvtrainer.kvstore.replicas import (
     merge_rows,
     sum_rows,
 )
+from kvtrainer.client.server_request import Round
+from kvtrainer.client.tables import Compressor, RemoteTable
+from kvtrainer.common.tensors import is_sparse
+from kvtrainer.common.thread_guard import exclusive
+from kvtrainer.common.uncompiled import uncompiled
+from kvtrainer.errors import SparsePullWarning, StateMismatchError
+from kvtrainer.kvstore.agreement import Agreement, OverRanks
+from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.values import (
     Entry,
     RowPull,
@@ -61,10 +64,9 @@ from kvtrainer.kvstore.values import (
     targets_of,
     write_rows,
 )
-from kvtrainer.one_thread import exclusive
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
-from kvtrainer.profiler import Profiler
+from kvtrainer.ranks.process_group import RankGroup
 from kvtrainer.states import (
     SavedParameter,
     SavedStates,
@@ -74,8 +76,6 @@ from kvtrainer.states import (
     saved_problems,
     write_state_file,
 )
-from kvtrainer.tensors import is_sparse
-from kvtrainer.uncompiled import uncompiled
 
 WORKERS, SERVERS = 4, 2
 """Groups of processes, as `num_dead_nodes` takes them."""

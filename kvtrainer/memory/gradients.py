@@ -24,8 +24,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.uncompiled import uncompiled
 
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""

@@ -22,6 +22,7 @@ from kvstore_server.codec import compute_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import Plan, TensorSpec, make_plan, row_numel
 from kvstore_server.protocol.rows import RowSet
+from kvtrainer.client.replica_sums import ReplicaCompressor, sum_rows
 from kvtrainer.errors import (
     ROW_MAJOR,
     ConfigurationError,
@@ -30,7 +31,6 @@ from kvtrainer.errors import (
     StaleGradientError,
     level_of_user,
 )
-from kvtrainer.kvstore.replicas import ReplicaCompressor, sum_rows
 from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
 from kvtrainer.memory.gradients import GradientTracker, lazy_among
 from kvtrainer.memory.row_sparse import RowTables

@@ -19,11 +19,11 @@ from kvstore_server import check
 from kvstore_server.errors import did_you_mean
 from kvstore_server.optimizer.rows import Ordered, put_in_order
 from kvstore_server.plan import ITEM_SIZE
+from kvtrainer.common.tensors import flat_ids, read_ids
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError, RowSparseError
 from kvtrainer.parallel.replicas import COPIES
-from kvtrainer.tensors import flat_ids, read_ids
 from kvtrainer.types import Group
-from kvtrainer.uncompiled import uncompiled
 
 Source: TypeAlias = Callable[[int, int], Tensor]
 """(first element, number of elements) → these of some values, flat, on the CPU."""

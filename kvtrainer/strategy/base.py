@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
 from kvtrainer.kvstore.agreement import Agreement
@@ -28,7 +29,6 @@ from kvtrainer.strategy.checkpoint import find_last, pair_schedules
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, LoadReport, ReviseKeys
 from kvtrainer.trainer import Trainer
 from kvtrainer.trainer_dict import TrainerDict
-from kvtrainer.uncompiled import uncompiled
 
 Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]

@@ -32,7 +32,7 @@ from kvtrainer.errors import (
     file_error,
 )
 from kvtrainer.file_io import replacing
-from kvtrainer.scaling import check_scaler_state
+from kvtrainer.options.loss_scaler import check_scaler_state
 from kvtrainer.states import checksum, rebuilt
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer import Trainer

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from kvstore_server import __version__, check
-from kvtrainer.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
+from kvtrainer.common.env import NUM_WORKERS, RANK, SOURCES, local_rank, read_place
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _SIGNS = (
     ("slurm", ("SLURM_NTASKS",)),
     ("mpi", ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
 )
-"""Launchers and the variables that they set, in the order in which kvtrainer.env takes ranks from them."""
+"""Launchers and the variables that they set, in the order in which kvtrainer.common.env takes ranks from them."""
 LAUNCHERS = (NONE, *(name for name, _ in _SIGNS))
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

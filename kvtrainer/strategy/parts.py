@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
-from kvtrainer import paramwise
 from kvtrainer.config import read_wrapper
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.base import KVStoreBase
+from kvtrainer.options import paramwise
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
 from kvtrainer.trainer import Trainer

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import __version__, check
+from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import CheckpointKeyError, ConfigurationError, StateMismatchError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
@@ -23,7 +24,6 @@ from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer_dict import check_names
-from kvtrainer.uncompiled import uncompiled
 
 Steps = list[Callable[[], None]]
 """Calls that take a part of a checkpoint over, once all of it is known to fit."""

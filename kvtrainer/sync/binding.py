@@ -16,23 +16,24 @@ from kvstore_server.engine.agreed import pack_hypers
 from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.host_sum import HostSum, open_host_sum
-from kvtrainer.comm.mapped import MappedWeights, OwnWeights
-from kvtrainer.comm.rank_group import Buckets, RankGroup, current_group
-from kvtrainer.comm.row_pulls import TableRows
-from kvtrainer.comm.session import Report
+from kvtrainer.client.client import Client
+from kvtrainer.client.profiler import Profiler
+from kvtrainer.client.replica_sums import ReplicaCompressor
+from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.session import Report
+from kvtrainer.client.shared_weights import MappedWeights, OwnWeights
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.device import DeviceKVStore
 from kvtrainer.kvstore.dist import DistKVStore
-from kvtrainer.kvstore.replicas import ReplicaCompressor
 from kvtrainer.kvstore.verbs import TableKVStore, agreement_of
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.profiler import Profiler
-from kvtrainer.stages import GradientLimits
+from kvtrainer.options.stages import GradientLimits
+from kvtrainer.ranks.host_reduce import HostSum, open_host_sum
+from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
+from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
@@ -42,7 +43,6 @@ from kvtrainer.sync.exchange import (
     RoundResult,
     StoreExchange,
 )
-from kvtrainer.sync.overlap import Overlap
 from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
 

@@ -20,17 +20,17 @@ from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.contribution import Contribution, Source
-from kvtrainer.comm.host_sum import HostSum
-from kvtrainer.comm.mapped import MappedWeights, OwnWeights, SeenWeights
-from kvtrainer.comm.row_pulls import TableRows
-from kvtrainer.comm.shared_grads import SharedGradients
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.client import Client
+from kvtrainer.client.contribution import Contribution, Source
+from kvtrainer.client.row_reads import TableRows
+from kvtrainer.client.shared_gradients import SharedGradients
+from kvtrainer.client.shared_weights import MappedWeights, OwnWeights, SeenWeights
+from kvtrainer.client.tables import Compressor
+from kvtrainer.common.progress import announced
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.progress import announced
+from kvtrainer.ranks.host_reduce import HostSum
 from kvtrainer.sync.staging import SideStream, Staging
 from kvtrainer.types import NO_TARGETS, Arenas
 

@@ -32,12 +32,12 @@ from kvstore_server.engine.agreed import AgreedOptions
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.protocol.rows import RowSet, same_bits
-from kvtrainer.comm.rank_group import Buckets, RankGroup, SumsUnderWay
-from kvtrainer.comm.rounds import EagerPushMonitor
+from kvtrainer.client.replica_sums import sum_rows
+from kvtrainer.client.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
-from kvtrainer.kvstore.replicas import sum_rows
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
+from kvtrainer.ranks.process_group import Buckets, RankGroup, SumsUnderWay
 from kvtrainer.sync.exchange import Exchange, Gradients, JoinedRound, RoundResult, keys_worth_borrowing
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from kvstore_server import check
 from kvstore_server.codec import Codec, OneBit, make_codec
-from kvtrainer.comm.rank_group import RankGroup, current_group
-from kvtrainer.env import workers_of_job
+from kvtrainer.common.env import workers_of_job
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
+from kvtrainer.jobs.topology import serve_role
 from kvtrainer.kvstore.base import (
     ASYNCHRONOUS,
     COMPRESSION,
@@ -32,7 +32,7 @@ from kvtrainer.kvstore.dist import DistKVStore
 from kvtrainer.kvstore.values import check_on_cuda
 from kvtrainer.kvstore.verbs import TableKVStore
 from kvtrainer.parallel.replicas import AUTO, LISTS, ReplicaPolicy, is_left_fold, make_reducer
-from kvtrainer.topology import serve_role
+from kvtrainer.ranks.process_group import RankGroup, current_group
 
 _log = logging.getLogger(__name__)
 

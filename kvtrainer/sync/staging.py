@@ -19,7 +19,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import ALIGNMENT, PAGE
 from kvstore_server.transport.arena import SharedArena as Memory
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.comm.mapped import SeenWeights
+from kvtrainer.client.shared_weights import SeenWeights
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.probe import look
-from kvtrainer.env import SERVERS, read_servers
+from kvtrainer.common.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
 
 WINDOW = 5.0

@@ -80,7 +80,7 @@ def train(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         asked = json.dumps({"strategy": strategy, "world": world, **paths, **question})
         starter: list[Any] = {
             "two ranks": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            WAYS[2]: ["-m", "kvtrainer.launch", "-n", "2", "-s", "2", "--", python],
+            WAYS[2]: ["-m", "kvtrainer.jobs.kvlaunch", "-n", "2", "-s", "2", "--", python],
         }.get(way, [])
         run([python, *starter, TRAINING, asked], folder)
         found = torch.load(folder / "out.pt", weights_only=True)

@@ -132,7 +132,7 @@ def run_cases(cases: Sequence[Case]) -> None:
 
 def launch(script: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script as two workers and two servers."""
-    starter = [sys.executable, "-m", "kvtrainer.launch", "-n", str(WORKERS), "-s", "2", "--"]
+    starter = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", "-n", str(WORKERS), "-s", "2", "--"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
     env = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [*starter, sys.executable, str(script), str(folder), *arguments]

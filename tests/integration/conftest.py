@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtrainer.comm.connection import Connection
-from kvtrainer.env import TRANSPORT
+from kvtrainer.client.connection import Connection
+from kvtrainer.common.env import TRANSPORT
 from tests.support.processes import Members, Process, Processes
 
 WAYS = "auto", "tcp"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kvtrainer
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.processes import Members, new_name, together

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvstore_server.probe import look
-from kvtrainer.comm import shared_grads
+from kvtrainer.client import shared_gradients
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
@@ -383,7 +383,7 @@ def test_a_worker_that_cannot_map_the_memory_copies_and_says_so(
     def refuse(*_: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(shared_grads, "put_pages", refuse)
+    monkeypatch.setattr(shared_gradients, "put_pages", refuse)
     worker = alone(jobs, members)
     worker.steps()
     assert are_born(worker) == NOT_BORN

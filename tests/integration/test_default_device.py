@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import kvtrainer
 from kvtrainer import kvstore
-from kvtrainer.comm.connection import Connection
-from kvtrainer.env import TRANSPORT
+from kvtrainer.client.connection import Connection
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.kvstore import DistKVStore
 from tests.support.jobs import Results, run_job
 from tests.support.stores import Servers

@@ -19,7 +19,7 @@ from kvstore_server.protocol import frames
 from kvstore_server.protocol import messages as m
 from kvstore_server.transport.tcp import routing_id
 from kvtrainer import Trainer
-from kvtrainer.comm import connection
+from kvtrainer.client import connection
 from kvtrainer.errors import (
     ConnectTimeoutError,
     ProtocolError,

@@ -17,7 +17,7 @@ import kvtrainer
 from kvstore_server.protocol import messages as m
 from kvstore_server.transport.channel import Channel
 from kvstore_server.transport.exports import StagingBufferRequest
-from kvtrainer.comm.connection import Connection
+from kvtrainer.client.connection import Connection
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.limits import LIMIT

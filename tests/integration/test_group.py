@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn import Embedding, Linear, Parameter
 
 from kvtrainer import Trainer, kvstore, optimizer
-from kvtrainer.comm import rank_group
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
+from kvtrainer.ranks import process_group
 from tests.support.jobs import Job, Results, begin_group, error_of, run_job
 from tests.support.limits import SOON
 from tests.support.replica_training import random_gradients, random_parameters
@@ -100,7 +100,7 @@ def weights_are_those_of_dist_sync_and_of_replicas_in_one_process(rank: int, ran
     Of replicas and ranks a half-precision sum is rounded before the update.
     """
     options, found = {"lr": 0.01, "multi_precision": True}, {}
-    kept, rank_group.BUCKET = rank_group.BUCKET, 1024
+    kept, process_group.BUCKET = process_group.BUCKET, 1024
     for name in ("device", "dist_sync"):
         w = random_parameters()
         trainer = Trainer(w, "adam", options, kvstore=name)
@@ -108,7 +108,7 @@ def weights_are_those_of_dist_sync_and_of_replicas_in_one_process(rank: int, ran
             trainer.step(8)
         found[name] = [p.detach().clone() for p in w]
         trainer.close()
-    rank_group.BUCKET = kept
+    process_group.BUCKET = kept
     copies = [random_parameters() for _ in range(ranks)]
     alone = Trainer([list(of_key) for of_key in zip(*copies, strict=True)], "adam", options, kvstore="local")
     for _ in zip(*(random_gradients(other, one) for other, one in enumerate(copies)), strict=True):

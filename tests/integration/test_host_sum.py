@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import kvtrainer
-from kvtrainer.comm import host_sum, rank_memory
-from kvtrainer.comm.host_sum import HostSum
 from kvtrainer.errors import ConfigurationError, DeadlineError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
+from kvtrainer.ranks import host_reduce, shared_memory
+from kvtrainer.ranks.host_reduce import HostSum
 from tests.support.processes import impatient
 from tests.support.stores import Servers
 
@@ -35,9 +35,9 @@ PAIRS = ("a", "a", "b", "b")
 @pytest.fixture(autouse=True)
 def far_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
-    monkeypatch.setattr(rank_memory, "PLACE", PLACE)
-    monkeypatch.setattr(rank_memory, "SMALL", SMALL)
-    monkeypatch.setattr(host_sum, "name_host", lambda: _here.host)
+    monkeypatch.setattr(shared_memory, "PLACE", PLACE)
+    monkeypatch.setattr(shared_memory, "SMALL", SMALL)
+    monkeypatch.setattr(host_reduce, "name_host", lambda: _here.host)
 
 
 _here = threading.local()
@@ -343,7 +343,7 @@ def test_servers_sum_in_memory_that_all_share_with_them(
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
     seen = []
-    monkeypatch.setattr(host_sum, "HostSum", lambda *of: seen.append(of) or HostSum(*of))
+    monkeypatch.setattr(host_reduce, "HostSum", lambda *of: seen.append(of) or HostSum(*of))
 
     def body(kv: DistKVStore, rank: int) -> list[Tensor]:
         loop = Loop(kv, rank, ("a", "a"))
@@ -364,8 +364,8 @@ def test_a_host_without_memory_goes_as_without_it_and_one_line_says_why(
             raise OSError("no memory today")
         return share(rank, peers)
 
-    share = rank_memory._share
-    monkeypatch.setattr(rank_memory, "_share", refuse)
+    share = shared_memory._share
+    monkeypatch.setattr(shared_memory, "_share", refuse)
 
     def body(kv: DistKVStore, rank: int) -> list[Tensor]:
         loop = Loop(kv, rank, PAIRS)
@@ -383,7 +383,7 @@ def test_a_host_without_memory_goes_as_without_it_and_one_line_says_why(
 def test_a_job_that_never_sums_hosts_says_so_once(jobs: Servers, caplog: pytest.LogCaptureFixture) -> None:
     def body(kv: DistKVStore, rank: int) -> None:
         loop = Loop(kv, rank, ("a", "a"))
-        for at in range(2 * host_sum._SEPARATE):
+        for at in range(2 * host_reduce._SEPARATE):
             loop.give(at)
             loop.params[rank].grad = None
             loop.trainer.step(1, ignore_stale_grad=True)
@@ -441,14 +441,14 @@ def test_one_that_loses_the_weights_on_their_way_says_that_they_may_be_torn(
         loop = Loop(kv, rank, ("a", "a"))
         plain(loop, 0)
         if rank == 0:
-            broadcast = rank_memory.RankMemory.broadcast
+            broadcast = shared_memory.RankMemory.broadcast
 
-            def dies(memory: rank_memory.RankMemory, flat: Tensor) -> None:
+            def dies(memory: shared_memory.RankMemory, flat: Tensor) -> None:
                 if not memory._at:
                     raise KeyboardInterrupt
                 broadcast(memory, flat)
 
-            monkeypatch.setattr(rank_memory.RankMemory, "broadcast", dies)
+            monkeypatch.setattr(shared_memory.RankMemory, "broadcast", dies)
             with pytest.raises(KeyboardInterrupt):
                 plain(loop, 1)
             loop.trainer.close()

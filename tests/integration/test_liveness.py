@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from kvtrainer import env
+from kvtrainer.common import env
 from kvtrainer.errors import ServerUnreachableError, WorkerLostError
 from tests.support.limits import FOREVER, LIMIT, SOON
 from tests.support.processes import (

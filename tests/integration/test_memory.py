@@ -16,8 +16,8 @@ from kvstore_server.engine import membership
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import ASYNC, SSP, SYNCHRONOUS, Mode
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.limits import LIMIT
 from tests.support.processes import WORKER, Members, Processes, new_name

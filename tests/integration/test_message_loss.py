@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.comm import session
-from kvtrainer.comm.connection import Connection
+from kvtrainer.client import session
+from kvtrainer.client.connection import Connection
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.faulty_worker import Training

@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     stop = tmp_path_factory.mktemp("page") / "stop"
     flags = ["-n", "2", "-s", "2", "--dashboard", "0"]
     worker = [sys.executable, "-c", WORKER, str(LIMIT), str(stop)]
-    launch = [sys.executable, "-m", "kvtrainer.launch", *flags, "--", *worker]
+    launch = [sys.executable, "-m", "kvtrainer.jobs.kvlaunch", *flags, "--", *worker]
     with Processes() as processes:
         job = processes.start(launch, env={"KVSTORE_DEAD_AFTER": str(LIMIT)})
         line = ""

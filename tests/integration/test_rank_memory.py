@@ -22,9 +22,9 @@ from torch.nn import Parameter
 from torch.utils.data import DataLoader, TensorDataset
 
 from kvtrainer import Trainer
-from kvtrainer.comm import rank_memory
-from kvtrainer.comm.rank_group import RankGroup
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
+from kvtrainer.ranks import shared_memory
+from kvtrainer.ranks.process_group import RankGroup
 from tests.support.jobs import Job, Results, begin_group, error_of, run_job
 from tests.support.limits import LIMIT
 from tests.support.processes import Processes
@@ -143,18 +143,18 @@ def one_rank_without_memory_has_all_go_without_and_one_line_says_so(
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger(rank_memory.__name__)
+    log = logging.getLogger(shared_memory.__name__)
     log.addHandler(handler)
 
     def broken(*_: object) -> Any:
         raise OSError("no memory today")
 
     for name, at in (("_share", ranks - 1), ("_share", 0), ("_connect", 1), ("_socket", 1)):
-        kept = getattr(rank_memory, name)
+        kept = getattr(shared_memory, name)
         again("auto")
         lines.clear()
         if rank == at:
-            setattr(rank_memory, name, broken)
+            setattr(shared_memory, name, broken)
         flat = torch.ones(3)
         RankGroup().sum(flat, [(0, 3)])
         yield flat.tolist(), [float(ranks)] * 3
@@ -166,7 +166,7 @@ def one_rank_without_memory_has_all_go_without_and_one_line_says_so(
             for _ in range(2):
                 text = error_of(RankGroup().barrier)
                 yield text[:20] + text[-40:], "ConfigurationError: (KVSTORE_TRANSPORT=auto goes without it)"
-        setattr(rank_memory, name, kept)
+        setattr(shared_memory, name, kept)
     again("auto" if rank else "tcp")
     lines.clear()
     RankGroup().barrier()
@@ -180,7 +180,7 @@ SCENARIOS = scenarios_of(globals())
 
 
 def run(rank: int, ranks: int, place: str) -> Results:
-    rank_memory.PLACE, rank_memory.SMALL, rank_memory._CONNECT_TIMEOUT = PLACE, SMALL, 2.0
+    shared_memory.PLACE, shared_memory.SMALL, shared_memory._CONNECT_TIMEOUT = PLACE, SMALL, 2.0
     meetings = iter(range(1000))
 
     def again(transport: str) -> None:
@@ -212,7 +212,7 @@ def test_on_every_rank(job: Job, scenario: str) -> None:
 
 RANK = """
 import os, sys, time, torch, torch.distributed as dist
-from kvtrainer.comm.rank_group import RankGroup
+from kvtrainer.ranks.process_group import RankGroup
 rank, place = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + place, rank=rank, world_size=2)
 group = RankGroup()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kvtrainer
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.sync.select import select_store
 from tests.support.jobs import Job, Results, begin_group, error_of, run_job
 from tests.support.limits import SOON
@@ -212,7 +212,7 @@ def _raise(grad: Tensor) -> Tensor:
 
 def an_edit_in_every_step_is_said_once(rank: int, ranks: int) -> Pairs:
     loop, said = learned(rank), _Records()
-    logger = logging.getLogger("kvtrainer.comm.rounds")
+    logger = logging.getLogger("kvtrainer.client.rounds")
     logger.addHandler(said)
     propagates, logger.propagate = logger.propagate, False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer, kvstore
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
 from tests.support.jobs import Job, Results, error_of, run_job
 
 SHAPES = ((100,), (50, 3), (7,))

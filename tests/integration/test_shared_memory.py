@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.comm import connection
+from kvtrainer.client import connection
 from kvtrainer.errors import ConfigurationError, ServerStoppingError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER

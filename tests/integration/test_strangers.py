@@ -29,7 +29,7 @@ from kvstore_server.probe import HEADER
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, decode, encode
 from kvstore_server.server import ServerOptions, make_server
-from kvtrainer.comm import connection, session
+from kvtrainer.client import connection, session
 from kvtrainer.errors import FencedError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.lossy import CuttingProxy

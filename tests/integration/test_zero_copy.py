@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.comm import mapped
-from kvtrainer.comm.session import Session
-from kvtrainer.env import TRANSPORT
+from kvtrainer.client import shared_weights
+from kvtrainer.client.session import Session
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import (
     KVStoreError,
     OptimizerError,
@@ -281,7 +281,7 @@ def test_weights_that_come_in_messages_are_copied_with_a_line_where_no_memory_is
     monkeypatch.setenv(TRANSPORT, "tcp")
     found = []
     for available in (1 << 40, 1 << 20):
-        monkeypatch.setattr(mapped, "available_memory", lambda available=available: available)
+        monkeypatch.setattr(shared_weights, "available_memory", lambda available=available: available)
         worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
         worker.steps(3)
         is_shown = is_mapped(worker.parameters[0], "memfd:kvtrainer-weights")
@@ -303,7 +303,7 @@ def test_weights_are_copied_where_all_memory_is_locked() -> None:
             outcome.put("may not")
             return
         try:
-            mapped.OwnWeights({"float32": flat}, plan)
+            shared_weights.OwnWeights({"float32": flat}, plan)
             outcome.put("shown")
         except OSError:
             outcome.put("refused")
@@ -358,7 +358,7 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(mapped, "_PAGE_MAP", str(tmp_path / "none"))
+    monkeypatch.setattr(shared_weights, "_PAGE_MAP", str(tmp_path / "none"))
     worker = Worker(members.join(jobs.of(1), 0, 1, new_name()), 0)
     worker.steps(2)
     assert not is_mapped(worker.parameters[0])

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from kvtrainer import Trainer
 from kvtrainer.amp import GradScaler
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
 from tests.support.jobs import Job, Results, begin_group, run_job
 from tests.support.scenarios import Pairs, check_every_rank, scenarios_of
 

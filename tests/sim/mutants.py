@@ -28,7 +28,7 @@ from kvstore_server.shard import reduction
 from kvstore_server.shard.norms import Decision
 from kvstore_server.shard.reduction import Sums
 from kvstore_server.shard.shard import Shard
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.tables import Compressor
 
 Wrong = Callable[..., Any]
 Mutants = dict[str, list[tuple[Any, str, Wrong]]]

@@ -26,7 +26,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, encode_rows
 from kvstore_server.shard.norms import Decision, combine
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.tables import Compressor
 
 Array = npt.NDArray[np.float32]
 Place = tuple[int, int]

@@ -19,7 +19,7 @@ def place(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def place_on_host() -> int:
-    from kvtrainer.env import local_rank
+    from kvtrainer.common.env import local_rank
 
     return local_rank(os.environ)
 

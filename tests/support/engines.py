@@ -16,8 +16,8 @@ from kvstore_server.engine.rounds import Mode
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.transport.arena import Leases
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed

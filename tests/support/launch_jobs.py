@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 # Runs a Launcher with stand-in servers.
 DRIVER = """
 import json, os, sys
-from kvtrainer.launcher.job import Launcher, JobTimeouts
-from kvtrainer.launcher.processes import inherited
+from kvtrainer.jobs.job import Launcher, JobTimeouts
+from kvtrainer.jobs.processes import inherited
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]

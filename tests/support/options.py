@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from kvtrainer.env import TRANSPORT
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import KVStoreError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.capabilities import SITES, SumStore

@@ -14,11 +14,11 @@ from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.round import Round
-from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.session import Session, SessionOptions, Transport
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.rounds import Rounds
+from kvtrainer.client.server_request import Round
+from kvtrainer.client.session import Session, SessionOptions, Transport
+from kvtrainer.client.tables import RemoteTable
 
 Answer = Callable[[int, m.Request], Iterable[m.ReplyBody] | None]
 """(server, request) → what it answers at once; None leaves it to the defaults."""

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from kvtrainer.comm import session
-from kvtrainer.env import TRANSPORT
+from kvtrainer.client import session
+from kvtrainer.common.env import TRANSPORT
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import LIMIT
 from tests.support.lossy import LossyProxy

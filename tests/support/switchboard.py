@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.session import SessionOptions
 from tests.support.limits import LIMIT
 
 

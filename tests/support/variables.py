@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 from kvstore_server import cli
-from kvtrainer import launch
-from kvtrainer.env import DEFAULT_SECONDS
+from kvtrainer.common.env import DEFAULT_SECONDS
+from kvtrainer.jobs import kvlaunch
 from kvtrainer.watch import top
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def page() -> str:
     """The text of docs/variables.md. The environment of this process must set none of the variables."""
     columns = ("flag", "variable", "default", "what it does")
     commands = [
-        ("kvlaunch", "starts servers and workers of one job", launch._make_parser()),
+        ("kvlaunch", "starts servers and workers of one job", kvlaunch._make_parser()),
         ("kvstore-server", "is one server", cli.build_parser({})),
         ("kvtop", "shows a running job", top._make_parser()),
     ]

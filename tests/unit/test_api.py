@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 
 BY_NAME = {
     ("kvtrainer/__init__.py", "kvtrainer."),
-    ("kvtrainer/env.py", "kvtrainer.dmlc"),
+    ("kvtrainer/common/env.py", "kvtrainer.jobs.dmlc"),
     ("kvtrainer/registry.py", "kvtrainer.hooks"),
     ("kvtrainer/registry.py", "kvtrainer.config"),
 }

@@ -22,8 +22,8 @@ from kvtrainer.config import (
 )
 from kvtrainer.detectron import detectron_arguments
 from kvtrainer.errors import ConfigurationError, UnregisteredNameError
+from kvtrainer.options.paramwise import ParamGroups, Rule, apply_paramwise
 from kvtrainer.parallel import DataParallel
-from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise
 from tests.support.strategies import ConfigObject
 
 SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.9}

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from kvtrainer import DataParallel, Trainer
 from kvtrainer.detectron import detectron_arguments, detectron_devices, detectron_rules, linear_scaling
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.paramwise import apply_paramwise
+from kvtrainer.options.paramwise import apply_paramwise
 from kvtrainer.schedules.config import bind_schedules
 
 

@@ -35,8 +35,8 @@ from kvtrainer.hooks import (
     get_priority,
 )
 from kvtrainer.log_buffer import LogBuffer
+from kvtrainer.options.loss_scaler import StaticLossScaler
 from kvtrainer.registry import HOOKS
-from kvtrainer.scaling import StaticLossScaler
 from tests.support.scalar_training import zeros
 from tests.unit.schedules.test_formulas import MMCV
 

@@ -20,7 +20,7 @@ from kvtrainer.errors import (
     NotInitializedError,
     UnmatchedRuleWarning,
 )
-from kvtrainer.paramwise import ParamGroups, Rule, apply_paramwise, unwrapped
+from kvtrainer.options.paramwise import ParamGroups, Rule, apply_paramwise, unwrapped
 
 BASE = {"lr": 0.5, "weight_decay": 0.25}
 

@@ -14,10 +14,10 @@ import torch
 from kvstore_server.protocol import messages as m
 from kvstore_server.tracing import Trace
 from kvtrainer import Trainer, kvstore, optimizer
-from kvtrainer.comm.session import SessionOptions, SessionTrace
+from kvtrainer.client.profiler import Profiler
+from kvtrainer.client.session import SessionOptions, SessionTrace
 from kvtrainer.errors import ConfigurationError, KVStoreError, TraceFileError, WorkerLostError
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.profiler import Profiler
 from tests.support.local_stores import full, local
 from tests.support.scripted import Scripted
 

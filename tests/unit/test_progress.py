@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtrainer.env import PROGRESS
-from kvtrainer.progress import LARGE, announced, tracked
+from kvtrainer.common.env import PROGRESS
+from kvtrainer.common.progress import LARGE, announced, tracked
 
 
 class Terminal(io.StringIO):

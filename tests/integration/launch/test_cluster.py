@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvtrainer import local_cluster
-from kvtrainer.cluster import LocalCluster, Paper, unpack
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -24,6 +23,7 @@ from kvtrainer.errors import (
     WorkerLostError,
     WorkerTraceback,
 )
+from kvtrainer.jobs.cluster import LocalCluster, Paper, unpack
 from tests.support.cluster_work import fail, place, place_on_host, say, sum_and_fail
 from tests.support.launch_jobs import ROOT, Jobs
 from tests.support.limits import LIMIT

@@ -178,7 +178,17 @@ def is_server(pid):
 
 def launched(script: str) -> tuple[int, str]:
     """The exit code and standard error of a job of two workers and one server, in which nobody is stopped."""
-    kvlaunch = [sys.executable, "-m", "kvtrainer.launch", "-n", "2", "-s", "1", f"--linger={LIMIT}", "--"]
+    kvlaunch = [
+        sys.executable,
+        "-m",
+        "kvtrainer.jobs.kvlaunch",
+        "-n",
+        "2",
+        "-s",
+        "1",
+        f"--linger={LIMIT}",
+        "--",
+    ]
     command = [*kvlaunch, sys.executable, "-c", script]
     environ = {**os.environ, "KVSTORE_DEAD_AFTER": str(DEAD_AFTER), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -43,7 +43,15 @@ class HostJobs(Jobs):
         counts = ["-n", str(workers), "-s", str(servers), "-H", str(self._hosts), "--ssh", f"'{self._ssh}'"]
         process = subprocess.Popen(
             [
-                *[sys.executable, "-m", "kvtrainer.launch", *counts, "--env", *self.variable, "--linger=0"],
+                *[
+                    sys.executable,
+                    "-m",
+                    "kvtrainer.jobs.kvlaunch",
+                    *counts,
+                    "--env",
+                    *self.variable,
+                    "--linger=0",
+                ],
                 *[f"--grace={grace}", *flags, "--", "sh", "-c", script],
             ],
             stdout=subprocess.PIPE,
@@ -143,7 +151,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_on_any_host(jobs: HostJobs) -> No
 def test_kill_9_of_a_guardian_there_ends_its_process(jobs: HostJobs) -> None:
     process = jobs.launch("echo up; exec sleep 3600", 1)
     assert line_of(process) == "[w0] up"
-    [guardian] = [pid for pid in jobs.pids("kvtrainer.launcher.guardian") if b"python" in program(pid)]
+    [guardian] = [pid for pid in jobs.pids("kvtrainer.jobs.guardian") if b"python" in program(pid)]
     os.kill(guardian, signal.SIGKILL)
     assert jobs.finish(process)[0] != 0
     assert eventually(lambda: jobs.alive() == []), jobs.alive()
@@ -152,4 +160,4 @@ def test_kill_9_of_a_guardian_there_ends_its_process(jobs: HostJobs) -> None:
 def program(pid: int) -> bytes:
     """The program of the guardian, but not of the launcher, the shell and `setsid`, which have it as an argument."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return words[0] if b"kvtrainer.launcher.guardian" in words else b""
+    return words[0] if b"kvtrainer.jobs.guardian" in words else b""

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtrainer import launch
-from kvtrainer.env import read_topology
+from kvtrainer.common.env import read_topology
+from kvtrainer.jobs import kvlaunch
 from tests.support.launch_jobs import READY, ROOT, STUBBORN, TELLS_WHERE, Jobs, line_of
 from tests.support.limits import FOREVER, LIMIT, SOON
 from tests.support.processes import Members, Processes, eventually, new_name, round_of, together
@@ -44,7 +44,7 @@ def test_each_worker_has_another_place_on_the_host_whatever_another_launcher_sai
     names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
     code = f"""
 import os
-from kvtrainer.env import local_rank
+from kvtrainer.common.env import local_rank
 print(local_rank(os.environ), *(os.environ.get(name, "-") for name in {names}))
 """
     stale = dict.fromkeys((*names, "RANK", "SLURM_PROCID"), "0")
@@ -86,7 +86,7 @@ def test_a_viewer_that_fails_leaves_the_job_alone(jobs: Jobs, tmp_path: Path) ->
 def test_the_page_of_a_job_shows_its_workers(processes: Processes, members: Members) -> None:
     flags = ["-n", "1", "-s", "1", "--dashboard", "0"]
     worker = ["sh", "-c", f'echo "to $KVSTORE_SERVERS"; exec sleep {FOREVER}']
-    job = processes.start([sys.executable, "-m", "kvtrainer.launch", *flags, "--", *worker])
+    job = processes.start([sys.executable, "-m", "kvtrainer.jobs.kvlaunch", *flags, "--", *worker])
     said: dict[str, str] = {}
     while len(said) < 2:
         line = job.line()
@@ -228,14 +228,14 @@ def test_server_that_does_not_get_ready_fails_the_job_before_any_worker_starts(
 def test_command_that_cannot_be_started_gives_the_code_of_a_shell(
     command: str, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.main(["-n", "1", "-s", "0", "--", command]) == code
+    assert kvlaunch.main(["-n", "1", "-s", "0", "--", command]) == code
     assert f"kvlaunch: cannot start worker 0: [Errno {2 if code == 127 else 13}]" in capfd.readouterr().err
 
 
 # The command line.
 
 
-@pytest.mark.parametrize("module", ["kvtrainer", "kvtrainer.launch"])
+@pytest.mark.parametrize("module", ["kvtrainer", "kvtrainer.jobs.kvlaunch"])
 def test_module_runs_as_a_program_and_passes_arguments_after_the_separator_untouched(module: str) -> None:
     command = [sys.executable, "-m", module, "-n", "1", "-s", "0", "--", "echo", "-n", "--", "-s"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -257,7 +257,7 @@ def test_a_python_of_another_environment_is_pointed_out_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = on_path(tmp_path, "/elsewhere")
-    assert launch.main(["-n", "2", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
+    assert kvlaunch.main(["-n", "2", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[w0] ran", "[w1] ran"]
     assert err.count("\n") == 1
@@ -271,13 +271,13 @@ def test_a_python_of_the_same_environment_or_one_that_says_nothing_is_no_news(
 ) -> None:
     """As pyenv's, which are scripts in a place of their own."""
     path = on_path(tmp_path, prefix)
-    assert launch.main(["-n", "1", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
+    assert kvlaunch.main(["-n", "1", "-s", "0", "--env", f"PATH={path}", "python3", "train.py"]) == 0
     assert capfd.readouterr().err == ""
 
 
 def test_a_python_that_is_given_by_its_path_is_meant(capfd: pytest.CaptureFixture[str]) -> None:
     base = Path(sys.executable).resolve()
-    assert launch.main(["-n", "1", "-s", "0", str(base), "-c", "pass"]) == 0
+    assert kvlaunch.main(["-n", "1", "-s", "0", str(base), "-c", "pass"]) == 0
     assert capfd.readouterr().err == ""
 
 

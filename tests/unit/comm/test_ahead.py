@@ -21,11 +21,11 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, same_bits
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rounds import EagerPush
-from kvtrainer.comm.tables import Compressor, RemoteTable
+from kvtrainer.client.client import Client
+from kvtrainer.client.connection import Connection
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.rounds import EagerPush
+from kvtrainer.client.tables import Compressor, RemoteTable
 from kvtrainer.errors import KVStoreError, NonFiniteGradientError
 from tests.support.engines import filled, views
 from tests.support.scripted import is_announcement

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvstore_server.codec import make_codec
 from kvstore_server.plan import Plan, TensorSpec, make_plan
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.tables import Compressor
 from kvtrainer.errors import NonFiniteGradientError
 from tests.support.engines import filled
 

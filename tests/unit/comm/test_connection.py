@@ -19,8 +19,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.transport.arena import Leases
 from kvstore_server.transport.channel import Listener
-from kvtrainer.comm import connection as connections
-from kvtrainer.comm.connection import Connection
+from kvtrainer.client import connection as connections
+from kvtrainer.client.connection import Connection
 from tests.support.messages import contribution
 from tests.support.processes import Call, eventually
 

@@ -12,7 +12,7 @@ from tests.support.processes import ROOT
 
 CONNECT = """
 import os, resource, sys
-from kvtrainer.comm.connection import Connection
+from kvtrainer.client.connection import Connection
 from kvtrainer.errors import ConfigurationError
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 def connect():

@@ -20,7 +20,7 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.contribution import Contribution
+from kvtrainer.client.contribution import Contribution
 from kvtrainer.errors import RoundAbortedError
 from tests.support.scripted import is_announcement, is_commit
 from tests.support.switchboard import connected, line_of, play
@@ -166,7 +166,7 @@ def test_weights_that_came_before_a_step_that_was_interrupted_do_not_count_for_t
 
     job.ahead(2.0, 3.0)
     with monkeypatch.context() as patched:
-        patched.setattr("kvtrainer.comm.rounds.kept", interrupted)
+        patched.setattr("kvtrainer.client.rounds.kept", interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.clients[0].rounds.start(job.given(0, 2.0))
     with pytest.raises(RoundAbortedError):

@@ -16,7 +16,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.storage import Storage
 from kvstore_server.transport.arena import Leases
-from kvtrainer.comm.contribution import Contribution
+from kvtrainer.client.contribution import Contribution
 from kvtrainer.errors import ProtocolError
 from tests.support.scripted import SLOT, Bench
 from tests.support.switchboard import connected, play

@@ -13,7 +13,7 @@ from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.shard.storage import Storage
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.comm.row_pulls import MappedRows
+from kvtrainer.client.row_reads import MappedRows
 from tests.support.row_tables import interleaved
 
 _SHAPES = ((200_003, 16), (70_001, 16), (30_000, 64))

@@ -19,10 +19,10 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
-from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.parts import LONGEST, STALL, Window, size_of_parts
-from kvtrainer.comm.tables import Compressor
+from kvtrainer.client.connection import Connection
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.flow_control import LONGEST, STALL, Window, size_of_parts
+from kvtrainer.client.tables import Compressor
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
 from tests.support.switchboard import Line, connected, play
@@ -377,7 +377,7 @@ def test_a_part_that_is_sent_again_is_not_on_its_way_twice(window: Window) -> No
 def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
     is_answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtrainer.comm.parts.STALL", 3600.0 if is_answered else 0.05)
+    monkeypatch.setattr("kvtrainer.client.flow_control.STALL", 3600.0 if is_answered else 0.05)
     bodies: list[Any] = [ANNOUNCEMENT, *[part(number) for number in range(6)], contribution([], 3, 0, 8)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.setsockopt(zmq.LINGER, 0)
@@ -404,7 +404,7 @@ def test_parts_that_wait_leave_with_an_answer_or_when_none_comes(
 def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtrainer.comm.parts.STALL", 0.0)
+    monkeypatch.setattr("kvtrainer.client.flow_control.STALL", 0.0)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.setsockopt(zmq.LINGER, 0)
         server.bind("tcp://127.0.0.1:0")
@@ -412,7 +412,7 @@ def test_what_came_while_a_worker_computed_is_looked_at_before_parts_stop_to_wai
         try:
             for body in (ANNOUNCEMENT, *[part(number) for number in range(9)]):
                 connection.send(0, m.Request(1, 1, 1, body))
-            monkeypatch.setattr("kvtrainer.comm.parts.STALL", 3600.0)
+            monkeypatch.setattr("kvtrainer.client.flow_control.STALL", 3600.0)
             peer, *_ = server.recv_multipart()
             server.send_multipart([peer, *encode(m.Reply(1, weights()))])
             assert connection._sockets[0].poll(60_000)

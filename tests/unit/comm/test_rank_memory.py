@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvstore_server.transport.arena import make_memory
-from kvtrainer.comm import rank_memory
-from kvtrainer.comm.rank_memory import PLACE
+from kvtrainer.ranks import shared_memory
+from kvtrainer.ranks.shared_memory import PLACE
 
-NBYTES = rank_memory._ROOMS * 2 * PLACE
+NBYTES = shared_memory._ROOMS * 2 * PLACE
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def memory_from(ends: tuple[socket.socket, socket.socket], fd: int) -> int:
     """Have rank 1 take memory that rank 0 gives; return its size."""
-    socket.send_fds(ends[0], [rank_memory._GREETING.pack(0)], [fd])
+    socket.send_fds(ends[0], [shared_memory._GREETING.pack(0)], [fd])
     os.close(fd)
-    return rank_memory._share(1, [rank_memory._Peer(0, ends[1], -1, select.poll())]).nbytes
+    return shared_memory._share(1, [shared_memory._Peer(0, ends[1], -1, select.poll())]).nbytes
 
 
 def test_memory_of_the_lowest_rank_is_mapped(ends: tuple[socket.socket, socket.socket]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvstore_server.engine.facts import read_report
-from kvtrainer.comm.session import Report
+from kvtrainer.client.session import Report
 
 
 class Clock:

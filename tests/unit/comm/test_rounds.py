@@ -12,9 +12,9 @@ from kvstore_server.codec import make_codec
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, unpack_control
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.tables import Compressor, RemoteTable
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.rounds import Rounds
+from kvtrainer.client.tables import Compressor, RemoteTable
 from kvtrainer.errors import (
     DeadlineError,
     KVStoreError,

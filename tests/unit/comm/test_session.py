@@ -14,8 +14,8 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_FRAME, encode
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.session import REPEAT_AFTER, Session, SessionOptions
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.session import REPEAT_AFTER, Session, SessionOptions
 from kvtrainer.errors import (
     ConfigurationError,
     ConnectTimeoutError,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore_server.protocol import messages as m
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.errors import ConfigurationError, ServerUnreachableError
 from kvtrainer.kvstore.verbs import SERVERS, WORKERS, TableKVStore
 from tests.support.scripted import Scripted

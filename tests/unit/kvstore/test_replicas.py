@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvtrainer import kvstore, optimizer
+from kvtrainer.client.replica_sums import merge
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError, OptimizerError
 from kvtrainer.kvstore import DeviceKVStore, LocalKVStore
-from kvtrainer.kvstore.replicas import merge
 
 TWO_BIT = {"type": "2bit", "threshold": 0.5}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

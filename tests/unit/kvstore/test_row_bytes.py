@@ -14,8 +14,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvstore_server.server import packed
 from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.kvstore import LocalKVStore
 
 WIDTH = 64

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from kvstore_server import __version__, cli
-from kvtrainer import launch
-from kvtrainer.env import PROGRESS
-from kvtrainer.launcher.job import JobTimeouts
+from kvtrainer.common.env import PROGRESS
+from kvtrainer.jobs import kvlaunch
+from kvtrainer.jobs.job import JobTimeouts
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
     """What kvlaunch says before it exits with that code."""
     with pytest.raises(SystemExit) as caught:
-        launch.main(list(arguments))
+        kvlaunch.main(list(arguments))
     assert caught.value.code == code
     return "".join(capsys.readouterr())
 
@@ -40,11 +40,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
             return 0
 
     def run(*arguments: str) -> tuple[list[str], dict[str, str], JobTimeouts]:
-        assert launch.main(list(arguments)) == 0
+        assert kvlaunch.main(list(arguments)) == 0
         command, _, _, environ, limits, *_ = given[-1]
         return command, environ, limits
 
-    monkeypatch.setattr(launch, "Launcher", Noted)
+    monkeypatch.setattr(kvlaunch, "Launcher", Noted)
     return run
 
 
@@ -146,7 +146,7 @@ def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str
         assert name in text
 
 
-@pytest.mark.parametrize("main", [launch.main, cli.main])
+@pytest.mark.parametrize("main", [kvlaunch.main, cli.main])
 def test_every_command_says_its_version(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,10 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, ConnectTimeoutError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvtrainer import dmlc, env
-from kvtrainer.dmlc import DmlcJob, SchedulerClient, read_dmlc
-from kvtrainer.scheduler import Scheduler
+from kvtrainer.common import env
+from kvtrainer.jobs import dmlc
+from kvtrainer.jobs.dmlc import DmlcJob, SchedulerClient, read_dmlc
+from kvtrainer.jobs.scheduler import Scheduler
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import Call, config_of_server, held_port, raised, serving
 

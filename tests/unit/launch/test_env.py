@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import (
+from kvtrainer.common.env import (
     DEFAULT_SECONDS,
     SOURCES,
     TRANSPORTS,
@@ -22,7 +22,7 @@ from kvtrainer.env import (
     transport_of,
     workers_of_job,
 )
-from kvtrainer.launcher.processes import inherited
+from kvtrainer.jobs.processes import inherited
 
 ENVIRON = {
     "KVSTORE_RANK": "1",

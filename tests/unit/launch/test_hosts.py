@@ -12,8 +12,8 @@ import pytest
 
 from kvstore_server import check
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.launcher.job import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
-from kvtrainer.launcher.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
+from kvtrainer.jobs.job import Host, Remote, bind_addresses, parse_hosts, place_servers, place_workers
+from kvtrainer.jobs.processes import HIGH_WATER, MAX_LINE, PROGRESS_INTERVAL, Output, Stream
 
 A, B = Host("", "a", 2), Host("", "b", 1)
 
@@ -113,7 +113,7 @@ def test_the_shell_there_gives_back_every_value_as_it_was(tmp_path: Path) -> Non
     )[-1]
     # What would run under the guardian is shown instead of being run.
     shown = line.replace(
-        " -m kvtrainer.launcher.guardian",
+        " -m kvtrainer.jobs.guardian",
         " -c 'import os, sys; print(repr((os.getcwd(), dict(os.environ), sys.argv)))'",
     )
     done = subprocess.run(

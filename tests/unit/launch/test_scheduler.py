@@ -20,7 +20,7 @@ from kvstore_server.errors import (
 )
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import encode
-from kvtrainer.scheduler import REPLACED_AFTER, Scheduler, ranks_of
+from kvtrainer.jobs.scheduler import REPLACED_AFTER, Scheduler, ranks_of
 
 TIMEOUT, DEAD_AFTER = 30.0, 20.0
 

@@ -11,7 +11,7 @@ import torch
 from kvtrainer import Trainer, amp
 from kvtrainer.amp import GradScaler
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError
-from kvtrainer.scaling import plain_scaling
+from kvtrainer.options.loss_scaler import plain_scaling
 from tests.support.ways_to_train import STORES, trainer_of, zeros
 
 

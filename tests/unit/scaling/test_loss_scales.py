@@ -12,7 +12,7 @@ import torch
 
 from kvtrainer import Trainer, amp
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.scaling import (
+from kvtrainer.options.loss_scaler import (
     LEAST,
     LossScaler,
     StaticLossScaler,

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateMismatchError, UnknownNameError
-from kvtrainer.paramwise import Rule
+from kvtrainer.options.paramwise import Rule
 from kvtrainer.schedules import (
     ParamSchedule,
     bind_schedules,

@@ -15,8 +15,8 @@ from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.session import SessionOptions
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.session import SessionOptions
 from kvtrainer.errors import CommandError, ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from tests.support.engines import client_of

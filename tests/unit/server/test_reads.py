@@ -11,7 +11,7 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.optimizer import spec_for_store
 from kvstore_server.plan import TensorSpec
-from kvtrainer.comm.contribution import Contribution
+from kvtrainer.client.contribution import Contribution
 from tests.support.switchboard import connected, play
 
 NUMEL, LAMDA = 1 << 16, 0.5

@@ -19,10 +19,10 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.session import Calls
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.client import Client
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.session import Calls
+from kvtrainer.client.tables import RemoteTable
 from tests.support.engines import client_of
 from tests.support.messages import contribution
 
@@ -209,7 +209,7 @@ def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
             assert came is None or torch.equal(came.sort().values, of_key.ids)
         return written
 
-    monkeypatch.setattr("kvtrainer.comm.round.decode_rows", counted)
+    monkeypatch.setattr("kvtrainer.client.server_request.decode_rows", counted)
     client.rounds.wait(client.rounds.start(Contribution([table], [{"float32": flat}], [{"float32": flat}])))
     play((0, 1, 2))
     decoded.clear()

@@ -15,10 +15,10 @@ from kvstore_server.plan import TensorSpec
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME, encode, pack_control
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUNDS, Event, Recording, Trace, chrome_trace, events_of
-from kvtrainer.comm.client import Client, Loopback
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.session import SessionOptions
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.session import SessionOptions
+from kvtrainer.client.tables import RemoteTable
 from kvtrainer.errors import ConfigurationError, ProtocolError
 from tests.support.engines import client_of
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.comm.rank_group import Buckets
+from kvtrainer.ranks.process_group import Buckets
 from kvtrainer.sync.rank_exchange import BucketLayout, lay_out
 
 KB = 1 / 1024

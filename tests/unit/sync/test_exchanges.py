@@ -14,7 +14,7 @@ from kvstore_server.engine.agreed import pack_hypers
 from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.shard.norms import UNCHANGED
-from kvtrainer.comm import client as clients
+from kvtrainer.client import client as clients
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.optimizer_states import ShardUpdate

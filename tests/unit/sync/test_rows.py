@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvtrainer import RowSparseParameter, Trainer
-from kvtrainer.comm.row_pulls import RowPulls
+from kvtrainer.client.row_reads import RowPulls
 from kvtrainer.errors import ConfigurationError, KVStoreError, RowIdError, ServerUnreachableError
 from tests.support.row_tables import SGD, Model, alone, column
 

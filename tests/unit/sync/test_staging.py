@@ -12,7 +12,7 @@ import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport.arena import SharedArena, make_memory
-from kvtrainer.comm.mapped import SeenWeights
+from kvtrainer.client.shared_weights import SeenWeights
 from kvtrainer.sync.staging import Staging
 from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from kvstore_server.engine.agreed import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
-from kvtrainer.stages import GradientLimits
+from kvtrainer.options.stages import GradientLimits
 from kvtrainer.sync.binding import Binding
 from kvtrainer.sync.select import select_store
 

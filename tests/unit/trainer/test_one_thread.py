@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtrainer import Trainer, one_thread
+from kvtrainer import Trainer
+from kvtrainer.common import thread_guard
 from kvtrainer.errors import ConcurrentCallError, KVStoreError
 from kvtrainer.kvstore import LocalKVStore, create
 from tests.support.limits import LIMIT
@@ -143,11 +144,11 @@ def test_what_a_call_left_behind_that_was_interrupted_beside_its_guard_is_in_nob
     net: torch.nn.Linear,
 ) -> None:
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=None)
-    interrupted = one_thread._Call()
+    interrupted = thread_guard._Call()
     interrupted.method, interrupted.thread = "step", threading.get_ident()
-    trainer.__dict__[one_thread._CALL] = weakref.ref(interrupted)
+    trainer.__dict__[thread_guard._CALL] = weakref.ref(interrupted)
     net(torch.ones(1, 3)).sum().backward()
     assert isinstance(Call(lambda: trainer.step(1)).outcome(), ConcurrentCallError)
     del interrupted
     assert not isinstance(Call(lambda: trainer.step(1)).outcome(), Exception)
-    assert one_thread._CALL not in trainer.__dict__
+    assert thread_guard._CALL not in trainer.__dict__

@@ -16,7 +16,7 @@ from kvtrainer.errors import (
     ConfigurationError,
     NonFiniteGradientError,
 )
-from kvtrainer.stages import GradientLimits, make_limits
+from kvtrainer.options.stages import GradientLimits, make_limits
 from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES
 

@@ -21,7 +21,7 @@ from kvtrainer.errors import (
     StaleGradientError,
     StateMismatchError,
 )
-from kvtrainer.stages import Accumulation
+from kvtrainer.options.stages import Accumulation
 from tests.support.ways_to_train import STORES
 
 

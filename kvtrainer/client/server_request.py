@@ -22,11 +22,11 @@ from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
 from kvstore_server.shard.deltas import add_changes
 from kvstore_server.shard.norms import Decision, Measured
-from kvtrainer.comm.contribution import Arenas, Contribution, EncodedSlice, GatheredSlices, ServerLayout
-from kvtrainer.comm.mapped import MappedWeights, SeenWeights
-from kvtrainer.comm.parts import cut
-from kvtrainer.comm.session import Session
-from kvtrainer.comm.tables import RemoteTable, Tables
+from kvtrainer.client.contribution import Arenas, Contribution, EncodedSlice, GatheredSlices, ServerLayout
+from kvtrainer.client.flow_control import cut
+from kvtrainer.client.session import Session
+from kvtrainer.client.shared_weights import MappedWeights, SeenWeights
+from kvtrainer.client.tables import RemoteTable, Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")

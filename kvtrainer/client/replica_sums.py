@@ -11,9 +11,9 @@ from kvstore_server.codec import Codec, compute_dtype, torch_dtype
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.plan import TensorSpec, row_numel
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.comm.tables import Residuals
+from kvtrainer.client.tables import Residuals
+from kvtrainer.common.tensors import dtype_name, is_sparse
 from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
-from kvtrainer.tensors import dtype_name, is_sparse
 
 
 def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:

@@ -25,11 +25,11 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, MAX_PAYLOAD, divided, pack_control
 from kvstore_server.protocol.messages import SECRET_BYTES
 from kvstore_server.tracing import Event, Trace, events_of
-from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.row_pulls import RowPulls
-from kvtrainer.comm.session import Report, Session, SessionOptions, SessionTrace, Transport
-from kvtrainer.comm.shared_grads import SharedGradients
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.rounds import Rounds
+from kvtrainer.client.row_reads import RowPulls
+from kvtrainer.client.session import Report, Session, SessionOptions, SessionTrace, Transport
+from kvtrainer.client.shared_gradients import SharedGradients
+from kvtrainer.client.tables import RemoteTable
 
 _TABLES_PER_REGISTER = 64
 """Requests under way at once: more would only wait in the queues."""

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from kvstore_server.errors import DeadlineError, KVStoreError, WorkerLostError
 from kvstore_server.plan import SIZES, Plan
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.contribution import Contribution
-from kvtrainer.comm.rank_memory import Heard, RankMemory, share_memory
-from kvtrainer.comm.round import Round
-from kvtrainer.env import name_host
+from kvtrainer.client.client import Client
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.server_request import Round
+from kvtrainer.common.env import name_host
+from kvtrainer.ranks.shared_memory import Heard, RankMemory, share_memory
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.transport.arena import SharedArena, make_memory
 from kvstore_server.transport.channel import process_at
-from kvtrainer import env
+from kvtrainer.common import env
 from kvtrainer.errors import ConfigurationError, ProtocolError
 
 _log = logging.getLogger(__name__)

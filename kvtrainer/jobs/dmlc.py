@@ -1,8 +1,8 @@
 """Jobs for MXNet's launcher: one script in a scheduler, servers and workers, told apart by variables.
 
 The role of a process is in DMLC_ROLE. A scheduler or a server does its work where the script creates its store, and
-the process ends there; the script behind it is for workers. Nothing happens on import, and `kvtrainer.env` imports this
-only where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.scheduler`.
+the process ends there; the script behind it is for workers. Nothing happens on import, and `kvtrainer.common.env` imports this
+only where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvstore_server.optimizer.base import capability
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions
 from kvstore_server.transport.tcp import routing_id
-from kvtrainer import env
-from kvtrainer.comm.connection import Connection
-from kvtrainer.comm.session import Session, SessionOptions
-from kvtrainer.scheduler import SERVER, WORKER, Scheduler
+from kvtrainer.client.connection import Connection
+from kvtrainer.client.session import Session, SessionOptions
+from kvtrainer.common import env
+from kvtrainer.jobs.scheduler import SERVER, WORKER, Scheduler
 
 SCHEDULER = "scheduler"
 ALLOW_PUBLIC = "KVSTORE_ALLOW_PUBLIC_BIND"
@@ -134,7 +134,7 @@ def find_topology(
     connect_timeout: float | None,
     dead_after: float | None,
 ) -> env.Topology:
-    """Play the role of this process, as `kvtrainer.topology.find_topology` says; return the topology of a worker."""
+    """Play the role of this process, as `kvtrainer.jobs.topology.find_topology` says; return the topology of a worker."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:

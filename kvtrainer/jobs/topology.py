@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from kvtrainer.env import ROLE, Topology, read_topology, text_of
+from kvtrainer.common.env import ROLE, Topology, read_topology, text_of
 
 
 def find_topology(
@@ -51,4 +51,4 @@ def serve_role(environ: Mapping[str, str]) -> None:
 
 def _dmlc() -> ModuleType:
     # Loaded where it is needed: with it comes all that a server is made of.
-    return importlib.import_module("kvtrainer.dmlc")
+    return importlib.import_module("kvtrainer.jobs.dmlc")

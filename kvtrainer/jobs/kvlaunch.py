@@ -17,8 +17,8 @@ from pathlib import Path
 from kvstore_server import __version__
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import DEAD_AFTER, PROGRESS, read_timeout
-from kvtrainer.launcher.job import (
+from kvtrainer.common.env import DEAD_AFTER, PROGRESS, read_timeout
+from kvtrainer.jobs.job import (
     TO_REPORT,
     JobTimeouts,
     Launcher,
@@ -28,7 +28,7 @@ from kvtrainer.launcher.job import (
     place_servers,
     place_workers,
 )
-from kvtrainer.launcher.processes import inherited, server_command
+from kvtrainer.jobs.processes import inherited, server_command
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.

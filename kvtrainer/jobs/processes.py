@@ -24,8 +24,8 @@ from functools import partial
 from types import FrameType
 
 from kvstore_server.processes import describe_exit
-from kvtrainer.env import PLACES
-from kvtrainer.launcher.guardian import KILL_WAIT, Guardian
+from kvtrainer.common.env import PLACES
+from kvtrainer.jobs.guardian import KILL_WAIT, Guardian
 
 MAX_LINE = 64 * 1024
 """A longer line is cut into pieces of about this many bytes, each printed as a line."""

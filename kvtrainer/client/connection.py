@@ -38,8 +38,8 @@ from kvstore_server.protocol.frames import (
 )
 from kvstore_server.transport.channel import Channel, connect, watch
 from kvstore_server.transport.tcp import prepare, routing_id
-from kvtrainer.comm.parts import Window
-from kvtrainer.comm.session import Transport
+from kvtrainer.client.flow_control import Window
+from kvtrainer.client.session import Transport
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO, TypeVar
 
-from kvtrainer.env import PROGRESS
+from kvtrainer.common.env import PROGRESS
 
 LONG = 1.0
 """Seconds from which on work is shown, and between two states of it."""

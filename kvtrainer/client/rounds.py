@@ -20,11 +20,11 @@ from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, fro
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
-from kvtrainer.comm.contribution import Arenas, Contribution, ServerLayout, encode, kept
-from kvtrainer.comm.parts import Backoff, cut
-from kvtrainer.comm.round import NO_COMMITS, Round, ServerRequest
-from kvtrainer.comm.session import Session
-from kvtrainer.comm.tables import RemoteTable, Tables
+from kvtrainer.client.contribution import Arenas, Contribution, ServerLayout, encode, kept
+from kvtrainer.client.flow_control import Backoff, cut
+from kvtrainer.client.server_request import NO_COMMITS, Round, ServerRequest
+from kvtrainer.client.session import Session
+from kvtrainer.client.tables import RemoteTable, Tables
 
 _log = logging.getLogger(__name__)
 

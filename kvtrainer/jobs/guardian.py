@@ -12,7 +12,7 @@ On another host (`kvlaunch -H`) it runs one process of the job. Standard input c
 byte asks for a signal; its end, which comes when the launcher, ssh or network is gone, ends the process, all that it
 has started, and this program.
 
-    python -m kvtrainer.launcher.guardian --grace SEC [--share N] -- COMMAND [ARG ...]
+    python -m kvtrainer.jobs.guardian --grace SEC [--share N] -- COMMAND [ARG ...]
 
 This file is run by its path, and so imports nothing outside the standard library.
 """

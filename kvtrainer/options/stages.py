@@ -16,7 +16,7 @@ from kvstore_server import check
 from kvstore_server.shard.norms import Decision, Guard, Measured
 from kvtrainer.anomalies import checked_mode
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.scaling import Precision, StaticLossScaler, make_precision
+from kvtrainer.options.loss_scaler import Precision, StaticLossScaler, make_precision
 
 _log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.shard.storage import marks_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.comm.round import parts_of
-from kvtrainer.comm.rounds import Rounds
-from kvtrainer.comm.session import Calls, Session
-from kvtrainer.comm.tables import RemoteTable
+from kvtrainer.client.rounds import Rounds
+from kvtrainer.client.server_request import parts_of
+from kvtrainer.client.session import Calls, Session
+from kvtrainer.client.tables import RemoteTable
 
 _log = logging.getLogger(__name__)
 

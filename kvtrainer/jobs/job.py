@@ -25,9 +25,9 @@ from functools import partial
 
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
-from kvtrainer.env import Topology, numeric_host, parse_address, tcp_address
-from kvtrainer.launcher.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, environment
-from kvtrainer.launcher.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
+from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_address
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, environment
+from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
 
 MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
@@ -148,7 +148,7 @@ class Remote:
             for name, value in environ.items()
             if name.startswith(_PASSED) or name in _PASSED_NAMES or name in self.names
         ]
-        program = [sys.executable, "-m", "kvtrainer.launcher.guardian"]
+        program = [sys.executable, "-m", "kvtrainer.jobs.guardian"]
         guardian = [*program, "--grace", f"{self.grace:g}", "--share", str(share), "--"]
         line = shlex.join(["env", *passed, *guardian, *command])
         options = [part for option in _OPTIONS for part in ("-o", option)]

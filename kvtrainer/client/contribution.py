@@ -21,8 +21,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
 from kvstore_server.shard.norms import Guard
-from kvtrainer.comm.mapped import MappedWeights, SeenWeights
-from kvtrainer.comm.tables import RemoteTable, Tables
+from kvtrainer.client.shared_weights import MappedWeights, SeenWeights
+from kvtrainer.client.tables import RemoteTable, Tables
 
 Arenas = Mapping[str, Tensor]
 """dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing. Row-sparse keys are

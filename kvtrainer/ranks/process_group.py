@@ -31,7 +31,7 @@ from kvstore_server.errors import (
 from kvstore_server.plan import TensorSpec, check_same
 from kvstore_server.protocol.frames import pack_control, unpack_control
 from kvstore_server.protocol.rows import RowSet
-from kvtrainer.comm.rank_memory import RankMemory, open_memory
+from kvtrainer.ranks.shared_memory import RankMemory, open_memory
 
 BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""

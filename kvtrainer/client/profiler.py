@@ -18,8 +18,8 @@ from kvstore_server import check
 from kvstore_server.engine.engine import MAX_WORKERS
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Recording, Trace, chrome_trace
-from kvtrainer.comm.client import Client
-from kvtrainer.comm.session import lane_name
+from kvtrainer.client.client import Client
+from kvtrainer.client.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
 from kvtrainer.file_io import replacing
 

@@ -3,7 +3,7 @@
     with kvtrainer.local_cluster(workers=2, servers=2) as cluster:
         accuracies = cluster.run(train, epochs=3)
 
-A worker is `python -m kvtrainer.cluster CODE OUTCOME`: both are descriptors of memory without a name, which a process
+A worker is `python -m kvtrainer.jobs.cluster CODE OUTCOME`: both are descriptors of memory without a name, which a process
 hands to its own children and to nobody else. That is why pickle may be used here, and nowhere between peers: whoever
 could write to this memory could run code as this user anyway. Functions of a notebook or of `__main__`, and lambdas,
 are packed with cloudpickle, where that is installed.
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from kvtrainer.env import Topology, as_int, parse_address
+from kvtrainer.common.env import Topology, as_int, parse_address
 from kvtrainer.errors import (
     ArgumentTypeError,
     ClusterError,
@@ -38,9 +38,9 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     WorkerTraceback,
 )
-from kvtrainer.launcher.guardian import GUARDIAN_DIES, end_with_parent, environment
-from kvtrainer.launcher.job import JobTimeouts
-from kvtrainer.launcher.processes import (
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, environment
+from kvtrainer.jobs.job import JobTimeouts
+from kvtrainer.jobs.processes import (
     LAST_OUTPUT_WAIT,
     Addresses,
     Child,
@@ -169,7 +169,7 @@ class LocalCluster:
         group = FollowedProcesses(self._limits.grace, self._changed)
         try:
             code.write(packed)
-            program = [sys.executable, "-m", "kvtrainer.cluster", str(code.fd)]
+            program = [sys.executable, "-m", "kvtrainer.jobs.cluster", str(code.fd)]
             for rank, paper in enumerate(papers):
                 place = Topology(rank, self.num_workers, self.servers).as_variables(rank)
                 command, fds = [*program, str(paper.fd)], (code.fd, paper.fd)

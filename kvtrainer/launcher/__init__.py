@@ -1,1 +1,0 @@
-"""The job behind the command line of `kvlaunch`; nothing here imports torch."""
