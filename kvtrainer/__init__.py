@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvtrainer.parallel import DataParallel, build_data_parallel_model
     from kvtrainer.schedules import ParamSchedule
     from kvtrainer.strategy import Strategy
-    from kvtrainer.trainer import Trainer
-    from kvtrainer.trainer_dict import TrainerDict
+    from kvtrainer.trainer.trainer import Trainer
+    from kvtrainer.trainer.trainer_dict import TrainerDict
 
 __all__ = [
     "DataParallel",
@@ -75,7 +75,7 @@ _CLASSES = {
     "Rule": "options.paramwise",
     "Strategy": "strategy",
     "Trainer": "trainer",
-    "TrainerDict": "trainer_dict",
+    "TrainerDict": "trainer.trainer_dict",
     "build_data_parallel_model": "parallel",
     "local_cluster": "jobs.cluster",
 }

@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import OptState
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
 from kvtrainer.options.loss_scaler import LossScaler, refuse_second_scaler, scaler_of, unscale
-from kvtrainer.trainer import Trainer
+from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.types import StepResult
 
 __all__ = ["GradScaler", "LossScaler", "init_trainer", "scale_loss", "unscale"]

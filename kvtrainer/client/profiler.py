@@ -21,7 +21,7 @@ from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Record
 from kvtrainer.client.client import Client
 from kvtrainer.client.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
-from kvtrainer.file_io import replacing
+from kvtrainer.states.atomic_file import replacing
 
 WORKER, SERVER = "worker", "server"
 _SWITCHES = {

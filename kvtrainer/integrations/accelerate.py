@@ -22,7 +22,7 @@ from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.trainer import Trainer
+from kvtrainer.trainer.trainer import Trainer
 
 with needing("accelerate"):
     from accelerate import Accelerator, PartialState

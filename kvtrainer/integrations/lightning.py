@@ -17,7 +17,7 @@ from torch import optim
 from kvtrainer.integrations import needing
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.trainer import Trainer
+from kvtrainer.trainer.trainer import Trainer
 
 with needing("lightning"):
     from lightning.fabric.plugins import ClusterEnvironment

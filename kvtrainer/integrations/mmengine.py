@@ -37,8 +37,8 @@ from kvtrainer.strategy.base import Callback
 from kvtrainer.strategy.checkpoint import OPTIMIZER, pair_schedules, plain_copy
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys
 from kvtrainer.strategy.strategy import Steps
-from kvtrainer.trainer import Trainer
-from kvtrainer.trainer_dict import TrainerDict
+from kvtrainer.trainer.trainer import Trainer
+from kvtrainer.trainer.trainer_dict import TrainerDict
 
 with needing("mmengine"):
     import mmengine

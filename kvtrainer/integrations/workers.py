@@ -25,7 +25,7 @@ from kvtrainer.kvstore import create
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, agreement_of, environment
 from kvtrainer.strategy.parts import share_weights
-from kvtrainer.trainer import Trainer
+from kvtrainer.trainer.trainer import Trainer
 
 Limit = Mapping[str, Any]
 

@@ -67,7 +67,7 @@ from kvtrainer.kvstore.values import (
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.parallel.replicas import AUTO
 from kvtrainer.ranks.process_group import RankGroup
-from kvtrainer.states import (
+from kvtrainer.states.format import (
     SavedParameter,
     SavedStates,
     export_states,

@@ -27,8 +27,8 @@ from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import environment, parts
 from kvtrainer.strategy.checkpoint import find_last, pair_schedules
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, LoadReport, ReviseKeys
-from kvtrainer.trainer import Trainer
-from kvtrainer.trainer_dict import TrainerDict
+from kvtrainer.trainer.trainer import Trainer
+from kvtrainer.trainer.trainer_dict import TrainerDict
 
 Callback = Callable[[dict[str, Any]], object]
 Path = str | os.PathLike[str]

@@ -31,12 +31,12 @@ from kvtrainer.errors import (
     StateMismatchError,
     file_error,
 )
-from kvtrainer.file_io import replacing
 from kvtrainer.options.loss_scaler import check_scaler_state
-from kvtrainer.states import checksum, rebuilt
+from kvtrainer.states.atomic_file import replacing
+from kvtrainer.states.format import checksum, rebuilt
 from kvtrainer.strategy.environment import current_device
-from kvtrainer.trainer import Trainer
-from kvtrainer.trainer_dict import check_names
+from kvtrainer.trainer.trainer import Trainer
+from kvtrainer.trainer.trainer_dict import check_names
 
 _log = logging.getLogger(__name__)
 

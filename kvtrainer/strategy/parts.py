@@ -24,8 +24,8 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.options import paramwise
 from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy.checkpoint import pack_tree, unpack_tree
-from kvtrainer.trainer import Trainer
-from kvtrainer.trainer_dict import TrainerDict
+from kvtrainer.trainer.trainer import Trainer
+from kvtrainer.trainer.trainer_dict import TrainerDict
 
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)

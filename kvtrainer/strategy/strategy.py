@@ -23,7 +23,7 @@ from kvtrainer.strategy import environment
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
 from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
 from kvtrainer.sync.select import traits_of
-from kvtrainer.trainer_dict import check_names
+from kvtrainer.trainer.trainer_dict import check_names
 
 Steps = list[Callable[[], None]]
 """Calls that take a part of a checkpoint over, once all of it is known to fit."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kvtrainer import Trainer
 from kvtrainer.kvstore import DistKVStore
-from kvtrainer.states import pack
+from kvtrainer.states.format import pack
 from kvtrainer.strategy import Strategy, agreement_of
 from tests.support.jobs import Job, Results, own_place, run_job
 from tests.support.processes import Members, new_name, together

@@ -33,7 +33,7 @@ from kvtrainer.errors import (
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.lr_scheduler import FactorScheduler
 from kvtrainer.optimizer import create
-from kvtrainer.states import read_state_file
+from kvtrainer.states.format import read_state_file
 from tests.support.jobs import Job, Results, run_job
 from tests.support.limits import LIMIT
 from tests.support.stores import Servers

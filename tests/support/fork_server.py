@@ -34,7 +34,7 @@ PRELOADED = (
     "kvstore_server.cli",
     "kvtrainer.amp",
     "kvtrainer.strategy",
-    "kvtrainer.trainer",
+    "kvtrainer.trainer.trainer",
 )
 LARGEST = 1 << 20
 """Bytes of a request."""

@@ -15,9 +15,9 @@ from torch.optim import lr_scheduler
 from kvstore_server.optimizer import create
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, OptimizerError, SchedulerInUseError
-from kvtrainer.groups import UpdateCounter
 from kvtrainer.lr_scheduler import CosineScheduler, FactorScheduler, PolyScheduler
 from kvtrainer.schedules.param_schedule import ParamSchedule
+from kvtrainer.trainer.groups import UpdateCounter
 from kvtrainer.types import Group
 from tests.support import ways_to_train
 from tests.support.scalar_training import IN_STORE, step, trainer_of, values, zeros

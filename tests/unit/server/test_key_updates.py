@@ -11,7 +11,7 @@ from torch import Tensor
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import ProtocolError
-from kvtrainer.states import export_states
+from kvtrainer.states.format import export_states
 from kvtrainer.sync.exchange import Gradients, StoreExchange
 from tests.support.engines import client_of, filled, plan_of, views
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import StateFileError
 from kvtrainer.lr_scheduler import FactorScheduler
-from kvtrainer.states import SavedParameter, SavedStates, pack, unpack
+from kvtrainer.states.format import SavedParameter, SavedStates, pack, unpack
 from kvtrainer.strategy import Strategy
 from tests.support.strategies import Make, make
 
@@ -341,7 +341,7 @@ def test_description_that_makes_no_sense_is_refused(path: list[Any], value: Any,
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    monkeypatch.setattr("kvtrainer.states.checksum", lambda *_: "0")
+    monkeypatch.setattr("kvtrainer.states.format.checksum", lambda *_: "0")
     with pytest.raises(StateFileError, match="its description makes no sense"):
         unpack(tensors, {**metadata, "content": json.dumps(content), "checksum": "0"})
 
@@ -349,6 +349,6 @@ def test_description_that_makes_no_sense_is_refused(path: list[Any], value: Any,
 @pytest.mark.parametrize("name", ["state/other/entry", "state/w", "w"])
 def test_tensor_of_no_known_parameter_is_refused(name: str, monkeypatch: Any) -> None:
     _, metadata = pack(saved_of({}))
-    monkeypatch.setattr("kvtrainer.states.checksum", lambda *_: metadata["checksum"])
+    monkeypatch.setattr("kvtrainer.states.format.checksum", lambda *_: metadata["checksum"])
     with pytest.raises(StateFileError, match="its description makes no sense"):
         unpack({name: torch.zeros(2)}, metadata)

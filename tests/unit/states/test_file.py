@@ -26,7 +26,7 @@ from torch import nn
 
 from kvtrainer import Trainer
 from kvtrainer.errors import KVStoreError, StateFileError
-from kvtrainer.states import FORMAT, SavedParameter, SavedStates, read_state_file, write_state_file
+from kvtrainer.states.format import FORMAT, SavedParameter, SavedStates, read_state_file, write_state_file
 from tests.support.limits import LIMIT
 
 
@@ -138,7 +138,7 @@ def test_interrupted_save_leaves_no_temporary_file(path: Path, monkeypatch: pyte
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtrainer.states.write_tensors", interrupt)
+    monkeypatch.setattr("kvtrainer.states.format.write_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_state_file(path, states_of(2.0))
     assert os.listdir(path.parent) == ["states"]
@@ -313,7 +313,7 @@ def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
 
 _WRITING = """
 import sys
-from kvtrainer.file_io import replacing
+from kvtrainer.states.atomic_file import replacing
 with replacing(sys.argv[1]) as file:
     file.write(b"half of it")
     print(end="x", flush=True)

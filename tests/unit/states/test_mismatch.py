@@ -15,7 +15,7 @@ from torch import nn
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.lr_scheduler import FactorScheduler, LRScheduler, register
-from kvtrainer.states import SavedStates, read_state_file, write_state_file
+from kvtrainer.states.format import SavedStates, read_state_file, write_state_file
 from tests.support.saved_training import (
     PLACES,
     Net,

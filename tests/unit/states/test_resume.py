@@ -22,8 +22,8 @@ from torch.nn import Parameter
 from kvstore_server.optimizer import Optimizer
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import StateMismatchError
-from kvtrainer.saving import saved_residuals
-from kvtrainer.states import SavedStates, read_state_file, write_state_file
+from kvtrainer.states.format import SavedStates, read_state_file, write_state_file
+from kvtrainer.trainer.saving import saved_residuals
 from tests.support.saved_training import (
     ELEMENTWISE,
     MATRICES_ONLY,

@@ -20,7 +20,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
 from kvtrainer.errors import OptimizerError, StateFileError
 from kvtrainer.optimizer import register
-from kvtrainer.states import SavedParameter, SavedStates, pack, read_state_file, unpack
+from kvtrainer.states.format import SavedParameter, SavedStates, pack, read_state_file, unpack
 from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
 
 TREE = {

@@ -17,9 +17,9 @@ from kvstore_server.shard.norms import UNCHANGED
 from kvtrainer.client import client as clients
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
-from kvtrainer.optimizer_states import ShardUpdate
 from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync.exchange import Gradients, StoreExchange
+from kvtrainer.trainer.optimizer_states import ShardUpdate
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 
 PLAN = make_plan(

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, MemoryFormatWarning, ParameterMovedError
-from kvtrainer.groups import collect
+from kvtrainer.trainer.groups import collect
 
 A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
 

@@ -19,11 +19,11 @@ from kvstore_server.optimizer import Optimizer, lr_scheduler
 from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
 from kvstore_server.optimizer.trees import decode, unflatten
 from kvtrainer.errors import ConfigurationError, StateMismatchError
-from kvtrainer.groups import kept_entries, option_problems, plain
 from kvtrainer.options.loss_scaler import scaler_from_state
-from kvtrainer.states import SavedParameter, SavedStates, encoded, saved_problems
-from kvtrainer.step import StepPipeline
+from kvtrainer.states.format import SavedParameter, SavedStates, encoded, saved_problems
 from kvtrainer.sync.binding import WorkerResiduals
+from kvtrainer.trainer.groups import kept_entries, option_problems, plain
+from kvtrainer.trainer.step import StepPipeline
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, is_c
 from kvstore_server.plan import Plan, Slice, TensorSpec
 from kvtrainer.common.progress import announced, tracked
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
-from kvtrainer.file_io import replacing, write_tensors
+from kvtrainer.states.atomic_file import replacing, write_tensors
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor, plain value, or a

@@ -22,24 +22,24 @@ from kvtrainer.client.profiler import Profiler
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
-from kvtrainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
-from kvtrainer.join import join
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.gradients import largest_of
 from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
 from kvtrainer.optimizer import create as create_optimizer
-from kvtrainer.optimizer_states import OptimizerStates, StateView
 from kvtrainer.options.loss_scaler import LossScaler, plain_scaling, scaler_of
 from kvtrainer.options.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.options.stages import STAGES, Accumulation, StageOptions
 from kvtrainer.parallel.replicas import COPIES, devices_of, policy_of, spread
-from kvtrainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
 from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
-from kvtrainer.states import SavedStates, State, read_state_file, write_state_file
-from kvtrainer.step import StepPipeline
+from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
 from kvtrainer.sync.binding import BUCKETS, Binding
 from kvtrainer.sync.select import select_store
+from kvtrainer.trainer.groups import ParameterGroups, make_groups, refuse_parameters_of_ddp
+from kvtrainer.trainer.join import join
+from kvtrainer.trainer.optimizer_states import OptimizerStates, StateView
+from kvtrainer.trainer.saving import adopt_rest, as_state_dict, check_fit, export_own_states, export_states
+from kvtrainer.trainer.step import StepPipeline
 from kvtrainer.types import Group, StepResult
 
 _log = logging.getLogger(__name__)

@@ -35,15 +35,15 @@ from kvtrainer.errors import (
     SparseGradientWarning,
     level_of_user,
 )
-from kvtrainer.group_edits import read_edited
-from kvtrainer.groups import ParameterGroups
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.options.loss_scaler import LossScaler
 from kvtrainer.options.stages import Accumulation, GradientCheck, GradientLimits, StageOptions
 from kvtrainer.parallel.batch import ReplicaLosses
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.sync.binding import Binding
+from kvtrainer.trainer.group_edits import read_edited
+from kvtrainer.trainer.groups import ParameterGroups
+from kvtrainer.trainer.optimizer_states import JointUpdate, OptimizerStates
 from kvtrainer.types import NO_TARGETS, StepResult
 
 _log = logging.getLogger(__name__)

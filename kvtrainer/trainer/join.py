@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from kvstore_server.engine.agreed import unpack_hypers
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.step import StepPipeline
 from kvtrainer.sync.exchange import RoundResult
+from kvtrainer.trainer.step import StepPipeline
 
 _log = logging.getLogger(__name__)
 

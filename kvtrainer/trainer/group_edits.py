@@ -14,8 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.groups import Named, ParameterGroups, named_members, unused_number, with_checked_options
 from kvtrainer.memory.row_sparse import is_row_sparse
+from kvtrainer.trainer.groups import (
+    Named,
+    ParameterGroups,
+    named_members,
+    unused_number,
+    with_checked_options,
+)
 from kvtrainer.types import Group
 
 

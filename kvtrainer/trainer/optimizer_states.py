@@ -24,9 +24,8 @@ from kvstore_server.shard.norms import Decision, apply_decision
 from kvstore_server.shard.reduction import RankContribution, Run
 from kvstore_server.shard.shard import Shard
 from kvtrainer.errors import ConfigurationError, KVStoreError, OptimizerError, StateMismatchError
-from kvtrainer.groups import ParameterGroups, option_problems
 from kvtrainer.memory.memory import DeviceMemory, Memory
-from kvtrainer.states import (
+from kvtrainer.states.format import (
     State,
     StateHolder,
     export_states,
@@ -35,6 +34,7 @@ from kvtrainer.states import (
     read_states,
 )
 from kvtrainer.sync.binding import Binding
+from kvtrainer.trainer.groups import ParameterGroups, option_problems
 from kvtrainer.types import Group
 
 

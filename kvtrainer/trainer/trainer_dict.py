@@ -14,7 +14,7 @@ from kvtrainer.errors import (
     KeyNotFoundError,
     StateMismatchError,
 )
-from kvtrainer.trainer import Trainer
+from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.types import Group
 
 
