@@ -3,8 +3,9 @@
     python -m kvstore_server.probe tcp://127.0.0.1:5555
 
 This asks one server whether it answers, as a container's probe does every few seconds. A connection alone says little,
-because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts that `kvstore_server.engine.membership`
-describes, which the serving loop itself has to answer. Exit codes: 0 it answered, 1 it did not, 2 wrong usage. kvtop
+because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts that
+`kvstore_server.engine.facts` describes, which the serving loop itself has to answer.
+Exit codes: 0 it answered, 1 it did not, 2 wrong usage. kvtop
 shows these facts. The three messages are written out here, since the protocol's module needs torch; a test compares
 them.
 """

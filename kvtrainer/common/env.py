@@ -2,7 +2,8 @@
 
 A worker has to know three things: which worker it is, how many there are, and where the servers listen. An option
 given in code wins over the environment; what neither of them says is an error, never a guess. The environment is an
-argument, so nothing is read on import. Only a job for MXNet's launcher has to be asked over a socket: `kvtrainer.jobs.dmlc`.
+argument, so nothing is read on import. Only a job for MXNet's launcher has to be asked over a socket; see
+`kvtrainer.jobs.dmlc`.
 """
 
 from __future__ import annotations

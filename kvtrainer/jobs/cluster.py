@@ -3,10 +3,10 @@
     with kvtrainer.local_cluster(workers=2, servers=2) as cluster:
         accuracies = cluster.run(train, epochs=3)
 
-A worker is `python -m kvtrainer.jobs.cluster CODE OUTCOME`: both are descriptors of memory without a name, which a process
-hands to its own children and to nobody else. That is why pickle may be used here, and nowhere between peers: whoever
-could write to this memory could run code as this user anyway. Functions of a notebook or of `__main__`, and lambdas,
-are packed with cloudpickle, where that is installed.
+A worker is `python -m kvtrainer.jobs.cluster CODE OUTCOME`: both are descriptors of memory without a name, which a
+process hands to its own children and to nobody else. That is why pickle may be used here, and nowhere between
+peers: whoever could write to this memory could run code as this user anyway. Functions of a notebook or of
+`__main__`, and lambdas, are packed with cloudpickle, where that is installed.
 
 Processes are started, followed and ended as those of `kvlaunch` are. But a program that has work and threads of its
 own, such as a notebook, has no thread to spare for their loop: here it runs in one of its own, nothing takes over

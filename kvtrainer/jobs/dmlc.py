@@ -1,8 +1,8 @@
 """Jobs for MXNet's launcher: one script in a scheduler, servers and workers, told apart by variables.
 
 The role of a process is in DMLC_ROLE. A scheduler or a server does its work where the script creates its store, and
-the process ends there; the script behind it is for workers. Nothing happens on import, and `kvtrainer.common.env` imports this
-only where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
+the process ends there; the script behind it is for workers. Nothing happens on import, and `topology` imports this only
+where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def find_topology(
     connect_timeout: float | None,
     dead_after: float | None,
 ) -> env.Topology:
-    """Play the role of this process, as `kvtrainer.jobs.topology.find_topology` says; return the topology of a worker."""
+    """Play the role of this process, as `topology.find_topology` says; return the topology of a worker."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:
@@ -158,7 +158,7 @@ def serve_role(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> None:
-    """Serve, in a scheduler or server, until the job is over, as in `env.serve_role`."""
+    """Serve, in a scheduler or server, until the job is over, as in `kvtrainer.jobs.topology.serve_role`."""
     if rank is not None or env.text_of(environ, env.RANK) or env.text_of(environ, env.ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)

@@ -22,6 +22,7 @@ from kvtrainer.client.session import SessionOptions
 from kvtrainer.common import env
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
+from kvtrainer.jobs.topology import find_topology
 from kvtrainer.kvstore.agreement import Agreement, OverServers
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
@@ -93,7 +94,7 @@ class DistKVStore(TableKVStore):
         self._water_mark = water_mark_of(type, os.environ)
         self._transport = env.transport_of(os.environ)
         is_debugging = env.shows_debug_log(os.environ)
-        topology = env.find_topology(
+        topology = find_topology(
             os.environ,
             rank=rank,
             num_workers=num_workers,

@@ -124,8 +124,8 @@ class ParameterGroups:
     ) -> dict[str, Any]:
         """Read the numbers of the update that comes: per group its options, per parameter multipliers that are not 1.
 
-        The form is the one of `kvstore_server.engine.agreed`. If nothing has changed since the last call it is the same object,
-        which nobody changes; else they are checked.
+        The form is the one of `kvstore_server.engine.agreed`. If nothing has changed since the last call it is the same
+        object, which nobody changes; else they are checked.
 
         Args:
             coming: as of `UpdateCounter.apply`.

@@ -14,6 +14,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import exchange as exchanges
+from kvtrainer.sync import staging
 from kvtrainer.sync.exchange import Gradients, StoreExchange
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 from tests.support.limits import LIMIT
@@ -236,7 +237,7 @@ def test_weights_are_copied_with_a_line_where_memory_of_servers_cannot_be_mapped
     def refuse(*args: object, **options: object) -> None:
         raise OSError("too many mappings")
 
-    monkeypatch.setattr(exchanges, "put_pages", refuse)
+    monkeypatch.setattr(staging, "put_pages", refuse)
     found = found_by(jobs, monkeypatch, (), trained)
     assert all(map(torch.equal, found[0], expected[0]))
     assert "too many mappings" in caplog.text

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.transport import pages
 from kvtrainer.client import shared_weights
 from kvtrainer.client.session import Session
 from kvtrainer.common.env import TRANSPORT
@@ -358,7 +359,7 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(shared_weights, "_PAGE_MAP", str(tmp_path / "none"))
+    monkeypatch.setattr(pages, "_PAGE_MAP", str(tmp_path / "none"))
     worker = Worker(members.join(jobs.of(1), 0, 1, new_name()), 0)
     worker.steps(2)
     assert not is_mapped(worker.parameters[0])

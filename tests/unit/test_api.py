@@ -16,7 +16,7 @@ from tests.support.processes import ROOT
 
 BY_NAME = {
     ("kvtrainer/__init__.py", "kvtrainer."),
-    ("kvtrainer/common/env.py", "kvtrainer.jobs.dmlc"),
+    ("kvtrainer/jobs/topology.py", "kvtrainer.jobs.dmlc"),
     ("kvtrainer/registry.py", "kvtrainer.hooks"),
     ("kvtrainer/registry.py", "kvtrainer.config"),
 }

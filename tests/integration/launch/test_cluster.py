@@ -206,7 +206,7 @@ def test_guardians_that_are_killed_in_a_run_are_replaced(own_jobs: Jobs, tmp_pat
     os.mkfifo(fifo)
 
     def guardians() -> set[int]:
-        return set(own_jobs.pids("launcher/guardian.py"))
+        return set(own_jobs.pids("jobs/guardian.py"))
 
     with local_cluster(workers=1, servers=0) as cluster:
         run = Call(lambda: cluster.run(Path.read_text, fifo))

@@ -115,7 +115,7 @@ def test_kill_9_of_the_launcher_ends_a_grandchild_with_an_empty_environment(jobs
 def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(jobs: Jobs) -> None:
     process = jobs.start("echo up; exec sleep 3600", 2)
     line_of(process)
-    (guardian,) = jobs.pids("launcher/guardian.py")
+    (guardian,) = jobs.pids("jobs/guardian.py")
     os.kill(guardian, signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -125,9 +125,9 @@ def test_kill_9_of_the_launcher_ends_its_children_even_when_the_guardian_hangs(j
 def test_guardian_that_was_killed_is_replaced(jobs: Jobs) -> None:
     process = jobs.start("setsid sleep 3600 & echo up; wait")
     assert line_of(process) == "[w0] up"
-    (first,) = jobs.pids("launcher/guardian.py")
+    (first,) = jobs.pids("jobs/guardian.py")
     os.kill(first, signal.SIGKILL)
-    assert eventually(lambda: jobs.pids("launcher/guardian.py") not in ([], [first]))
+    assert eventually(lambda: jobs.pids("jobs/guardian.py") not in ([], [first]))
     process.kill()
     process.wait()
     assert eventually(lambda: jobs.alive() == []), jobs.alive()

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 from kvstore_server.plan import PAGE, Plan, TensorSpec, make_plan
 from kvstore_server.shard.storage import Storage
+from kvstore_server.transport import pages
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.client import shared_weights
 from kvtrainer.client.shared_weights import MappedWeights
 from kvtrainer.memory.arena import Arena as Parameters
 from tests.support.limits import LIMIT
@@ -75,7 +75,7 @@ def _server_memory(plan: Plan, server: int) -> tuple[Storage, SharedArena, Lease
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
     """The same, where the system notes what is written and where its page map alone tells."""
     if request.param == "page map":
-        monkeypatch.setattr(shared_weights, "WrittenPages", _Refused)
+        monkeypatch.setattr(pages, "WrittenPages", _Refused)
     parameter = Parameter(torch.zeros(_NUMEL // 3, 3))
     specs = [TensorSpec("w", tuple(parameter.shape), "float32")]
     plan = make_plan(specs, 2)
@@ -209,13 +209,13 @@ def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
 
 
 def test_a_system_that_hides_its_page_map_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_weights, "_PAGE_MAP", str(tmp_path / "none"))
+    monkeypatch.setattr(pages, "_PAGE_MAP", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError):
         MappedWeights({"float32": torch.zeros(16)})
 
 
 def test_a_page_map_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_weights, "_PAGE_MAP", "/dev/zero")  # says that no page is there
+    monkeypatch.setattr(pages, "_PAGE_MAP", "/dev/zero")  # says that no page is there
     with pytest.raises(OSError, match="does not tell"):
         MappedWeights({"float32": torch.zeros(16)})
 

@@ -15,10 +15,10 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ConfigurationError, ConnectTimeoutError, ProtocolError, RoundAbortedError
 from kvstore_server.protocol import messages as m
 from kvstore_server.server import Server, ServerOptions, make_server
-from kvtrainer.common import env
 from kvtrainer.jobs import dmlc
 from kvtrainer.jobs.dmlc import DmlcJob, SchedulerClient, read_dmlc
 from kvtrainer.jobs.scheduler import Scheduler
+from kvtrainer.jobs.topology import find_topology
 from tests.support.limits import FOREVER, LIMIT
 from tests.support.processes import Call, config_of_server, held_port, raised, serving
 
@@ -107,9 +107,9 @@ def test_a_local_store_is_made_in_every_role(role: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_role_beside_servers_that_run_already_is_a_contradiction(role: str) -> None:
     with pytest.raises(ConfigurationError, match=f"DMLC_ROLE is '{role}', but KVSTORE_SERVERS"):
-        env.find_topology(in_role(role, KVSTORE_SERVERS="h:1"))
+        find_topology(in_role(role, KVSTORE_SERVERS="h:1"))
     with pytest.raises(ConfigurationError, match="unset one of them"):
-        env.find_topology(in_role(role), servers=["h:1"])
+        find_topology(in_role(role), servers=["h:1"])
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_a_role_beside_servers_that_run_already_is_a_contradiction(role: str) ->
     [("server", {"KVSTORE_RANK": "1", "KVSTORE_NUM_WORKERS": "4"}), ("worker", {"DMLC_WORKER_ID": "1"})],
 )
 def test_a_process_that_knows_rank_and_servers_asks_no_scheduler(role: str, own: dict[str, str]) -> None:
-    topology = env.find_topology(in_role(role, KVSTORE_SERVERS="h:1", **own))
+    topology = find_topology(in_role(role, KVSTORE_SERVERS="h:1", **own))
     assert (topology.rank, topology.num_workers, topology.servers) == (1, 4, ("tcp://h:1",))
 
 
 def test_a_worker_that_is_given_another_number_of_workers_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="num_workers is 3, but DMLC_NUM_WORKER is 4"):
-        env.find_topology(in_role("worker"), num_workers=3)
+        find_topology(in_role("worker"), num_workers=3)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> Non
     with pytest.raises(
         ConnectTimeoutError, match=r"the scheduler at tcp://127.0.0.1:\d+ did not answer within 0.3 s"
     ):
-        env.find_topology(environ, connect_timeout=0.3)
+        find_topology(environ, connect_timeout=0.3)
 
 
 def test_servers_listen_on_loopback_where_all_are_on_one_machine() -> None:
@@ -259,4 +259,4 @@ def test_a_server_in_the_place_of_the_scheduler_is_told_apart() -> None:
     with serving(make_server(config_of_server(), ServerOptions())) as server:
         environ = in_role("worker", DMLC_PS_ROOT_PORT=server.endpoint.rpartition(":")[2])
         with pytest.raises(ProtocolError, match=f"{server.endpoint} is no scheduler"):
-            env.find_topology(environ, connect_timeout=LIMIT)
+            find_topology(environ, connect_timeout=LIMIT)

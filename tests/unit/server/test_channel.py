@@ -762,7 +762,7 @@ def test_memory_that_cannot_be_made_does_not_count(
     def fail(*_: object) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
-    for name in ("make_memory", "Arena"):
+    for name in ("make_memory", "SharedArena"):
         with monkeypatch.context() as patch:
             patch.setattr(channel, name, fail)
             assert bounded.make(MIB, 1) is None
