@@ -8,10 +8,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-
-
 _REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
-"""Numbers that a Memo keeps at most, and for each slot; what is named one by one needs up to ten."""
+"""Numbers that a BoundedCache keeps at most, and for each slot; what is named one by one needs up to ten."""
 
 
 class BoundedCache(Generic[T]):

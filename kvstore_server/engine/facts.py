@@ -13,12 +13,8 @@ from kvstore_server.protocol.frames import unpack_control
 
 FRESH = 0.2
 """Seconds for which facts are told again as they were."""
-
-
 MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
 """Of how many namespaces, workers of each and waits of each facts tell."""
-
-
 _REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
 
 

@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
-
-
 _PORTION = 16 << 20
 """Bytes of data in a message: so few that copying them delays nobody, so many that all else is little beside that."""
-
-
 _LINE = 64
-
-
 _POPULATE_WRITE = 23
 
 

@@ -13,16 +13,10 @@ from torch import Tensor
 from kvstore_server.transport.arena import Leases, SharedArena, _extent
 
 _log = logging.getLogger(__name__)
-
-
 _NUMBER = 40
 """A place is named by its offset and, from this bit on, the number of the memory in which it is."""
-
-
 _FIRST_WEIGHTS = 1 << 20
 """The first number of memory that is not a channel's own, but holds weights, or is a staging buffer."""
-
-
 _SEAL_FUTURE_WRITE = 0x10
 
 

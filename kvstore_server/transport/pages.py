@@ -16,58 +16,26 @@ import numpy as np
 from kvstore_server.plan import PAGE
 
 _FIXED = getattr(mmap, "MAP_FIXED", 0x10)
-
-
 _DONTNEED, _POPULATE_READ = 4, 22
-
-
 _FROM_FILE = 1 << 61
-
-
 _IS_THERE = 3 << 62
 """In memory, or in swap."""
-
-
 _MOVED = 64 << 20
 """The bytes that are moved at once."""
-
-
 _PAGE_MAP = "/proc/self/pagemap"
-
-
 _ENTRY = 8
-
-
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
-
-
 _USER_MODE_ONLY = 1
-
-
 _API, _REGISTER, _PROTECT = (
     3 << 30 | size << 16 | 0xAA << 8 | number for number, size in ((63, 24), (0, 32), (6, 24))
 )
-
-
 _VERSION = 0xAA
-
-
 _PASSES_WRITES = 1 << 15
 """A write to a protected page is noted, and waits for nobody."""
-
-
 _MODE_OF_WRITES = 2
-
-
 _IS_PROTECTED = 1
-
-
 _SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
-
-
 _WRITTEN = 2
-
-
 _AT_ONCE = 512
 
 

@@ -16,39 +16,19 @@ from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 
 WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
-
-
 EVERY = 8
-
-
 _BLOCK = 8 << 10
-
-
 _SUMMED = 1 << 10
 """The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
-
-
 _WORD = 8
-
-
 TURNS = 64
 """Steps within which a write to a table with kept sums is found."""
-
-
 _KEPT_SHIFT = 8
-
-
 _KEPT = 1 << _KEPT_SHIFT
 """The bytes in one kept sum; behind the last whole round of turns it is a line of 64."""
-
-
 _NEIGHBOURS = 4
 """Neighbouring kept sums that are compared in one turn."""
-
-
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
-
-
 _version_of = attrgetter("_version")
 
 

@@ -23,15 +23,9 @@ from kvtrainer.client.shared_weights import SeenWeights
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
-
-
 BufferOverrides = Sequence[tuple[int, Tensor]]
 """(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
-
-
 _NO_OVERRIDES: Mapping[str, BufferOverrides] = MappingProxyType({})
-
-
 _READ_ONLY = 8
 """Of memory that is pinned: the device, as this process, must not write to it."""
 
