@@ -447,8 +447,8 @@ class _Heartbeats:
             while not self._stop.wait(HEARTBEAT_INTERVAL):
                 self._beat()
         except Exception as error:
-            self.error = error
             _log.exception("this worker cannot tell servers any more that it is alive")
+            self.error = error
         finally:
             for socket in self._sockets:
                 socket.close(linger=0)

@@ -59,14 +59,14 @@ def interrupted(timeout):
 connection.receive = interrupted
 """
 DIES_AT_ITS_SECOND_DECISION = """
-from kvtrainer import stages
-decide, seen = stages.Limits.decide, []
+from kvtrainer.options import stages
+decide, seen = stages.GradientLimits.decide, []
 def dying(limits, measured):
     seen.append(measured)
     if len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return decide(limits, measured)
-stages.Limits.decide = dying
+stages.GradientLimits.decide = dying
 v = torch.zeros(3, requires_grad=True)
 options = {"learning_rate": 1.0}
 trainer = kvtrainer.Trainer({"v": v}, "sgd", options, kvstore=kv, clip_grad={"max_norm": 1.0})
