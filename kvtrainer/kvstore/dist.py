@@ -141,12 +141,19 @@ class DistKVStore(TableKVStore):
         """As `TableKVStore.open_agreement`, over synchronous rounds of a new client.
 
         It has a namespace of its own. As with `open_client`, the n-th one of every worker meets the n-th of the others;
-        blocks until the servers answer.
+        blocks until all workers have come.
         """
         if self.num_workers == 1:
             return Agreement()
         self._sides += 1
-        return OverServers(self._connect(f"/side{self._sides}", SYNCHRONOUS))
+        client = self._connect(f"/side{self._sides}", SYNCHRONOUS)
+        # Servers forget a namespace that its only worker has left: one that comes later would wait for that worker.
+        try:
+            client.barrier()
+        except BaseException as error:
+            client.close(error)
+            raise
+        return OverServers(client)
 
     def close(self) -> None:
         try:
