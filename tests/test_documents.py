@@ -146,11 +146,11 @@ def test_pages_about_the_inside_name_only_what_there_is(name: str) -> None:
     assert words - names - {"userfaultfd", "create_graph"} == set()
 
 
-def test_the_way_of_a_gradient_is_the_one_that_it_goes_in_at_most_fifteen_lines() -> None:
+def test_the_path_of_a_gradient_is_the_one_that_it_takes_in_at_most_fifteen_lines() -> None:
     way = (
         (DOCS / "architecture.md")
         .read_text()
-        .split("## The way of a gradient\n")[1]
+        .split("## The path of a gradient\n")[1]
         .split("\n## ")[0]
         .strip()
     )
