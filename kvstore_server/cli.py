@@ -48,21 +48,20 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--drain-timeout", "KVSTORE_DRAIN_TIMEOUT", 10.0, float, "seconds that rounds get to finish after SIGTERM"),
     ("--max-table-bytes", "KVSTORE_MAX_TABLE_BYTES", 1 << 40, int, "largest table, over all servers, that is accepted"),
     ("--max-memory", "KVSTORE_MAX_MEMORY", memory_limit() // 5 * 4, int,
-     "bytes for weights, sums and optimizer state, all jobs together, and for memory shared with workers of the host, "
-     "which gets what these leave"),
+     "bytes for weights, sums and optimizer state of all jobs; memory shared with workers of the host gets what is "
+     "left of it"),
     ("--max-namespaces", "KVSTORE_MAX_NAMESPACES", EngineConfig.max_namespaces, int,
-     "Trainers and stores that may be here at the same time"),
+     "how many Trainers and stores the server accepts at the same time"),
     ("--forget-after", "KVSTORE_FORGET_AFTER", EngineConfig.forget_after, float,
-     "seconds of silence of all workers after which weights are freed"),
+     "seconds of silence of all workers of a job after which its weights are freed"),
     ("--max-message-keys", "KVSTORE_MAX_MESSAGE_KEYS", KEYS_PER_MESSAGE, int,
-     "keys, slices or tables in one message"),
+     "how many keys, slices or tables one message may name"),
     ("--max-message-bytes", "KVSTORE_MAX_MESSAGE_BYTES", ServerOptions.max_message_bytes, int,
-     "bytes of the optimizer state of one key in a message"),
+     "largest message with the optimizer state of one key, in bytes"),
     ("--spread-from", "KVSTORE_SPREAD_FROM", 1 << 20, int,
-     "bytes from which on a Trainer's weights are spread over all servers, where these listen for their own host only; "
-     "less are on one of them (elsewhere all are spread)"),
-    ("--http", "KVSTORE_HTTP", "", str, "HOST:PORT of a page that shows what this server does, with /metrics for "
-     "Prometheus; a process of its own serves it"),
+     "a Trainer's weights of fewer bytes lie on one server, not on all, if the servers listen for their own host only"),
+    ("--http", "KVSTORE_HTTP", "", str, "serve a page that shows what this server does at this HOST:PORT, with "
+     "/metrics for Prometheus, in a separate process"),
     ("--threads", "KVSTORE_THREADS", 1, int, "threads for sums and updates; more than one helps on idle cores only"),
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
@@ -90,7 +89,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--allow-mixed-cpu", action="store_true", default=told("KVSTORE_ALLOW_MIXED_CPU", "") == "1",
-        help="accept workers whose CPU has another instruction set; last bits may differ [KVSTORE_ALLOW_MIXED_CPU=1]",
+        help="accept workers whose CPU has another instruction set; the last bits of results may differ "
+        "[KVSTORE_ALLOW_MIXED_CPU=1]",
     )  # fmt: skip
     add(
         "--allow-public-bind", action="store_true", default=told("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",

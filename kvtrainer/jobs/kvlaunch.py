@@ -218,7 +218,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--dashboard", type=_address, metavar="[HOST:]PORT",
-        help="serve a page that shows the job, as kvtop --http does, to this host alone unless HOST says otherwise; "
+        help="serve a page that shows the job, as kvtop --http does; only to this host unless HOST says otherwise; "
         "port 0 takes a free one",
     )  # fmt: skip
     add = parser.add_argument_group("other hosts").add_argument
@@ -230,14 +230,22 @@ def _make_parser() -> argparse.ArgumentParser:
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
     )  # fmt: skip
     add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
-    add("--start-timeout", default=JobTimeouts.start, help="for the servers to be ready (%(default)g)")
+    add(
+        "--start-timeout",
+        default=JobTimeouts.start,
+        help="how long the servers may take to listen (%(default)g)",
+    )
     add(
         "--linger",
-        help="after the first failure, for the others to report it in their own words "
-        f"({JobTimeouts.linger:g}; KVSTORE_DEAD_AFTER and a little more if they can only notice it by silence, because "
-        "a signal has killed a worker, or a server is gone)",
+        help="how long to wait after the first failure, so that other processes can report it, too "
+        f"({JobTimeouts.linger:g}; slightly more than KVSTORE_DEAD_AFTER if they can notice it only by silence, "
+        "because a signal has killed a worker or a server is gone)",
     )
-    add("--grace", default=JobTimeouts.grace, help="between SIGTERM and SIGKILL (%(default)g)")
+    add(
+        "--grace",
+        default=JobTimeouts.grace,
+        help="how long to wait between SIGTERM and SIGKILL (%(default)g)",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

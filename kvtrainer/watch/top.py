@@ -249,8 +249,8 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="SERVER",
         help=f"tcp://HOST:PORT, a list with commas, or @FILE [{SERVERS}]",
     )
-    add("--once", action="store_true", help="print one view and end")
-    add("--json", action="store_true", help="print one view as JSON and end")
+    add("--once", action="store_true", help="print one view and exit")
+    add("--json", action="store_true", help="print one view as JSON and exit")
     add(
         "--http", type=_address, metavar="HOST:PORT",
         help="serve a page for browsers, and /metrics for Prometheus, until Ctrl-C; port 0 takes a free one",
@@ -265,7 +265,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=_interval,
         default=1.0,
         metavar="SEC",
-        help="seconds between two looks (%(default)g)",
+        help="seconds between two queries (%(default)g)",
     )
     add(
         "--with-parent", type=int, metavar="PID",

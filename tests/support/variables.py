@@ -25,27 +25,27 @@ _MACHINE = {"--max-memory": "four fifths of the memory of the machine or contain
 """Defaults that depend on where the page is made."""
 
 WORKER = {
-    "KVSTORE_RANK": ("", "which worker this is, from 0"),
-    "KVSTORE_NUM_WORKERS": ("", "how many workers there are"),
-    "KVSTORE_LOCAL_RANK": ("", "which worker of this host, for the choice of a CUDA device; by default the launcher's"),
-    "KVSTORE_ATTEMPT": ("", "how often the job was started again; an attempt has tables of its own on the servers"),
-    "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers with commas between them, or `@FILE` with one per line"),
+    "KVSTORE_RANK": ("", "rank of this worker, from 0"),
+    "KVSTORE_NUM_WORKERS": ("", "number of workers"),
+    "KVSTORE_LOCAL_RANK": ("", "number of this worker on its host; chooses the CUDA device; default: the launcher's"),
+    "KVSTORE_ATTEMPT": ("", "how often the job was restarted; each attempt has its own tables on the servers"),
+    "KVSTORE_SERVERS": ("", "`tcp://HOST:PORT` of all servers, separated by commas, or `@FILE` with one per line"),
     "KVSTORE_TIMEOUT": ("", "longest wait for a round, a pull or a barrier, in seconds"),
     "KVSTORE_CONNECT_TIMEOUT": ("", "longest wait for the first answer of a server, in seconds"),
-    "KVSTORE_DEAD_AFTER": ("", "a peer not heard from for so many seconds counts as dead"),
-    "KVSTORE_SLOW_AFTER": ("", "a wait for other workers that takes longer is logged, in seconds"),
-    "KVSTORE_TRANSPORT": ("auto", "`shm` or `tcp` force a way to servers of the same host"),
-    "KVSTORE_LOG": ("warning", "debug: a line for each message and each transition of a round; others: servers alone"),
+    "KVSTORE_DEAD_AFTER": ("", "seconds of silence after which a peer counts as dead"),
+    "KVSTORE_SLOW_AFTER": ("", "seconds of waiting for other workers after which the log names them"),
+    "KVSTORE_TRANSPORT": ("auto", "`shm` or `tcp` force one transport to servers of the same host"),
+    "KVSTORE_LOG": ("warning", "`debug`: a line for each message and each transition of a round; others: servers only"),
     "KVSTORE_STALENESS": ("1", "how far a worker of `dist_ssp` may run ahead"),
     "KVSTORE_COMPAT": (
         "mxnet2",
-        "mxnet1: Gluon's optimizers have the numbers of MXNet 1.9.1; an argument `compat` comes first",
+        "`mxnet1`: Gluon's optimizers compute as in MXNet 1.9.1; an argument `compat` takes precedence",
     ),
-    "KVSTORE_ALLOW_PUBLIC_BIND": ("", "1: servers of an MXNet job may listen where others reach them"),
-    "KVSTORE_PROGRESS": ("", "1: long work is shown although standard error is no terminal; `kvlaunch` may set it"),
-    "MXNET_UPDATE_ON_KVSTORE": ("1", "0: a Trainer that is not told otherwise runs the optimizer on the workers"),
-    "DMLC_PS_VAN_TYPE": ("zmq", "`p3`: urgent pushes overtake others that wait to be sent"),
-    "DMLC_PS_WATER_MARK": ("10", "with p3: messages that may be on their way to a server at a time"),
+    "KVSTORE_ALLOW_PUBLIC_BIND": ("", "1: servers of an MXNet job may listen on public addresses"),
+    "KVSTORE_PROGRESS": ("", "1: show progress of long operations without a terminal; `kvlaunch` may set it"),
+    "MXNET_UPDATE_ON_KVSTORE": ("1", "0: a Trainer without `update_on_kvstore` runs the optimizer on the workers"),
+    "DMLC_PS_VAN_TYPE": ("zmq", "`p3`: pushes of higher priority overtake others that wait to be sent"),
+    "DMLC_PS_WATER_MARK": ("10", "with `p3`: most messages in flight to one server"),
 }  # fmt: skip
 """What a worker reads → default, meaning; defaults of waits come from the product."""
 
@@ -53,49 +53,49 @@ LAUNCHERS = {
     "DMLC_ROLE": "`worker`, `server` or `scheduler`, as MXNet's launcher sets it",
     "DMLC_PS_ROOT_URI": "host of the scheduler",
     "DMLC_PS_ROOT_PORT": "port of the scheduler",
-    "DMLC_NUM_WORKER": "how many workers there are",
-    "DMLC_NUM_SERVER": "how many servers there are",
-    "DMLC_NODE_HOST": "the address under which this process is known to others",
-    "DMLC_WORKER_ID": "which worker this is",
-    "DMLC_SERVER_ID": "which server this is",
-    "DMLC_RANK": "which worker or server this is, where neither of the two above is set",
-    "DMLC_TASK_ID": "a number of this process that orders ranks where no rank is set",
-    "RANK": "torchrun: which worker this is",
-    "WORLD_SIZE": "torchrun: how many there are",
-    "LOCAL_RANK": "torchrun: which process of this host, for the choice of a CUDA device; by default the rank",
-    "MASTER_ADDR": "torchrun: where rank 0 is (`Strategy` over torch.distributed)",
-    "MASTER_PORT": "torchrun: the port there",
-    "TORCHELASTIC_RESTART_COUNT": "torchrun on one host: how often it has started the workers again",
+    "DMLC_NUM_WORKER": "number of workers",
+    "DMLC_NUM_SERVER": "number of servers",
+    "DMLC_NODE_HOST": "address at which other processes reach this one",
+    "DMLC_WORKER_ID": "rank of this worker",
+    "DMLC_SERVER_ID": "index of this server",
+    "DMLC_RANK": "rank or index of this process, if neither of the two above is set",
+    "DMLC_TASK_ID": "orders processes without a rank",
+    "RANK": "torchrun: rank of this worker",
+    "WORLD_SIZE": "torchrun: number of workers",
+    "LOCAL_RANK": "torchrun: number of this worker on its host, which chooses the CUDA device; default: the rank",
+    "MASTER_ADDR": "torchrun: host of rank 0 (`Strategy` over torch.distributed)",
+    "MASTER_PORT": "torchrun: port of rank 0",
+    "TORCHELASTIC_RESTART_COUNT": "torchrun on one host: how often it has restarted the workers",
     "TORCHELASTIC_RUN_ID": "torchrun: not read; `kvlaunch` does not pass it on",
     "TORCHELASTIC_USE_AGENT_STORE": "torchrun: not read; `kvlaunch` does not pass it on",
-    "SLURM_RESTART_COUNT": "Slurm: how often the job was started again",
+    "SLURM_RESTART_COUNT": "Slurm: how often the job was restarted",
     "SLURM_NODEID": "Slurm: not read; `kvlaunch` does not pass it on",
-    "SLURM_PROCID": "Slurm: which worker this is",
-    "SLURM_NTASKS": "Slurm: how many there are",
-    "SLURM_LOCALID": "Slurm: which process of this host",
-    "SLURM_NNODES": "Slurm: how many hosts there are; one needs no `MASTER_ADDR`",
+    "SLURM_PROCID": "Slurm: rank of this worker",
+    "SLURM_NTASKS": "Slurm: number of workers",
+    "SLURM_LOCALID": "Slurm: number of this worker on its host",
+    "SLURM_NNODES": "Slurm: number of hosts; with one, `MASTER_ADDR` is not needed",
     "SLURM_JOB_NUM_NODES": "Slurm: the same, in older versions",
-    "OMPI_COMM_WORLD_RANK": "Open MPI: which worker this is",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI: how many there are",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: which process of this host",
+    "OMPI_COMM_WORLD_RANK": "Open MPI: rank of this worker",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI: number of workers",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: number of this worker on its host",
     "OMPI_COMM_WORLD_NODE_RANK": "Open MPI: not read; `kvlaunch` does not pass it on",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: how many of this host; all of them need no `MASTER_ADDR`",
-    "PMI_RANK": "MPICH, Intel MPI: which worker this is",
-    "PMI_SIZE": "MPICH, Intel MPI: how many there are",
-    "PMIX_RANK": "PMIx: which worker this is; it does not say how many there are",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: workers on this host; if these are all, `MASTER_ADDR` is not needed",
+    "PMI_RANK": "MPICH, Intel MPI: rank of this worker",
+    "PMI_SIZE": "MPICH, Intel MPI: number of workers",
+    "PMIX_RANK": "PMIx: rank of this worker; PMIx does not give the number of workers",
 }
-"""What launchers of others tell a process."""
+"""What other launchers set."""
 
 SET = {
     "OMP_NUM_THREADS": "`kvlaunch`: cores divided by workers; `Strategy` in a job: 1 for child processes",
     "MKL_NUM_THREADS": "`Strategy` in a job: 1 for child processes",
-    "PYTHONUNBUFFERED": "`kvlaunch`: 1, so that lines come when they are printed",
-    "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again; where none of these is set, "
-    "servers, and workers that reach them through sockets, have glibc keep it themselves (32 MiB, 1 GiB, 64 MiB)",
+    "PYTHONUNBUFFERED": "`kvlaunch`: 1, so that lines appear when they are printed",
+    "MALLOC_MMAP_THRESHOLD_": "`kvlaunch`: 1 GiB, so that freed memory is used again. If none of these three is "
+    "set, servers, and workers that reach them through sockets, set glibc's limits themselves (32 MiB, 1 GiB, 64 MiB)",
     "MALLOC_TRIM_THRESHOLD_": "`kvlaunch`: 1 GiB, for the same reason",
     "MALLOC_TOP_PAD_": "`kvlaunch`: 64 MiB, for the same reason",
-    "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: as many workers as there are on this host, "
-    "for accelerate to read",
+    "LOCAL_WORLD_SIZE": "`integrations.accelerate.join`: the number of workers on this host, "
+    "which accelerate reads",
     "CUBLAS_WORKSPACE_CONFIG": "`Strategy` with `deterministic`: `:4096:8`",
 }
 """What is set for processes, unless you have set it."""
@@ -103,9 +103,9 @@ SET = {
 _HEAD = """\
 # Environment variables and flags
 
-This page is made from the commands' own parsers and from the sources, by `python -m tests.support.variables`; a test
-fails when it is not current. A flag wins over its variable, and an argument in code over the variable of the same
-meaning.
+This page lists all flags of the commands and all environment variables. A flag takes precedence over its variable, and
+an argument in code over the variable of the same meaning. `python -m tests.support.variables` generates the page from
+the commands' parsers and the sources, and a test fails when it is outdated.
 """
 
 
@@ -167,14 +167,15 @@ def page() -> str:
     others = [(f"`{name}`", what) for name, what in LAUNCHERS.items()]
     made = [(f"`{name}`", what) for name, what in SET.items()]
     read = _table(("variable", "default", "meaning"), list(own))
-    parts.append(f"## What a worker reads\n\nAn empty variable counts as not set.\n\n{read}")
+    parts.append(f"## Read by workers\n\nAn empty variable counts as not set.\n\n{read}")
     parts.append(
-        "## What other launchers say\n\nRank and number of workers come from one launcher, the first of which anything "
-        "is set: `KVSTORE_*`, then\n`DMLC_*`, torchrun, Open MPI, Slurm, PMI, PMIx.\n\n"
+        "## Set by other launchers\n\nRank and number of workers come from one launcher, the first with any variable "
+        "set, in this order: `KVSTORE_*`,\n`DMLC_*`, torchrun, Open MPI, Slurm, PMI, PMIx.\n\n"
         f"{_table(('variable', 'meaning'), list(others))}"
     )
     parts.append(
-        f"## What is set for you\n\nOnly where you have not.\n\n{_table(('variable', 'by whom, and how'), list(made))}"
+        "## Set for you\n\nThese are set unless you have set them.\n\n"
+        f"{_table(('variable', 'set by, and value'), list(made))}"
     )
     return "\n".join(parts)
 
