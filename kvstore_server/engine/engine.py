@@ -1,8 +1,20 @@
-"""The store without its sockets: a message and the time go in, replies come out.
+"""Request handling for one server, without sockets or a clock.
 
-The engine owns namespaces, their members and their tables. It never waits: a request that cannot be answered yet
-is answered later, out of the handling of another message or out of `tick`. Errors of one request never harm
-another: whatever a request raises goes back as `Failed`, and the engine goes on.
+`Engine.handle` takes one request and the time and returns the messages to send; `server.py` moves the bytes. `Engine`
+owns the namespaces (one per job), their sessions and members, and through them tables and rounds:
+
+- `rounds` counts contributions and says when a round is complete.
+- `Namespace` and `Table` keep the weights and apply completed rounds.
+- `pipelined` applies single slices of a round before all of it has arrived.
+- This module maps messages to those parts, and what they return to replies.
+
+Invariants:
+
+- Nothing blocks. A request that cannot be answered yet is answered while a later message is handled, or by `tick`.
+- Errors are isolated. Whatever a request raises goes back as `Failed` to its sender, and other requests are
+  unaffected. Only an interrupt (`KeyboardInterrupt`, say) in the middle of a request stops the engine: its state may
+  be changed in part, so every later request is refused.
+- Every wait ends: with an answer, at its deadline, or when a rank that it needs is lost.
 """
 
 from __future__ import annotations
@@ -50,24 +62,28 @@ from kvstore_server.tracing import ROUND_LANE, ROUNDS, Clock, handled
 _log = logging.getLogger(__name__)
 
 _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
-"""A namespace with more tables, waits and ranks than this is looked at every so many seconds for each of them."""
+"""A namespace with more than `_SMALL` tables, waits and ranks is checked every `_LOOK_PER_ITEM` seconds per item, so
+that the checks take a bounded share of the time.
+"""
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
 _WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.KNOWS_PLACES)
-"""Flags of commits of which all tables are answered alike: that they are over, by their weights, by where these are."""
+"""Commit flags for which all tables of a request get one common answer: done only, weights, or the places of the
+weights.
+"""
 _IDLE = 0.25
-"""After this part of the silence that makes a worker count as lost, a namespace without weights may have to go."""
+"""A namespace without weights may be reclaimed once it has been silent for this fraction of `dead_after`."""
 _TOLD = 64
-"""How many of the ranks that are missing a worker is told."""
+"""How many missing ranks a waiting worker is told."""
 
 MAX_WORKERS = 1 << 16
 MAX_ADDRESS = 512
-"""Characters in which a worker may say where it runs."""
+"""Longest description of its location and CPU that a worker may send, in characters."""
 MAX_REASON = 2000
-"""Characters that are kept of the reason why a worker leaves, or gives a round up."""
+"""Longest reason for leaving or aborting a round that is stored, in characters."""
 
 
 class Sender(NamedTuple):
-    """Who sends a request, and when."""
+    """The sender of a request, and when it arrived."""
 
     space: Namespace
     rank: int
@@ -86,12 +102,14 @@ class Committed(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a request of a rank hears of rounds that have ended."""
+    """The reply to one request of a rank when rounds end."""
 
     rank: int
     waiter: Waiter
     wanted: int | None
-    """The same of all: the flags of a worker that wants or maps their weights, or neither. None: see `commits`."""
+    """If all commits of the request have the same flags: the flags (wants weights, maps them, or neither). None: see
+    `commits`.
+    """
     commits: list[Committed]
     timeout: float
 
@@ -103,7 +121,7 @@ class RankWait(NamedTuple):
     since: float
     deadline: float
     missing: list[int]
-    """The ranks that have yet to come."""
+    """Ranks that have not arrived yet."""
     fail: Callable[[KVStoreError], list[m.Outgoing]]
     table: Table | None = None
 
@@ -112,11 +130,11 @@ class Engine:
     """All state of one server. Not thread-safe: one caller at a time.
 
     Attributes:
-        updaters: Namespace → a user's function in place of an optimizer; in-process use only.
-        is_stopping: Whether `stop` was called, so that new rounds are refused.
-        is_inconsistent: Whether a request was interrupted in its middle, as by Ctrl-C where the engine runs in a
-            script's own process. What it has changed is unknown, so nothing is answered any more.
-        num_ended: The namespaces that have ended so far, and given their memory back.
+        updaters: Namespace → a user's function that replaces the optimizer; in-process use only.
+        is_stopping: True once `stop` was called; new rounds are refused.
+        is_inconsistent: True if a request was interrupted midway (Ctrl-C where the engine runs in a script's own
+            process). What it changed is unknown, so every later request is refused.
+        num_ended: How many namespaces have ended and freed their memory.
     """
 
     def __init__(
@@ -126,9 +144,9 @@ class Engine:
         clock: Clock | None = None,
         tokens: Callable[[], int] = random_token,
     ) -> None:
-        """`clock` measures how long things take while a job profiles them; without one it cannot.
+        """`clock` times requests while a job is profiled; without it profiling is not possible.
 
-        `tokens` gives each session its secret: numbers of 64 bits that nobody can guess.
+        `tokens` returns the secret token of each new session: 64 bits that cannot be guessed.
         """
         self.config = config
         self._clock = clock
@@ -139,7 +157,7 @@ class Engine:
         self.is_stopping = self.is_inconsistent = False
         self.num_ended = 0
         self._facts: tuple[float, Mapping[str, Any]] = (-math.inf, {})
-        """What was told last about this server, and when."""
+        """When the server was last described for `GetStatus`, and the description."""
         self._leases = leases
         self._sessions = Sessions(config.server, tokens)
         self._handlers: dict[type[Any], Callable[[Sender, Any], list[m.Outgoing]]] = {
@@ -164,21 +182,26 @@ class Engine:
         }
 
     def is_session(self, peer: bytes, token: int) -> bool:
-        """Tell whether the socket `peer` belongs to the open session of that token."""
+        """Return whether the socket `peer` belongs to the open session with this token."""
         try:
             return self._sessions.find(peer, token).token == token
         except KVStoreError:
             return False
 
     def name_of(self, peer: bytes) -> Peer:
-        """Return who sends from the socket `peer`, for the debug log; a process without a session has no name."""
+        """Return who sends from the socket `peer`, for the debug log; empty for a process without a session."""
         session = self._sessions.of_socket(peer)
         return Peer() if session is None else Peer(f"worker:{session.hello.rank}", session.hello.namespace)
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
-        """Take one request of `peer` at time `now` (seconds, monotonic); return what to send, to whom."""
+        """Handle one request of `peer` at time `now` (seconds, monotonic).
+
+        Returns the messages to send: replies to this request, and to others that it completes. An error of the request
+        is a reply as well; it is never raised.
+        """
         waiter, body = Waiter(peer, request.number), request.body
         try:
+            # 1. Messages that need no session: hello and status queries.
             if self.is_inconsistent:
                 raise KVStoreError(
                     f"server {self.config.server} was interrupted in the middle of a request, so what it holds may be "
@@ -189,6 +212,7 @@ class Engine:
                 return _reply(waiter, self._hello(peer, body, now))
             if answer is None and isinstance(body, m.GetStatus):
                 return _reply(waiter, m.Status(self._facts_at(now)))
+            # 2. Everything else must come from an open session of this run of the server.
             if request.run != self.config.run:
                 raise ServerLostState(
                     f"server {self.config.server} was restarted and no longer holds this job's weights; "
@@ -197,6 +221,7 @@ class Engine:
             session = self._sessions.find(peer, request.session)
             space, rank = self.namespaces[session.hello.namespace], session.hello.rank
             session.last_heard = now
+            # 3. Dispatch to the handler, timed if the job is being profiled.
             if answer is None:
                 raise ProtocolError(f"{type(body).__name__} is not a request")
             space.messages_in += not isinstance(body, m.Heartbeat)
@@ -217,10 +242,7 @@ class Engine:
         return KVStoreError(f"server {self.config.server} failed with {type(error).__name__}: {error}")
 
     def tick(self, now: float) -> list[m.Outgoing]:
-        """Fail the waits whose deadline has passed, or that need a rank which is lost; log those that take long.
-
-        Namespaces whose workers are all gone are freed.
-        """
+        """Fail waits that cannot succeed, log those that take long, and free namespaces whose workers are gone."""
         out: list[m.Outgoing] = []
         for space in list(self.namespaces.values()):
             if now < space.next_look:
@@ -236,22 +258,24 @@ class Engine:
         return out
 
     def _fail_hopeless(self, space: Namespace, now: float) -> list[m.Outgoing]:
-        """Fail what waits for lost ranks, or has waited too long. Answer what need not wait any more."""
+        """Fail waits that need a lost rank or have passed their deadline; answer those whose condition now holds."""
         members, shared = space.membership, space.rounds.shared
-        late = shared.late(now)  # as a rule nobody is lost
+        # 1. Rounds of all ranks. Only those past their deadline are checked, unless a rank is lost.
+        late = shared.late(now)
         if members.departed or members.lost(now, self.config.dead_after):
             late = np.flatnonzero(shared.num_committed).tolist()
         out: list[m.Outgoing] = []
         for pending in [self._open_round(space, number) for number in late]:
             error = self._why_stuck(space, pending, now)
             out += pending.fail(error) if error is not None else ()
+        # 2. Delayed reads, joins and barriers. All errors are collected before any is reported: a rank whose join
+        # fails takes part again, and the other joins would then seem to wait for it.
         out += self._release(space)
-        # All errors first: whose join fails takes part again, and then the others seem to wait for it.
         errors = [(pending, self._why_stuck(space, pending, now)) for pending in self._pending(space, ())]
         for pending, error in errors:
             if error is not None:
                 out += pending.fail(error)
-        # Of rounds only the one that has waited longest: there may be one of each of thousands of tables.
+        # 3. Log the longest wait. Of the rounds only the oldest counts: thousands of tables may each have one open.
         oldest = shared.oldest()
         waits = sorted(self._pending(space, oldest), key=lambda one: one.since)
         if waits and space.slow_reports.is_due(now - waits[0].since, now):
@@ -269,10 +293,10 @@ class Engine:
         return out
 
     def look_at(self, processes: Processes, now: float) -> None:
-        """Take note of what workers' processes do, where they are of this host.
+        """Record whether the processes of workers on this host are running.
 
-        One that has ended is dead soon, whatever it has left undone; one that runs is alive, whatever keeps it from
-        saying so, and is waited for as long as for one that is slow.
+        A worker whose process has ended is dead shortly after, even if it never said goodbye. One whose process runs
+        is alive although its heartbeats stop (its GIL may be held, say), and is waited for as long as a slow one.
         """
         for (peer, token), how in processes.ended().items():
             if self.is_session(peer, token):
@@ -281,7 +305,7 @@ class Engine:
                 hello = session.hello
                 if session.state is not ProcessState.ENDED:
                     session.state, session.seen_at = ProcessState.ENDED, now
-                    space = self.namespaces[hello.namespace]  # a large one is looked at rarely
+                    space = self.namespaces[hello.namespace]  # checked rarely if large
                     space.next_look = min(space.next_look, now + LAST_WORDS)
                 elif session.is_dead(now) and not session.is_logged:
                     session.is_logged = True
@@ -293,24 +317,24 @@ class Engine:
             if session.state is ProcessState.ENDED:
                 continue
             if now - session.last_heard <= patience:
-                session.state = ProcessState.UNKNOWN  # nobody needs to look
+                session.state = ProcessState.UNKNOWN  # it is alive
             elif now - session.last_sign > patience:
                 session.state = processes.state((session.peer, session.token))
                 if session.state is ProcessState.RUNS:
                     session.seen_at = now
 
     def excuse_silence(self, now: float) -> None:
-        """Count every worker as just heard: it was the server that did not listen."""
+        """Reset the silence of every worker; used when it was this server that could not receive."""
         for space in self.namespaces.values():
             for member in space.membership.members.values():
                 member.last_heard = now
 
     def stop(self) -> None:
-        """Begin to drain: rounds that have begun may end, new ones are refused."""
+        """Start draining: rounds that have begun may complete, new ones are refused."""
         self.is_stopping = True
 
     def abandon(self, now: float) -> list[m.Outgoing]:
-        """Fail every wait, because the server ends now, and tell every member."""
+        """Fail every wait because the server ends now, and notify every member."""
         out: list[m.Outgoing] = []
         for space in self.namespaces.values():
             for pending in list(self._pending(space)):
@@ -318,7 +342,7 @@ class Engine:
                 out += pending.fail(
                     ServerStoppingError(
                         f"server {self.config.server} was stopped while {pending.what} waited: "
-                        f"{who or 'nobody had decided yet what becomes of it'}; "
+                        f"{who or 'no rank had decided about its sum yet'}; "
                         "restart the job from its last saved states"
                     )
                 )
@@ -326,20 +350,22 @@ class Engine:
         return out + [_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
-        """Tell whether no rank waits for an answer."""
+        """Return whether no rank waits for an answer."""
         return not any(space.is_waiting() for space in self.namespaces.values())
 
     # ---------------------------------------------------------------- rounds
 
     def _contribute(self, sender: Sender, body: m.Contribute) -> list[m.Outgoing]:
-        """Take slices, and commits; each round that they complete ends."""
+        """Store slices, then count commits; every round that becomes complete is applied or held."""
         space, commits = sender.space, body.commits
         has_pushes = len(body.pushes) > 0
         some = space.batch_of(commits[:, 0]) if len(commits) else None
+        # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
         if some is not None and commits[0, 5] & m.ANNOUNCES:
             if self.is_stopping or space.name in self.updaters:
                 return []
             return pipelined.announce(space, sender.rank, body, sender.waiter)
+        # 2. Slices. They are provisional until their rank commits.
         if has_pushes:
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
@@ -347,6 +373,7 @@ class Engine:
             out += pipelined.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         if some is None:
             return out
+        # 3. Commits. With asynchronous contributions tables may be in different trackers: the first round is shared.
         for tracker, mine in space.rounds.trackers(sender.rank, some.tables, commits[:, 1]):
             if mine is not None:
                 commits, some = body.commits[mine], space.batch_of(body.commits[mine, 0])
@@ -358,6 +385,7 @@ class Engine:
     ) -> list[m.Outgoing]:
         space, rank, now = sender.space, sender.rank, sender.now
         out: list[m.Outgoing] = []
+        # 1. Refuse what cannot count, table by table, before anything is recorded.
         if self.is_stopping or body.hyper or any([table.conflict is not None for table in some.named]):
             rounds = commits[:, 1].tolist()
             errors = [
@@ -368,17 +396,20 @@ class Engine:
                     out.append(_failed(sender.waiter, error, table.number, round_))
             commits = commits[[error is None for error in errors]]
             some = space.batch_of(commits[:, 0])
+        # 2. Record the commits. `verdicts` is None if all were accepted, which is the common case.
         verdicts = tracker.commit(rank, commits, body, sender.waiter, now)
         if verdicts is not None:
             some = space.batch_of(some.tables[verdicts == CommitStatus.ACCEPTED])
             out += self._answer_others(sender, tracker, commits, verdicts, body)
         space.log_rounds("committed", tracker, some.named, rank)
+        # 3. Store what the rank said with them: keys it leaves out, hyper-parameters.
         for table in some.named if body.absent or body.hyper else ():
             left_out = frozenset(key for number, key in body.absent if number == table.number)
             if left_out:
                 space.absent[table.number, rank] = left_out
             if body.hyper:
                 table.hyper.set(rank, body.hyper)
+        # 4. End the rounds that are complete now.
         committed = tracker.num_committed[some.tables]
         num_complete = committed.tolist().count(tracker.num_members)
         if 0 < num_complete < len(committed):
@@ -390,7 +421,6 @@ class Engine:
     def _why_refused(
         self, tracker: RoundTracker, table: Table, round_: int, hyper: bytes
     ) -> KVStoreError | None:
-        """Say why a commit is not even looked at; None where it is."""
         if table.conflict is not None:
             return _again(table.conflict)
         if (
@@ -409,7 +439,6 @@ class Engine:
     def _answer_others(
         self, sender: Sender, tracker: RoundTracker, commits: m.Matrix, verdicts: Ints, body: m.Contribute
     ) -> list[m.Outgoing]:
-        """Answer the commits that were not accepted now: repeated ones, and those that cannot count."""
         space, rank, waiter, now = sender.space, sender.rank, sender.waiter, sender.now
         out: list[m.Outgoing] = []
         waiting: list[int] = []
@@ -434,7 +463,7 @@ class Engine:
             elif verdict == CommitStatus.APPLIED:
                 again.append(Committed(number, round_, version, flags))
                 if body.hold and not table.ends[whose].vetoes:
-                    # What was told before it was applied may have been lost as well.
+                    # The first `Held` may have been lost, so it is sent again before the outcome.
                     out += _held(table, round_, waiter, table.ends[whose].partials)
         if waiting:
             missing = tracker.missing_ranks(waiting[0])
@@ -449,11 +478,12 @@ class Engine:
         now: float,
         decision: Decision | None = None,
     ) -> list[m.Outgoing]:
-        """Apply rounds that all have committed, and answer; or fail them for all members.
+        """Apply complete rounds and answer all members, or fail them for all members.
 
-        Those that want a decision are held until there is one.
+        A round whose ranks want a decision on the sum is held until `decision` arrives.
         """
         out: list[m.Outgoing] = []
+        # 1. Apply: tables that can share one update first, the others one by one.
         is_shared = tracker is space.rounds.shared
         ended, others = None, some.numbers
         if is_shared and decision is None:
@@ -465,11 +495,13 @@ class Engine:
         if applied or ended is None:
             before = [] if ended is None else ended.numbers
             ended = space.batch_of(np.array(before + applied, np.int64))
+        # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
         for rank, given in tracker.given.items():
             answers += _answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
+        # 3. Close the rounds, and advance the clocks of asynchronous ranks.
         space.log_rounds("applied", tracker, ended.named)
         tracker.finish(ended.tables, ended.slots)
         for rank, given in tracker.given.items() if not is_shared else ():
@@ -478,6 +510,7 @@ class Engine:
                 space.waits.contributed(number, rank, now)
                 if flag & m.HAS_JOINED:
                     space.rounds.joined(number).add(rank)
+        # 4. Reply. Ranks that want the same weights of the same tables share one message body.
         weights: dict[int, m.Weights] = {}
         for rank, waiter, wanted, commits, timeout in answers:
             if wanted is None:
@@ -504,10 +537,8 @@ class Engine:
         decision: Decision | None,
         out: list[m.Outgoing],
     ) -> bool:
-        """Apply the open round of one table; return whether it was.
-
-        Args:
-            out: Takes what is told where it was not: it failed, or is held.
+        """Apply the open round of one table; return whether it was. If it failed or is held, `out` receives the
+        messages.
         """
         number = table.number
         try:
@@ -516,7 +547,7 @@ class Engine:
                 out += rest or ()
                 return True
             space.log_rounds("held", tracker, [table])
-            for given in tracker.given.values():  # those that wait for a decision, and have data
+            for given in tracker.given.values():  # those that have data and want to decide
                 waiter, said = given.waiters[number], given.said[number]
                 if waiter is not None and said is not None and said.hold and table.held:
                     out += _held(table, tracker.number(number), waiter, table.held.sum.partials)
@@ -530,11 +561,11 @@ class Engine:
     def _change(
         self, space: Namespace, tracker: RoundTracker, some: TableBatch, out: list[m.Outgoing]
     ) -> tuple[TableBatch | None, list[int]]:
-        """Sum and update all tables together that are alike; returns those, if there are some, and the others.
+        """Sum and update all batchable tables in one call; `out` receives the messages of rounds that fail.
 
-        Args:
-            out: Takes what is told of rounds that fail.
+        Returns the tables that were updated, or None, and the numbers of tables that must be updated one by one.
         """
+        # 1. Which tables can share one call. A user's updater is called table by table.
         try:
             optimizer = space.optimizer.agreed()
         except KVStoreError:
@@ -545,6 +576,7 @@ class Engine:
         if False in can_batch or not some.is_ascending:
             others = [n for n, is_batchable in zip(some.numbers, can_batch, strict=True) if not is_batchable]
             some = space.batch_of(np.sort(some.tables[can_batch]))
+        # 2. Agree on the hyper-parameters of each table. Ranks that disagree make only that table's round fail.
         packed: list[bytes] = []
         hypers: list[Sequence[Mapping[str, Any]]] = []
         left: list[int] = []
@@ -561,8 +593,9 @@ class Engine:
             return None, others
         if len(left) < len(some.numbers):
             some = space.batch_of(np.array(left))
+        # 3. Sum and update all of them at once.
         try:
-            first = some.numbers[0]  # of all of them a rank has said the same
+            first = some.numbers[0]  # in a batch each rank's terms are the same for all tables
             ranks = tracker.given.values()
             given = [space.contribution(one.said[first], optimizer, one.runs(some.slots)) for one in ranks]
             if optimizer is None:
@@ -578,6 +611,7 @@ class Engine:
             for table in some.named:
                 out += self._fail(space, tracker, table, table.break_off(error))
             return None, others
+        # 4. Record the new versions. Tables with equal ends share one object.
         end = None
         for table, hyper in zip(some.named, packed, strict=True):
             end = table.changed(hyper, end)
@@ -586,7 +620,6 @@ class Engine:
     def _apply(
         self, space: Namespace, tracker: RoundTracker, table: Table, decision: Decision | None
     ) -> bool:
-        """Apply the open round of a table; returns False where it is held instead."""
         trace = space.recording.active
         start = 0.0 if trace is None else trace.clock()
         round_, is_shared = tracker.number(table.number), tracker is space.rounds.shared
@@ -612,7 +645,6 @@ class Engine:
     def _fail(
         self, space: Namespace, tracker: RoundTracker, table: Table, error: KVStoreError
     ) -> list[m.Outgoing]:
-        """Fail the open round of a table for its members, and tell those who wait for it."""
         number = tracker.number(table.number)
         space.note_failure(error)
         space.log_rounds("failed", tracker, [table], error=error)
@@ -628,7 +660,7 @@ class Engine:
         return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
-        """Give a round up for a rank; tell those who wait, and the rank whether it stands all the same."""
+        """Abort a round for a rank, and tell it whether the round was applied after all."""
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
@@ -650,11 +682,7 @@ class Engine:
         return out + _info(sender, {"applied": tracker.was_applied(table.number, abort.round)})
 
     def _resolve(self, sender: Sender, resolve: m.Resolve) -> list[m.Outgoing]:
-        """Apply a round that is held as a rank says; a round that is over stays as it is.
-
-        Raises:
-            ProtocolError: the round is not held.
-        """
+        """Apply a held round as a rank decided. A round that is already over stays as it is."""
         space, table = sender.space, sender.space.table(resolve.table)
         shared, rank = space.rounds.shared, sender.rank
         number = shared.number(table.number)
@@ -662,7 +690,7 @@ class Engine:
         if resolve.round < number:
             is_last = resolve.round == number - 1 and shared.was_applied(table.number, resolve.round)
             if is_last and not table.note_decision(decision):
-                _log.warning("rank %d decided otherwise about round %d of %r than the rank before it: %s", rank,
+                _log.warning("rank %d decided differently about round %d of %r than the rank before it: %s", rank,
                              resolve.round, table.name, decision)  # fmt: skip
             return []
         if resolve.round > number or table.held is None:
@@ -676,7 +704,7 @@ class Engine:
     # ---------------------------------------------------------------- reads
 
     def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
-        """Answer with weights of each table, as soon as the rank may read it."""
+        """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
         for table in space.batch_of(np.array(numbers, np.int64)).named:
@@ -704,7 +732,6 @@ class Engine:
         return _reply(sender.waiter, sender.space.shown_rows(sender.space.table(show.table)))
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
-        """Answer the requests that have waited for other ranks long enough."""
         ready = space.waits.take_ready()
         for number in dict.fromkeys(wait.table for wait in ready if wait.is_join):
             space.rounds.part_again(number)
@@ -720,7 +747,7 @@ class Engine:
         )
 
     def _pending(self, space: Namespace, tables: Iterable[int] | None = None) -> Iterator[RankWait]:
-        """List what ranks wait for: rounds (of those tables; None: of all), ranks that are behind, a barrier."""
+        """Iterate over what ranks wait for: open rounds (of `tables`; None: all), delayed requests, the barrier."""
         members = space.membership
         waiting = np.flatnonzero(space.rounds.shared.num_committed).tolist() if tables is None else tables
         for number in waiting:
@@ -747,7 +774,6 @@ class Engine:
             )
 
     def _why_stuck(self, space: Namespace, pending: RankWait, now: float) -> KVStoreError | None:
-        """Return the error with which a wait ends; None while it may go well."""
         table, what = pending.table, pending.what
         if table is not None and table.conflict is not None:
             return _again(table.conflict)
@@ -776,7 +802,7 @@ class Engine:
         return _reply(sender.waiter, m.Pending(()))
 
     def _facts_at(self, now: float) -> Mapping[str, Any]:
-        """Describe the server for people, anew only when the last description is old."""
+        """Return the status shown to people; built again only once the last one is older than `FRESH`."""
         if now - self._facts[0] >= FRESH:
             spaces = list(self.namespaces.values())
             self._facts = (
@@ -845,12 +871,14 @@ class Engine:
         return [out for one, parts in released for out in _reply(one, m.Gathered(parts))]
 
     def _hello(self, peer: bytes, hello: m.Hello, now: float) -> m.Welcome:
+        # 1. A repeated hello: the first answer may be lost or still on its way.
         known = self._sessions.repeated(peer, hello)
-        if known is not None:  # the answer to the first one may be lost, or still on its way
+        if known is not None:
             known.last_heard = now
             return m.Welcome(self.config.run, known.token, self.config.spread_from)
         space = self.namespaces.get(hello.namespace)
         session = self._sessions.new(peer, hello, now)
+        # 2. Check everything before anything changes. A refusal is recorded, so that ranks that wait are told why.
         try:
             if self.is_stopping:
                 raise ServerStoppingError(f"server {self.config.server} is stopping and takes no new workers")
@@ -869,6 +897,7 @@ class Engine:
             if space is not None:
                 space.membership.refuse(hello.rank, f"it was refused: {error}")
             raise
+        # 3. The rank is in. A former process of the same rank is fenced, and what it had not committed is dropped.
         if hello.namespace not in self.namespaces:
             self.namespaces[hello.namespace] = space
             space.begin()
@@ -884,14 +913,13 @@ class Engine:
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
-        """Make a namespace for the first worker that names it. Raises ConfigurationError if there are too many."""
         config = self.config
         if len(self.namespaces) >= config.max_namespaces and not self._reclaim(now):
             raise ConfigurationError(
                 f"server {config.server} has {len(self.namespaces)} namespaces and accepts up to "
-                f"{config.max_namespaces} (--max-namespaces); one ends with its last worker, or when none of its "
-                f"workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
-                f"{config.dead_after:g} s (--dead-after), or less where another one needs its place"
+                f"{config.max_namespaces} (--max-namespaces); a namespace ends with its last worker, or after "
+                f"{config.forget_after:g} s without a message from its workers (--forget-after), without weights after "
+                f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
         space = Namespace(
             hello.namespace, hello.num_workers, mode, self.config, self.budget, self._leases, now
@@ -900,16 +928,15 @@ class Engine:
         return space
 
     def _forget_if_silent(self, space: Namespace, silence: float) -> None:
-        """Free a namespace of which no worker was heard for so long that none comes back."""
         if space.has_values and silence > self.config.forget_after:
             self._free(space, silence, "--forget-after")
         elif not space.has_values and silence > self.config.dead_after:
             self._free(space, silence, "--dead-after")
 
     def _reclaim(self, now: float) -> bool:
-        """Free the namespace without weights whose workers are silent longest.
+        """Free the longest silent namespace without weights.
 
-        Return whether there was one of which no worker was heard for a few of its heartbeats.
+        Returns whether one was freed: it must have missed a few heartbeats.
         """
         empty = [space for space in self.namespaces.values() if not space.has_values]
         heard, space = min(
@@ -921,7 +948,6 @@ class Engine:
         return True
 
     def _free(self, space: Namespace, silence: float, option: str) -> None:
-        """End a namespace whose workers are silent; should one come again, it is told why."""
         _log.warning(
             "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
         )
@@ -934,13 +960,11 @@ class Engine:
         self._end(space)
 
     def _end(self, space: Namespace) -> None:
-        """Free a namespace that has no members any more."""
         del self.namespaces[space.name]
         space.end()
         self.num_ended += 1
 
     def _shut_out(self, session: int, reason: str) -> None:
-        """End a session, whose process is told why when it comes again."""
         self._commands.forget(session)
         self._sessions.end(session, reason)
 
@@ -959,11 +983,7 @@ class Engine:
 def _answers(
     tracker: RoundTracker, rank: int, given: Given, ended: TableBatch, is_plain: bool
 ) -> list[Answer]:
-    """List what the requests of a rank hear of rounds that end.
-
-    Args:
-        is_plain: All of them have been applied together, so there is nothing special about any.
-    """
+    """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
     flags = given.flags[ended.tables].tolist()
     waiters = list(map(given.waiters.__getitem__, ended.numbers))
     first = waiters[0] if is_plain and flags and flags[0] in _WHOLE else None
@@ -987,19 +1007,19 @@ def _outcomes(
     commits: Sequence[Committed],
     may_wait: tuple[float, float] | None,
 ) -> list[m.Outgoing]:
-    """Tell how rounds ended that did not fail: first what was special about each, then the weights.
+    """Answer commits of rounds that did not fail: what was special about each, then the weights.
 
-    They are those of all slices, or what has changed since those that the worker holds.
+    The weights are those of all slices, or only the changes since the version that the worker has.
 
     Args:
-        may_wait: The time, and for how long those that may not be read yet wait; None: all may be read.
+        may_wait: The time, and for how long a read may be delayed until other ranks catch up; None: never delay.
     """
     out: list[m.Outgoing] = []
     done: list[tuple[int, int, int]] = []
     wanted: dict[bool, list[int]] = {}
-    """Tables, by whether they may come as bfloat16."""
+    """Tables to send as bytes, by whether bfloat16 is allowed."""
     mapped: dict[bool, list[int]] = {}
-    """Those whose weights the worker maps, by whether it knows their places."""
+    """Tables whose weights the worker maps, by whether it already knows their places."""
     changed: list[m.Weights] = []
     for one in commits:
         number, round_, version, flags = one
@@ -1007,6 +1027,7 @@ def _outcomes(
         end = table.ends[whose]
         is_skipped = end.is_skipped
         wants = flags & m.WANTS_WEIGHTS and not is_skipped
+        # 1. A bounded or joined rank may have to wait for others: park this commit and answer it later.
         if may_wait is not None and not space.mode.is_sync:
             is_join = bool(flags & m.HAS_JOINED) and rank in space.rounds.joined(number)
             if is_join or (wants and space.rounds.behind(rank, number)):
@@ -1018,14 +1039,16 @@ def _outcomes(
                     now,
                 )
                 continue
+        # 2. What is special about the round.
         if flags & m.HAS_JOINED:
             out += _reply(waiter, m.InForce(number, round_, end.hyper, end.is_over))
         if end.left_out:
             out += _reply(waiter, m.Absent(number, round_, end.left_out))
         if is_skipped:
             out += _reply(waiter, m.Vetoed(number, round_, end.vetoes))
-        if not wants or not space.mode.is_sync:  # by the time that weights may be read they can be newer
+        if not wants or not space.mode.is_sync:  # by the time it may read, the weights can be newer
             done.append((number, round_, end.version))
+        # 3. Choose the form of the weights: encoded changes, a mapping, changed rows, or whole slices.
         if wants and table.deltas is not None:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
@@ -1034,6 +1057,7 @@ def _outcomes(
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:
             wanted.setdefault(bool(flags & m.WANTS_HALF), []).append(number)
+    # 4. One message for each form, for all tables together.
     if done:
         out += _reply(waiter, m.Done(m.matrix(done, 3)))
     bodies: list[m.ReplyBody] = list(changed)
@@ -1047,7 +1071,7 @@ def _outcomes(
 def _present(
     space: Namespace, rank: int, waiter: Waiter, wanted: m.Pull | m.PullRows, numbers: Sequence[int]
 ) -> list[m.Outgoing]:
-    """Give a rank the present weights of tables, or rows of the only one; where changes go out, what workers have."""
+    """Reply with the current weights of tables, or with rows of the only one."""
     try:
         if isinstance(wanted, m.PullRows):
             found = [
@@ -1067,22 +1091,21 @@ def _present(
 
 
 def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]) -> list[m.Outgoing]:
-    """Return what there is to decide about in a round."""
     told = tuple([(one.slice, one.value) for one in partials])
     return _reply(waiter, m.Held(table.number, round_, told, all(one.is_finite for one in partials)))
 
 
 def _park(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:
-    """Answer a request later, when other ranks have come far enough."""
+    """Delay a request until other ranks have caught up, and tell its sender what it waits for."""
     space.waits.add(wait)
     return _still_waiting(space, wait.waiter, space.describe_wait(wait), wait.missing(space.rounds), now)
 
 
 def _fail_wait(space: Namespace, wait: DelayedRequest, error: KVStoreError) -> list[m.Outgoing]:
-    # Without the number of a next round: what a rank has contributed before it reads stands all the same.
+    # No next round is named: what the rank contributed before this read stays valid.
     following = -1
     if wait.is_join:
-        # It will not see that all have joined: it takes part as before, and its joining has failed.
+        # The rank will not see all others join: it takes part again, and its join has failed.
         space.rounds.fail_join(wait.rank, wait.table, wait.round, error)
         following = wait.round + 1
     return [_failed(wait.waiter, error, wait.table, wait.round, following)]
@@ -1091,17 +1114,16 @@ def _fail_wait(space: Namespace, wait: DelayedRequest, error: KVStoreError) -> l
 def _still_waiting(
     space: Namespace, waiter: Waiter, what: str, missing: Iterable[int], now: float
 ) -> list[m.Outgoing]:
-    """Tell a rank for whom it still waits, and when they were last heard."""
     ranks = tuple(missing)
     return _reply(waiter, m.Pending(ranks[:_TOLD], f"{what} waits: {_who(space, ranks, now)}"))
 
 
 def _who(space: Namespace, missing: Iterable[int], now: float) -> str:
-    return space.membership.describe_all(missing, now) or "nobody has decided about its sum yet"
+    return space.membership.describe_all(missing, now) or "no rank has decided about its sum yet"
 
 
 def _again(error: KVStoreError) -> KVStoreError:
-    """Return the same error, anew: a raised one collects tracebacks."""
+    """Copy an error, because raising one instance repeatedly accumulates tracebacks."""
     return from_wire(*to_wire(error))
 
 
@@ -1116,7 +1138,6 @@ def _info(sender: Sender, values: Mapping[str, Any] | None = None) -> list[m.Out
 def _failed(
     waiter: Waiter, error: KVStoreError, table: int = -1, round_: int = -1, next_round: int = -1
 ) -> m.Outgoing:
-    """Tell that a request, or with a table one round of it, has failed."""
     code, text = to_wire(error)
     return m.Outgoing(waiter.peer, m.Reply(waiter.number, m.Failed(code, text, table, round_, next_round)))
 
@@ -1132,8 +1153,8 @@ def _check_hello(config: EngineConfig, hello: m.Hello) -> None:
     check_name("a namespace", hello.namespace)
     if max(len(hello.address), len(hello.capability)) > MAX_ADDRESS:
         raise ConfigurationError(
-            f"rank {hello.rank} says where it runs in {len(hello.address)} characters, and on what in "
-            f"{len(hello.capability)}; {MAX_ADDRESS} are allowed"
+            f"rank {hello.rank} describes where it runs in {len(hello.address)} characters and its CPU in "
+            f"{len(hello.capability)}; up to {MAX_ADDRESS} are allowed"
         )
     if not 1 <= hello.num_workers <= MAX_WORKERS:
         raise ConfigurationError(f"num_workers must be 1 … {MAX_WORKERS}, got {hello.num_workers}")
