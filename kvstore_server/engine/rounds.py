@@ -1,39 +1,42 @@
-"""When a contribution counts: the rounds of all tables of one namespace, as arrays. No clock, socket or arithmetic.
+"""The round state machine of one namespace: which contributions count. No clock, socket or arithmetic on gradients.
 
-Every rank gives exactly one contribution to every round of every table. Ranks, not requests, are counted, so one worker
-can never complete a round alone. Where a rank stands in the open round of a table:
+Every rank gives exactly one contribution to every round of every table. Ranks are counted, not requests, so one worker
+can never complete a round alone. The state of a rank in the open round of a table:
 
     state              event                                        next
-    -----------------  -------------------------------------------  -----------------------------------------------
-    given              slice that is not here, higher generation    given (the slice is kept, and does not count)
+    -----------------  -------------------------------------------  ------------------------------------------------
+    given              new slice, or one of a higher generation     given (stored, but provisional)
     given              slice of the same or a lower generation      given (other bytes are counted as a mismatch)
-    given              part of a slice                              given (the slice is here with its last part)
-    given              announcement                                 given (noted; the round may begin)
-    given              commit, slices lack                          given (refused, and the slices are named)
-    given              commit, all slices are here                  committed
-    given              commit that begins anew                      given, without what is of generation 0
-    given              another process stands for the rank          given nothing
-    committed          slice, commit                                committed (repeated: without effect)
-    committed          another process stands for the rank          committed, and nobody waits for the answer
+    given              part of a slice                              given (complete with its last part)
+    given              declared intent                              given (recorded; pipelining may begin)
+    given              commit, slices are missing                   given (refused; the missing slices are named)
+    given              commit, all slices have arrived              committed
+    given              commit that discards eager slices            given, without slices of generation 0
+    given              another process takes the rank over          given nothing
+    committed          slice, commit                                committed (repeated, no effect)
+    committed          another process takes the rank over          committed, and the answer is dropped
 
-and where the round of a table stands:
+The state of a table's round:
 
-    open               every rank has announced what fits together  begun: slices that all have given are applied
-    begun              a rank says otherwise, or its process ends   open: what was applied is taken back, but what fits
-    open, begun        every member has committed                   complete: it is applied, or held if ranks want that
-    open, begun, held  fails: deadline, lost rank, abort, error     failed, with one error for all; the next one is open
-    complete, held     applied, vetoed, or skipped by a decision    applied, perhaps to no effect; the next one is open
-    applied, the last  undone: another server has failed it         failed
+    open               every rank's intent is known, and they agree begun: slices that all have given are applied
+    begun              a rank changes its intent, or its process    open: applied slices that no longer fit are rolled
+                       ends                                         back
+    open, begun        every member has committed                   complete: applied, or held if ranks want that
+    open, begun, held  deadline, lost rank, abort, error            failed, with one error for all; the next one opens
+    complete, held     applied, vetoed, or skipped by a decision    applied, perhaps to no effect; the next one opens
+    last applied       undone: another server failed the round      failed
 
-Slices of rounds that are over are ignored, of rounds to come refused; a commit of a round that is over hears its end.
-When a round is begun, and what is taken back, `pipelined` decides.
+Slices of past rounds are ignored and slices of future rounds refused; a commit of a past round is told how that ended.
+`pipelined` decides when a round is begun and what is rolled back.
 
-Synchronous rounds have all ranks as members. Without them only the first round of a table, which gives it its values,
-is for all; from then on each rank has a *lane*, the same arrays with one member. A process that takes a rank over
-begins a new lane. A rank's clock counts the rounds of its lane, however they ended, so it is the same on all servers.
+In synchronous mode every round has all ranks as members. In the other modes only a table's first round does, which
+sets its values; from then on each rank has a *lane*: a tracker of its own with one member. A process that takes a rank
+over begins a new lane. A rank's clock counts the rounds of its lane, however they ended, so all servers agree on it.
 With a bound, a rank whose clock is c may read only when every rank's clock is at least c − bound (stale synchronous
-parallel). A rank that has joined, because it has no more data, holds nobody back, nor does one that has left because
-it was done.
+parallel). A rank that joined (has no more data), or that left because it was done, holds nothing up.
+
+State is kept in NumPy arrays with one element per table or slice, so that a commit of thousands of tables costs a few
+vectorised calls. `Slots` numbers the slices of all tables consecutively, and these numbers index the arrays.
 """
 
 from __future__ import annotations
@@ -64,15 +67,19 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
-"""Of how many failed rounds of a table in a row the reason is remembered."""
+"""How many failed rounds in a row keep their error, per table."""
 _HERE = 1 << 40
-"""Added to the generation of a slice that is here, so that one sum tells how many are, and of which generations."""
+"""Added to the generation of a slice that has arrived: the sum over a table then encodes both how many slices have
+arrived and their generations.
+"""
 _BUFFER, _BUFFERS = 1 << 40, 1 << 22
-"""Bytes that no buffer has: places in different ones are so far apart; and how many of those are told apart."""
+"""Buffers are this far apart in the space of offsets, in bytes (more than any buffer has); and how many are told
+apart.
+"""
 _SPECIAL = ~(
     m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.KNOWS_PLACES
 )
-"""The flags of a commit whose table is not changed together with others."""
+"""Commit flags that exclude a table from a batched update."""
 
 
 SYNC, ASYNC, SSP = "sync", "async", "ssp"
@@ -80,17 +87,16 @@ SYNC, ASYNC, SSP = "sync", "async", "ssp"
 
 @dataclass(frozen=True)
 class Mode:
-    """The mode of a namespace.
+    """The consistency mode of a namespace.
 
     Args:
-        name: "sync": a round takes one contribution of every rank. "async": a contribution is applied when it comes.
-            "ssp": as async, but nobody reads weights that miss more than `staleness` contributions of another rank
+        name: "sync": a round takes one contribution of every rank. "async": a contribution is applied when it arrives.
+            "ssp": as async, but no rank reads weights that lack more than `staleness` contributions of another rank
             (stale synchronous parallel; Ho et al., 2013).
-        staleness: For "ssp": how many contributions a rank that reads may be ahead of the slowest one.
-        slow_down: Not for "sync": divide the learning rate of a contribution by its staleness, the number of updates
-            since the weights that it was computed with (Zhang, Gupta, Lian, Liu: Staleness-aware Async-SGD, 2016).
-        by_host: For "sync": ranks of one host may sum what they have, so that one of them gives the sum and the others
-            nothing.
+        staleness: For "ssp": by how many contributions a reader may be ahead of the slowest rank.
+        slow_down: Not for "sync": divide a contribution's learning rate by its staleness, the number of updates since
+            the weights that it was computed with (Zhang, Gupta, Lian, Liu: Staleness-aware Async-SGD, 2016).
+        by_host: For "sync": one rank of a host may give the sum of all its ranks, and the others nothing.
     """
 
     name: str = SYNC
@@ -104,11 +110,11 @@ class Mode:
 
     @property
     def bound(self) -> int | None:
-        """By how many contributions a reader may be ahead of the slowest rank; None: there is no limit."""
+        """By how many contributions a reader may be ahead of the slowest rank; None: no limit."""
         return self.staleness if self.name == SSP else None
 
     def check(self) -> None:
-        """Raise ConfigurationError unless the parts fit together."""
+        """Raise ConfigurationError unless the fields fit together."""
         check.one_of("the mode of a namespace", self.name, (SYNC, ASYNC, SSP))
         if self.staleness < 0 or (self.staleness and self.name != SSP):
             raise ConfigurationError(
@@ -120,7 +126,7 @@ class Mode:
             )
         if self.by_host and not self.is_sync:
             raise ConfigurationError(
-                f"sums of hosts are of synchronous rounds: by_host does not go with {self.name!r}"
+                f"by_host sums the ranks of a host in synchronous rounds; it does not go with {self.name!r}"
             )
 
     def __str__(self) -> str:
@@ -142,28 +148,28 @@ class Waiter(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a rank says of a round that it commits; not the message, whose payloads would be kept as well."""
+    """What a rank said when it committed a round, without the payloads of the message."""
 
     rescale: float | None
     timeout: float
     hold: float
     is_plain: bool
-    """It wants the sum to be used, at once and for nothing but an update."""
+    """The rank wants an immediate update, nothing held or checked."""
     since: float
-    """When it said so."""
+    """When the rank committed, in seconds."""
 
 
 class Announced(NamedTuple):
-    """What a rank says of the open round of a table before it has given its slices."""
+    """The intent that a rank declared for the open round of a table, before it gives its slices."""
 
     packed: bytes
-    """The mark of each of its slices, as of `Given.marks`; all are 0 where it gives none."""
+    """The expected value of `Given.marks` for each slice; all 0 if the rank gives none."""
     flags: int
     rescale: float | None
     hyper: bytes
     waiter: Waiter
     is_firm: bool
-    """It is known, and not only to be expected."""
+    """False if the intent may still change."""
 
     @property
     def marks(self) -> Ints:
@@ -171,47 +177,45 @@ class Announced(NamedTuple):
 
 
 class CommitStatus(IntEnum):
-    """What became of a commit."""
-
     ACCEPTED = 0
-    """It counts."""
+    """The contribution counts."""
     REPEATED = 1
-    """It had counted before, and its round is open still."""
+    """It was accepted before, and the round is still open."""
     REFUSED = 2
-    """Slices of it are not here."""
+    """Some of its slices have not arrived."""
     APPLIED = 3
-    """It repeats one of a round that was applied."""
+    """It repeats a commit of a round that was applied."""
     FAILED = 4
-    """Its round has failed."""
+    """Its round failed."""
     AHEAD = 5
     """Its round is not open yet."""
 
 
 class Slots:
-    """The slices of a namespace's tables on a server, numbered one after the other.
+    """Consecutive numbers for the slices that a server has of a namespace's tables.
 
     Attributes:
-        first: The first slot of each table, and the next one that is free.
-        table: The table of each slot.
-        nbytes: The size of each slot, padding included.
-        is_next: Of each slot, whether its memory goes on with that of the one before.
+        first: First slot of each table, with the next free slot at the end.
+        table: Table of each slot.
+        nbytes: Size of each slot in bytes, padding included.
+        is_next: For each slot, whether its memory directly follows that of the slot before.
     """
 
     def __init__(self) -> None:
         self.num_tables = 0
-        # With room for more, so that declaring thousands of keys one by one takes time in proportion to their number.
+        # Capacity doubles, so that declaring thousands of keys one by one takes linear time.
         self._first, self._table, self._nbytes = (np.zeros(1, np.int64) for _ in range(3))
         self._is_next = np.zeros(1, np.bool_)
         self.first, self.table, self.nbytes = self._first[:1], self._table[:0], self._nbytes[:0]
         self.is_next = self._is_next[:0]
         self.runs = BoundedCache[list[tuple[int, int, int]]](self)
-        """Of slots, and where their bytes begin: the runs that they make."""
+        """Ranges by slots and offsets; see `divide`."""
 
     def __len__(self) -> int:
         return len(self.table)
 
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
-        """Add the slices of the next table: of so many bytes each, and see `is_next`."""
+        """Add the slices of a new table, given their sizes in bytes; see `is_next`."""
         begin, end = len(self.table), len(self.table) + len(sizes)
         self._first = _grown(self._first, self.num_tables + 2, 0)
         self._table, self._nbytes = _grown(self._table, end, 0), _grown(self._nbytes, end, 0)
@@ -224,13 +228,15 @@ class Slots:
         self.nbytes, self.is_next = self._nbytes[:end], self._is_next[:end]
 
     def of(self, tables: Ints) -> Ints:
-        """Return the slots of some tables, in their order."""
+        """Return the slots of some tables, in the order of the tables."""
         counts = self.first[tables + 1] - self.first[tables]
         starts = np.cumsum(counts) - counts
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
 
     def divide(self, slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
-        """Divide slots, which ascend, into runs: the first one, the end, and how many bytes; see `Given.runs`."""
+        """Split ascending slots into ranges (first slot, end, bytes) that are contiguous in memory and in their
+        buffers.
+        """
         ends = places + self.nbytes[slots]
         is_cut = (np.diff(slots) != 1) | ~self.is_next[slots[1:]] | (places[1:] != ends[:-1])
         first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
@@ -240,17 +246,17 @@ class Slots:
 
 
 Piece = tuple[int, int, Any, int, int]
-"""Neighbouring slots: the first, the end, the buffer of what was given, and where in it their bytes begin and end."""
+"""A contiguous range: first slot, end, source buffer, and the begin and end of its bytes there."""
 
 
 class Given:
     """What one rank has given to the open rounds of all tables.
 
     Attributes:
-        committed: Of each table, whether the rank has committed its open round.
-        version, flags: What it said of each table when it committed.
-        said: What it said when it committed each table; None before.
-        waiters: The request that is answered when the round of each table is over.
+        committed: For each table, whether the rank has committed its open round.
+        version, flags: From the commit of each table.
+        said: The terms of the commit of each table; None before it.
+        waiters: The request to answer when the round of each table is over.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -260,15 +266,17 @@ class Given:
         self.said: list[Terms | None] = []
         self.waiters: list[Waiter | None] = []
         self.announced: dict[int, Announced] = {}
-        """By table, what the rank is going to commit to the open round."""
+        """Table → the intent declared for its open round."""
         self.sums = np.zeros(0, np.int64)
-        """Of each table, the sum of the marks of its slots."""
+        """For each table, the sum of the marks of its slots."""
         self.marks = np.zeros(0, np.int64)
-        """Of each slot, `mark` of the generation of the slice that is here; 0 for none."""
+        """For each slot, `_HERE` + generation of the slice that has arrived; 0 for none."""
         self.growing: dict[int, Growing] = {}
-        """By slot, slices that come in parts, of which more is to come."""
+        """Slot → a slice that has arrived in part."""
         self._places = np.zeros(0, np.int64)
-        """Of each slot, where its bytes begin, counted over all buffers that came, each of `_BUFFER` bytes."""
+        """For each slot, the offset of its bytes in the concatenation of all buffers, each counted as `_BUFFER`
+        bytes.
+        """
         self._buffers: list[Any] = []
         self._num_buffers = 0
         self.fit()
@@ -279,7 +287,6 @@ class Given:
         return f"<{type(self).__name__}: committed tables {committed}, {here} slices are here, {growing} in part>"
 
     def fit(self) -> None:
-        """Make room for tables that were added."""
         tables, slots = self._slots.num_tables, len(self._slots.table)
         self.committed = _grown(self.committed, tables, False)
         self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
@@ -290,7 +297,7 @@ class Given:
         self._buffers += [None] * (slots - len(self._buffers))
 
     def keep(self, slots: Any, marks: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
-        """Keep slices, or the one of these numbers: those that are here in a lower generation are replaced."""
+        """Store slices (or one, with scalar arguments). Those of a lower generation are replaced."""
         tables, news = self._slots.table[slots], marks - self.marks[slots]
         if isinstance(slots, int):
             self.sums[tables] += news
@@ -304,17 +311,17 @@ class Given:
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
     def payload(self, slot: int) -> tuple[Any, int]:
-        """Return the buffer of a slice that is here, and where in it its bytes begin."""
+        """Return the buffer of a slice that has arrived, and the offset of its bytes."""
         source = self._buffers[slot]
         if isinstance(source, Growing):
             source = self._buffers[slot] = source.payload()
         return source, int(self._places[slot] % _BUFFER)
 
     def runs(self, slots: Ints) -> list[Piece]:
-        """List which of some (ascending) slots are here; neighbours whose bytes are neighbours, too, together."""
+        """List the given slots (ascending) that have arrived, as contiguous ranges."""
         here = slots[self.marks[slots].nonzero()]
         places = self._places[here]
-        places = places - places[:1]  # so that it is the same in all rounds
+        places = places - places[:1]  # relative, so that the cache hits in every round
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
             source, begin = self._buffers[first], int(self._places[first] % _BUFFER)
@@ -324,13 +331,10 @@ class Given:
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
-        """Return what is here of a slot from one element up to another; the rest may be still to come.
+        """Return the elements from `begin` up to `end` of a slot, whose other elements may be missing; nothing if
+        `mark` is 0.
 
-        Args:
-            mark: Of its generation.
-
-        Raises:
-            ProtocolError: its elements are not encoded one by one.
+        Raises ProtocolError if the slice's encoding does not allow single elements to be decoded.
         """
         if not mark:
             return []
@@ -346,7 +350,7 @@ class Given:
         return [(slot, slot + 1, numbers, 0, len(numbers))]
 
     def discard_eager(self, table: int) -> None:
-        """Forget the slices of a table that are here in generation 0."""
+        """Forget the slices of a table that were pushed eagerly (generation 0)."""
         first, end = self._slots.first[table : table + 2].tolist()
         for slot in (first + np.flatnonzero(self.marks[first:end] == _HERE)).tolist():
             self.sums[table] -= _HERE
@@ -355,7 +359,7 @@ class Given:
             del self.growing[slot]
 
     def clear(self, tables: Ints, slots: Ints) -> None:
-        """Forget what was given to rounds that are over, or by a process that is."""
+        """Forget what was given to rounds that are over, or by a process that has ended."""
         self.committed[tables] = False
         self.sums[tables] = self.marks[slots] = 0
         for slot in slots.tolist():
@@ -369,15 +373,15 @@ class Given:
 
 
 ROUND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the buckets in which durations of rounds are counted."""
+"""Upper bounds of the buckets for durations of rounds, in seconds."""
 
 
 class Histogram:
     """Counts of values by bucket.
 
     Attributes:
-        bounds: Upper bounds of the buckets, ascending; a bucket includes its bound. One more bucket has what is above.
-        counts: Of each bucket.
+        bounds: Upper bounds of the buckets, ascending and inclusive; one more bucket holds larger values.
+        counts: One for each bucket.
         total: The sum of the values.
     """
 
@@ -387,23 +391,23 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value; NaN is none."""
+        """Count a value; NaN is ignored."""
         if not math.isnan(value):
             self.counts[bisect_left(self.bounds, value)] += 1
             self.total += value
 
 
 class RoundTracker:
-    """Where the rounds of all tables stand, for the same members: which are open, who gave what, which failed.
+    """Round state of all tables for one set of members: open rounds, contributions, failures.
 
     Attributes:
-        given: Rank → what it has given to the open rounds, in rank order, in which contributions are summed.
-        num_committed: How many members have committed the open round of each table.
-        mismatches: Table → different payloads that arrived under an identity that had one already.
-        num_ended: How many rounds were applied, those that end together as one.
-        lateness: Rank → seconds that it committed them after the first one, summed; together, `waited`. Where each
-            rank has rounds of its own, see `Waits.contributed`.
-        durations: From the end of a table's round to the end of its next one.
+        given: Rank → its contributions to the open rounds, in rank order, which is the order of summation.
+        num_committed: For each table, how many members have committed its open round.
+        mismatches: Table → how many payloads differed from an earlier one with the same identity.
+        num_ended: Applied rounds; those that end together count once.
+        lateness: Rank → seconds that it committed after the first rank, summed. `waited` sums the lateness of the last
+            rank of each round. For lanes see `Waits.contributed`.
+        durations: Seconds from the end of one round of a table to the end of its next.
     """
 
     def __init__(self, num_members: int, slots: Slots, durations: Histogram) -> None:
@@ -416,13 +420,13 @@ class RoundTracker:
         self._slots = slots
         self.numbers, self.num_committed = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._patience = math.inf
-        """Nobody who waits loses theirs before this time."""
+        """No deadline is earlier than this."""
         self._ended_at = np.zeros(0)
-        """Of each table, when its last round ended (seconds); NaN before the first."""
+        """For each table, when its last round ended (seconds); NaN before the first."""
         self._failed = np.zeros(0, np.int64)
-        """Of each table, the first failed round that nobody has gone beyond."""
+        """For each table, the first failed round since the last applied one."""
         self._failures: dict[int, dict[int, KVStoreError]] = {}
-        """Table → failed round → why."""
+        """Table → failed round → its error."""
         self.fit()
 
     def __repr__(self) -> str:
@@ -437,7 +441,6 @@ class RoundTracker:
         )
 
     def fit(self) -> None:
-        """Make room for tables that were added."""
         size = self._slots.num_tables
         self.numbers, self.num_committed = _grown(self.numbers, size, 0), _grown(self.num_committed, size, 0)
         self._failed = _grown(self._failed, size, _NEVER)
@@ -446,37 +449,38 @@ class RoundTracker:
             given.fit()
 
     def of(self, rank: int) -> Given:
-        """Return what a rank has given."""
+        """Return what a rank has given; created at its first contribution."""
         if rank not in self.given:
             self.given = dict(sorted({**self.given, rank: Given(self._slots)}.items()))
         return self.given[rank]
 
     def number(self, table: int) -> int:
-        """Return the open round of a table; every lower one is over."""
+        """Return the number of a table's open round; all lower ones are over."""
         return int(self.numbers[table])
 
     def push(self, rank: int, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints) -> None:
-        """Take provisional slices; a duplicate or one of a past round changes nothing.
+        """Store provisional slices. Duplicates, and slices of past rounds, have no effect.
 
         Args:
-            pushes: As of a Contribute; no slot twice.
-            sources, which, starts: The buffers, and of each slice which one it is in, and where.
+            pushes: The rows of a `Contribute`; no slot occurs twice.
+            sources, which, starts: The buffers, and for each slice the index of its buffer and its offset there.
 
         Raises:
-            ProtocolError: a slice belongs to a round that is not open yet; nothing was taken.
+            ProtocolError: A slice belongs to a round that is not open yet; nothing was stored.
         """
         given = self.of(rank)
         if given.growing:
             self._drop_parts(given, pushes, sources, which, starts)
-        if (
-            len(pushes) == 1
-        ):  # as a rule the first of its slot; plain numbers take a tenth of the time of arrays
+        # The common case is one new slice of generation 0. Scalars take a tenth of the time of arrays.
+        if len(pushes) == 1:
             slot, round_, generation, _ = pushes[0].tolist()
             table = self._slots.table[slot]
             is_awaited = round_ == self.numbers[table] and not given.committed[table]
             if is_awaited and not generation and not given.marks[slot]:
                 given.keep(slot, _HERE, sources, int(which[0]), int(starts[0]))
                 return
+        # The general case, vectorised. A slice is news if its round is open, its rank has not committed, and its
+        # generation is higher than the stored one.
         slots, rounds, generations, _ = pushes.T
         tables = self._slots.table[slots]
         numbers, here, marks = self.numbers[tables], given.marks[slots], generations + _HERE
@@ -488,6 +492,7 @@ class RoundTracker:
                 raise ProtocolError(
                     f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open"
                 )
+            # Slices that repeat a generation must have the same bytes; if not, that is counted.
             is_repeated = (rounds == numbers) & (here == marks)
             for at in np.flatnonzero(is_repeated).tolist():
                 table, slot = int(tables[at]), int(slots[at])
@@ -499,11 +504,7 @@ class RoundTracker:
             given.keep(slots, marks, sources, which, starts)
 
     def push_part(self, rank: int, push: Sequence[int], part: SlicePart) -> None:
-        """Take a provisional part of a slice; as `push`.
-
-        Args:
-            push: (slot, round, generation).
-        """
+        """Store a provisional part of a slice, given its (slot, round, generation); otherwise as `push`."""
         given, (slot, round_, generation) = self.of(rank), push
         table, mark = int(self._slots.table[slot]), generation + _HERE
         if round_ > self.number(table):
@@ -517,6 +518,7 @@ class RoundTracker:
             or max(given.marks[slot], growing.mark if growing else 0) > mark
         ):
             return
+        # A part of a complete slice can only be a repetition; otherwise it extends what has arrived.
         if given.marks[slot] == mark:
             known, start = given.payload(slot)
             nbytes, theirs = part.data.numel(), part.payload(part.data)
@@ -533,7 +535,7 @@ class RoundTracker:
     def _drop_parts(
         self, given: Given, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints
     ) -> None:
-        """Forget parts of slices that come as a whole now, as of `push`; other bytes than theirs are counted."""
+        """Forget partial slices that now arrive whole. Bytes that differ from the parts are counted as mismatches."""
         for at, (slot, round_, generation, _) in enumerate(pushes.tolist()):
             growing, table = given.growing.get(slot), int(self._slots.table[slot])
             if growing is None or round_ != self.number(table) or generation + _HERE < growing.mark:
@@ -546,16 +548,23 @@ class RoundTracker:
     def commit(
         self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
     ) -> Ints | None:
-        """Make a rank's contributions to some rounds final; returns a Verdict for each, or None if all are accepted."""
+        """Make a rank's contributions to some rounds final.
+
+        Returns a `CommitStatus` for each commit, or None if all were accepted.
+        """
+        # 1. Unpack. A single commit is handled with scalars, as in `push`.
         given, verdicts, is_single = self.of(rank), None, len(commits) == 1
-        columns: Any = commits[0].tolist() if is_single else commits.T  # as in `push`
+        columns: Any = commits[0].tolist() if is_single else commits.T
         tables, rounds, counts, generations, versions, flags = columns
         any_flags = flags if is_single else int(np.bitwise_or.reduce(flags))
         if any_flags & m.DISCARD_EAGER:
             self._discard_eager(given, commits)
+        # 2. A commit counts if its round is open and the sum of marks shows that all slices arrived, in the
+        # generations that the rank believes it sent.
         is_whole = given.sums[tables] == counts * _HERE + generations
         is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
         fresh = waiting = [tables] if is_single else tables.tolist()
+        # 3. In the rare case that some do not count, find out why, and continue with those that do.
         if not (is_new if is_single else is_new.all()):
             verdicts = self._verdicts(given, commits)
             of_each = verdicts.tolist()
@@ -566,6 +575,7 @@ class RoundTracker:
                 table for table, one in zip(waiting, of_each, strict=True) if one <= CommitStatus.REPEATED
             ]
             tables, _, _, _, versions, flags = commits[verdicts == CommitStatus.ACCEPTED].T
+        # 4. Record the commits. A repeated one only replaces the request that is answered.
         for table in waiting:
             given.waiters[table] = waiter
         is_plain = not (said.hold or any_flags & _SPECIAL)
@@ -579,20 +589,20 @@ class RoundTracker:
         return verdicts
 
     def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> bool:
-        """Note what a rank is going to commit to a table's open round. It has not committed yet.
+        """Record a rank's intent for a table's open round. The rank has not committed yet.
 
-        Returns whether it had not said that before. What is only to be expected is none beside what is known.
+        Returns whether it is news. A tentative intent has no effect beside a firm one.
 
         Raises:
-            ProtocolError: it names a slice that the table does not have here, or brings it.
+            ProtocolError: It names slices that the table does not have on this server, or contains payloads.
         """
         table, _, count, generations, _, flags = commit
         first, end = self._slots.first[table : table + 2].tolist()
         slots, named = said.pushes[:, 0], said.pushes[:, 2]
         if len(slots) and (slots.min() < first or slots.max() >= end or said.pushes[:, 3].any()):
             raise ProtocolError(
-                f"an announcement names slices {slots.min()} to {slots.max()} and brings "
-                f"{said.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} here"
+                f"a declared intent names slices {slots.min()} to {slots.max()} and contains "
+                f"{said.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} on this server"
             )
         marks = np.zeros(end - first, np.int64)
         if count:
@@ -607,13 +617,11 @@ class RoundTracker:
         return True
 
     def _discard_eager(self, given: Given, commits: m.Matrix) -> None:
-        """Forget early pushes of a rank to open rounds that its commits begin anew."""
         for table, round_, *_, flags in commits.tolist():
             if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not given.committed[table]:
                 given.discard_eager(table)
 
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
-        """Judge commits, by a Verdict for each."""
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
         verdicts[given.sums[tables] != counts * _HERE + generations] = CommitStatus.REFUSED
@@ -624,19 +632,21 @@ class RoundTracker:
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:
-        """Return since when a round is waited for, and when the first waiter gives up."""
+        """Return since when the open round is waited for, and the earliest deadline of its waiters; inf if there is
+        none.
+        """
         said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
 
     def oldest(self) -> list[int]:
-        """Return the table whose open round has been waited for longest; none where nobody waits."""
+        """Return the table whose open round has been waited for longest; an empty list if no rank waits."""
         every = [enumerate(given.said) for given in self.given.values()]
         said = [(terms.since, table) for of_rank in every for table, terms in of_rank if terms is not None]
         return [min(said)[1]] if said else []
 
     def late(self, now: float) -> list[int]:
-        """Return the tables for whose open rounds somebody waits who has lost patience."""
+        """Return the tables whose open round has a waiter past its deadline."""
         if now < self._patience:
             return []
         deadlines = {table: self.times(table)[1] for table in np.flatnonzero(self.num_committed).tolist()}
@@ -644,22 +654,17 @@ class RoundTracker:
         return [table for table, deadline in deadlines.items() if deadline <= now]
 
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
-        """Return the slots that a rank must send again to commit `count` of a table.
-
-        Those of which nothing is here; all, where as many are here and one of them in a lower generation.
-        """
+        """Return the slots that a rank must send again: those missing, or all if one arrived in a lower generation."""
         first, end = self._slots.first[table : table + 2].tolist()
         missing = np.flatnonzero(self.of(rank).marks[first:end] == 0) + first
         is_short = end - first - len(missing) < count
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
     def why_failed(self, table: int, round_: int) -> KVStoreError:
-        """Return the error of a round that failed."""
         known = self._failures.get(table, {}).get(round_)
         return KVStoreError(f"round {round_} failed") if known is None else known
 
     def missing_ranks(self, table: int) -> list[int]:
-        """Return the ranks that have not committed the open round of a table."""
         return [rank for rank in range(self.num_members) if not self.has_committed(rank, table)]
 
     def has_committed(self, rank: int, table: int) -> bool:
@@ -667,7 +672,9 @@ class RoundTracker:
         return given is not None and bool(given.committed[table])
 
     def finish(self, tables: Ints, slots: Ints) -> None:
-        """End the open rounds of some tables, which have these slots, as applied; of one it is noted who was late."""
+        """Close the open rounds of some tables, which have these slots, as applied. Lateness is measured on the
+        first.
+        """
         if not len(tables):
             return
         one = tables[0]
@@ -689,7 +696,7 @@ class RoundTracker:
         self.num_committed[tables] = 0
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
-        """End an open round as failed; return whom to tell now. The others are told when they come."""
+        """Close an open round as failed; return the waiters to notify now. The others are told when they ask."""
         found = [waiter for given in self.given.values() if (waiter := given.waiters[table]) is not None]
         self._note_failure(table, self.number(table), error)
         tables = np.array([table])
@@ -700,15 +707,15 @@ class RoundTracker:
         return found
 
     def undo(self, table: int, error: KVStoreError) -> None:
-        """Turn the last applied round into a failed one; the weights have been restored."""
+        """Turn the last applied round into a failed one, after its weights were restored."""
         self._note_failure(table, self.number(table) - 1, error)
 
     def was_applied(self, table: int, round_: int) -> bool:
-        """Tell whether a past round was applied and stands."""
+        """Return whether a past round was applied and not undone."""
         return round_ < min(self.number(table), int(self._failed[table]))
 
     def replace_process(self, rank: int) -> None:
-        """Drop what a rank had not committed, which a newer process took over."""
+        """Drop what a rank has not committed, when its process is replaced."""
         if rank in self.given:
             given = self.of(rank)
             dropped = np.flatnonzero(~given.committed[: self._slots.num_tables])
@@ -724,11 +731,7 @@ class RoundTracker:
 
 
 class NamespaceRounds:
-    """The rounds of a namespace: those of all ranks together, and without synchronous rounds each rank's own.
-
-    Args:
-        num_workers: How many ranks there are.
-    """
+    """All rounds of a namespace: the shared ones, and in asynchronous modes each rank's lane."""
 
     def __init__(self, num_workers: int, mode: Mode) -> None:
         self.num_workers = num_workers
@@ -736,9 +739,9 @@ class NamespaceRounds:
         self.durations = Histogram(ROUND_SECONDS)
         self.shared = RoundTracker(num_workers, self.slots, self.durations)
         self.left: set[int] = set()
-        """The ranks whose processes left because they were done."""
+        """Ranks whose processes left because they were done."""
         self.begun: set[int] = set()
-        """Tables of which some slices may be those of the open round already: until it is over nobody reads them."""
+        """Tables whose open round is partly applied. No rank may read them until it is over."""
         self._is_sync, self.bound = mode.is_sync, mode.bound
         self._lanes: dict[int, RoundTracker] = {}
         self._clocks: dict[int, list[int]] = {}
@@ -747,16 +750,16 @@ class NamespaceRounds:
         """Table → the ranks that have no more data until all have joined."""
 
     def add(self, sizes: Sequence[int], are_next: Sequence[bool]) -> None:
-        """Open the first round of a new table, whose slices here have so many bytes each; see `Slots.is_next`."""
+        """Open the first round of a new table, given the sizes of its slices in bytes; see `Slots.is_next`."""
         self.slots.add(sizes, are_next)
         for tracker in (self.shared, *self._lanes.values()):
             tracker.fit()
 
     def trackers(self, rank: int, tables: Ints, rounds: Ints) -> list[tuple[RoundTracker, Bools | None]]:
-        """List the round trackers of a rank's rounds of some tables, and which are in each; None: all."""
+        """Group a rank's rounds of some tables by tracker, each with a mask of its rounds; None: all."""
         if self._is_sync:
             return [(self.shared, None)]
-        # The first round of a table is always one of all ranks together.
+        # The first round of a table is always shared by all ranks.
         is_shared = (rounds == 0) | (self.shared.numbers[tables] == 0)
         found: list[tuple[RoundTracker, Bools | None]] = [(self.shared, is_shared)] if is_shared.any() else []
         if not is_shared.all():
@@ -764,15 +767,16 @@ class NamespaceRounds:
         return found
 
     def tracker(self, rank: int, table: int, round_: int = -1) -> RoundTracker:
-        """Return the round tracker of which a rank means that round of a table, or its present one."""
+        """Return the tracker of one round of a table, or of the rank's current one."""
         [(tracker, _)] = self.trackers(rank, np.array([table]), np.array([round_]))
         return tracker
 
     def lane(self, rank: int, tables: Ints, rounds: Ints) -> RoundTracker:
-        """Return the lane of a rank, in which it means those rounds of some tables.
+        """Return the lane of a rank that contains these rounds of some tables.
 
-        The first one that a process means is its first, and sets its clock. With several servers it takes the greatest
-        that one of them has proposed: if they differed in who is ahead of whom, ranks could wait in a circle.
+        The first round that a process names is where its lane begins, and sets its clock. With several servers a
+        worker takes the largest round that one of them proposed: if servers disagreed on who is ahead, ranks could
+        deadlock.
         """
         lane = self._lanes.get(rank)
         if lane is None:
@@ -784,7 +788,6 @@ class NamespaceRounds:
         return lane
 
     def clocks(self, table: int) -> list[int]:
-        """Return the clock of each rank."""
         return self._clocks.setdefault(table, [0] * self.num_workers)
 
     def joined(self, table: int) -> set[int]:
@@ -792,7 +795,9 @@ class NamespaceRounds:
         return self._joined.setdefault(table, set())
 
     def next_round(self, rank: int, table: int) -> int:
-        """Say with which round a rank should begin; a new process is beside the slowest of the others, or ahead."""
+        """Return the round at which a rank should begin; a new process starts level with the slowest of the others, or
+        later.
+        """
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self._lanes.get(rank)
@@ -804,20 +809,19 @@ class NamespaceRounds:
 
     @property
     def num_ended(self) -> int:
-        """How many rounds were applied, those that end together as one."""
+        """Applied rounds; those that end together count once."""
         return self.shared.num_ended + sum([lane.num_ended for lane in self._lanes.values()])
 
     def mismatches(self, table: int) -> int:
-        """Different payloads that arrived under an identity that had one already."""
         return sum(tracker.mismatches.get(table, 0) for tracker in (self.shared, *self._lanes.values()))
 
     def advance(self, rank: int, table: int) -> None:
-        """Advance the clock of a rank, a round of whose lane is over; if it had joined, it is back."""
+        """Advance the clock of a rank whose lane ended a round; if it had joined, it takes part again."""
         self.joined(table).discard(rank)
         self.clocks(table)[rank] += 1
 
     def behind(self, rank: int, table: int) -> list[int]:
-        """Return the ranks because of which this one may not read now."""
+        """Return the ranks that this one must wait for before it may read."""
         if table in self.begun:
             return self.shared.missing_ranks(table)
         if self.bound is None:
@@ -827,23 +831,22 @@ class NamespaceRounds:
         return [r for r, clock in enumerate(clocks) if clock < least and self._takes_part(r, table)]
 
     def missing_from_join(self, table: int) -> list[int]:
-        """Return the ranks that still have data."""
         return [rank for rank in range(self.num_workers) if self._takes_part(rank, table)]
 
     def part_again(self, table: int) -> None:
-        """Let all ranks take part again, side by side, as all have joined."""
+        """After all ranks have joined, let them take part again with equal clocks."""
         self.joined(table).clear()
         self._clocks[table] = [max(self.clocks(table))] * self.num_workers
 
     def fail_join(self, rank: int, table: int, round_: int, error: KVStoreError) -> None:
-        """Fail the joining of a rank, which will not see that all have joined: it takes part as before."""
+        """Fail the join of a rank that will not see all others join: it takes part as before."""
         self.joined(table).discard(rank)
         lane = self.tracker(rank, table)
         if round_ == lane.number(table) - 1:
             lane.undo(table, error)
 
     def begin_process(self, rank: int) -> None:
-        """Let a process that begins to stand for a rank take part, in new lanes."""
+        """Let a new process of a rank take part, in a new lane."""
         self.shared.replace_process(rank)
         self._lanes.pop(rank, None)
         for joined in self._joined.values():
@@ -851,7 +854,7 @@ class NamespaceRounds:
         self.left.discard(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
-        """End the process of a rank; where it was done, nobody needs what it will not give."""
+        """End the process of a rank; if it was done, no rank waits for it any more."""
         self.shared.replace_process(rank)
         self._lanes.pop(rank, None)
         if is_done:
@@ -863,7 +866,7 @@ class NamespaceRounds:
 
 @dataclass(repr=False)
 class DelayedRequest:
-    """A request that is answered when other ranks have come far enough: a read that is too far ahead, or a join."""
+    """A request that waits until other ranks have caught up: a read that is too far ahead, or a join."""
 
     table: int
     rank: int
@@ -871,12 +874,12 @@ class DelayedRequest:
     deadline: float
     timeout: float
     is_join: bool
-    """Whether it waits for all ranks to join, rather than for weights that are recent enough."""
+    """True if it waits for all ranks to join, False if it waits for weights that are recent enough."""
     answer: Callable[[], list[m.Outgoing]]
     round: int = -1
-    """The round of the commit that waits; -1: it is a request to read."""
+    """The round of the waiting commit; -1 for a read."""
     late: Sequence[int] = ()
-    """The ranks that a read has waited for since it began."""
+    """The ranks that a read had to wait for when it was delayed."""
 
     def __repr__(self) -> str:
         what = "the end of joining" if self.is_join else "a read" if self.round < 0 else f"round {self.round}"
@@ -885,25 +888,24 @@ class DelayedRequest:
 
     @property
     def since(self) -> float:
-        """When its time began to run."""
         return self.deadline - self.timeout
 
     def missing(self, rounds: NamespaceRounds) -> list[int]:
-        """Return the ranks that it waits for; none when it can be answered."""
+        """Return the ranks that it waits for; empty once it can be answered."""
         return rounds.missing_from_join(self.table) if self.is_join else rounds.behind(self.rank, self.table)
 
 
 class Waits:
-    """The waits of one namespace; a repeated request takes the place of the former one."""
+    """The delayed requests of one namespace; a repeated request replaces the former one."""
 
     def __init__(self, rounds: NamespaceRounds) -> None:
         self._rounds = rounds
         self.all: dict[tuple[int, int, bytes, int], DelayedRequest] = {}
         self._late_until: dict[int, float] = {}
-        """Rank → the time up to which it is counted how long others have waited for it."""
+        """Rank → up to when the waiting of others for it is already counted."""
 
     def add(self, wait: DelayedRequest) -> None:
-        """Keep a request until it can be answered; one that is repeated has no more time than it had."""
+        """Delay a request. A repeated one keeps its original deadline."""
         key = (wait.table, wait.rank, *wait.waiter)
         known = self.all.get(key)
         if known is not None:
@@ -913,14 +915,12 @@ class Waits:
         self.all[key] = wait
 
     def remove(self, wait: DelayedRequest) -> None:
-        """Take out a wait."""
         del self.all[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
-        """Note a contribution: its rank waits no more for all to join, and whoever does has all its time again.
+        """Record a contribution: its rank no longer waits to join, and the deadlines of other joins start again.
 
-        The rank was late for as long as another one could not read because of it. Of several waits at a time each
-        second counts once.
+        The rank was late for as long as another one could not read because of it; simultaneous waits count once.
         """
         for key, wait in list(self.all.items()):
             if wait.table != table:
@@ -935,17 +935,16 @@ class Waits:
                 self._late_until[rank] = now
 
     def take_ready(self) -> list[DelayedRequest]:
-        """Take out the waits that are over."""
         return self.take(lambda wait: not wait.missing(self._rounds))
 
     def take(self, is_over: Callable[[DelayedRequest], bool]) -> list[DelayedRequest]:
-        """Take out the waits of which that is true."""
+        """Remove and return the requests for which `is_over` is true."""
         found = [key for key, wait in self.all.items() if is_over(wait)]
         return [self.all.pop(key) for key in found]
 
 
 def _grown(array: Any, size: int, fill: Any) -> Any:
-    """Return the array with room for so many records; new ones are like `fill`."""
+    """Return the array with room for `size` records, new ones filled with `fill`."""
     if len(array) >= size:
         return array
     more = np.full(max(size, 2 * len(array)), fill, array.dtype)
@@ -954,7 +953,7 @@ def _grown(array: Any, size: int, fill: Any) -> Any:
 
 
 def _same_payload(nbytes: int, mine: Any, start: int, theirs: Any, other: int) -> bool:
-    """Tell whether two slices are the same contribution: of that many bytes in buffers, or what a form stands for."""
+    """Return whether two slices are the same contribution: `nbytes` bytes in two buffers, or two encoded payloads."""
     if (
         isinstance(mine, CompressedPayload)
         and isinstance(theirs, CompressedPayload)
@@ -970,53 +969,50 @@ NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class SlicePart(NamedTuple):
-    """A part of a slice as it is sent."""
+    """A part of a slice, as it was sent."""
 
     data: Tensor
-    """Bytes."""
     begin: int
-    """The byte of the slice at which they begin."""
+    """Offset of the part's bytes in the slice."""
     end: int
-    """The element of the slice before which the part ends."""
+    """The element of the slice at which the part ends (exclusive)."""
     nbytes: int
-    """Of the whole slice."""
+    """Size of the whole slice in bytes."""
     codec: Codec | None
-    """How the bytes are to be read, if not as plain numbers."""
+    """The encoding of the bytes; None: plain numbers."""
 
     def payload(self, data: Tensor) -> Tensor | CompressedPayload:
-        """Return bytes of the slice as what a rank gives to it."""
         return data if self.codec is None else CompressedPayload(self.codec, data)
 
 
 class Growing:
-    """What has come of a slice in parts, to sum and answer while the rest comes.
+    """A slice that has arrived in part, to be summed and answered while the rest is on its way.
 
-    The bytes that came first count: a part that comes again changes nothing. One that leaves a gap is dropped, for what
-    was to fill it is lost; the commit finds out, and the worker sends the slice as a whole. Parts stay as they came:
-    as a rule they are summed one by one.
+    The first bytes win: a repeated part has no effect. A part that leaves a gap is dropped, because the one that
+    should fill the gap was lost; the commit detects that, and the worker sends the slice as a whole. Parts are stored
+    separately, since most are summed one by one.
 
     Args:
-        mark: Of its generation; see `Given.marks`.
-        part: One of its parts.
+        mark: The mark of the slice; see `Given.marks`.
+        part: Any one of its parts.
     """
 
     def __init__(self, mark: int, part: SlicePart) -> None:
         self.mark = mark
         self.level = 0
-        """So many bytes are here, from the first one on."""
+        """How many bytes have arrived without a gap."""
         self.end = 0
-        """So many elements those are."""
+        """The number of elements in those bytes."""
         self._codec, self._nbytes = part.codec, part.nbytes
         self._parts: list[tuple[int, Tensor]] = []
-        """Where each begins in the slice, and its bytes."""
+        """The offset of each part in the slice, and its bytes."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is here."""
         return self.level == self._nbytes
 
     def take(self, part: SlicePart) -> bool:
-        """Take a part; return whether what was here of it already are the same bytes, in the same form."""
+        """Store a part; return whether bytes that had arrived before are the same, in the same encoding."""
         data, begin = part.data, part.begin
         if part.codec != self._codec or begin > self.level:
             return part.codec == self._codec
@@ -1028,12 +1024,14 @@ class Growing:
         return is_same
 
     def payload(self) -> Tensor | CompressedPayload:
-        """Return all bytes that are here, as what a rank gives to the slice."""
         data = self._bytes(0, self.level)
         return data if self._codec is None else CompressedPayload(self._codec, data)
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
-        """Return the bytes of some elements, all of which are here; decoded where they are encoded. As of Encoded."""
+        """Return the bytes of some elements that have arrived, decoded if they are encoded.
+
+        None: the encoding does not allow single elements to be decoded.
+        """
         codec = self._codec
         size = SIZES[dtype] if codec is None else codec.itemsize(dtype)
         if size is None:
@@ -1042,7 +1040,6 @@ class Growing:
         return data if codec is None else CompressedPayload(codec, data).elements(dtype, 0, end - begin)
 
     def _bytes(self, begin: int, end: int) -> Tensor:
-        """Return some of the bytes; a copy where they came in several parts."""
         found = [
             data[max(begin - first, 0) : end - first]
             for first, data in self._parts
