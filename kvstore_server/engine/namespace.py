@@ -1,6 +1,18 @@
-"""One namespace: the members of one Trainer or kvstore object, its tables, its optimizer and its barrier.
+"""One namespace: members, tables, optimizer and barrier of one Trainer or kvstore object.
 
-Namespaces share a server without seeing each other: each has its own keys, rounds and optimizer.
+Namespaces share a server without seeing each other: each has its own keys, rounds, optimizer and memory account.
+
+A namespace connects the parts that know nothing of each other. `Membership` knows the processes, `NamespaceRounds`
+which contributions count, `Shard` holds the numbers of all tables, and a `Table` says what a round does to its part of
+them. The namespace checks what arrives against the plan before it is stored, builds the contributions that the shard
+sums, and builds replies with weights.
+
+Invariants:
+
+- Slots number the slices of all tables on this server consecutively; messages name slices by slot.
+- Whatever depends only on the names and sizes in a message is computed once and cached (`TableBatch`,
+  `Located`), because every step of a job sends the same names.
+- Memory is claimed from the server's budget before it is allocated, and all of it is given back at the end.
 """
 
 from __future__ import annotations
@@ -61,25 +73,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine has to know about its place.
+    """Settings of an engine.
 
     Args:
         server: Index of this server, from 0.
-        num_servers: How many servers hold the job together.
-        run: A number that no other server process has; 0 is not allowed.
+        num_servers: The number of servers of the job.
+        run: A non-zero number that identifies this server process.
         dead_after: Seconds of silence after which a worker counts as lost.
-        slow_after: Seconds that a rank waits for others before the log says so.
-        capability: Instruction set of this CPU; workers of another kind are refused, because their bits differ.
-        allow_mixed_cpu: Let them in all the same.
-        max_table_bytes: Largest table, over all servers, that is accepted.
-        max_memory: Bytes that all namespaces, and memory shared with workers, may occupy together; 0: any number.
-        max_namespaces: How many there may be at the same time.
-        forget_after: Seconds after which a namespace of which no worker was heard from is freed, though it has weights.
-        max_message_keys: Most keys, slices or tables that one message may name.
+        slow_after: Seconds that a rank waits for others before the wait is logged.
+        capability: Instruction set of this CPU. Workers with another one are refused, because their results differ in
+            bits.
+        allow_mixed_cpu: Accept such workers.
+        max_table_bytes: Largest accepted table, summed over all servers.
+        max_memory: Bytes that all namespaces and the memory shared with workers may occupy; 0: unlimited.
+        max_namespaces: The most namespaces at a time.
+        forget_after: Seconds of silence of all its workers after which a namespace is freed although it has weights.
+        max_message_keys: The most keys, slices or tables in one message.
         integers: Whether keys may be integers, which no optimizer can update.
-        spread_from: Bytes from which on the table of a Trainer is spread over all servers; one of less is on one of
-            them, so that a step asks one server and not all. (Where bytes do not travel, the servers of a step take
-            longer to be woken than to sum so little.)
+        spread_from: A Trainer's table of at least this many bytes is spread over all servers; a smaller one is on a
+            single server, because waking several servers on one host takes longer than summing so little.
     """
 
     server: int = 0
@@ -99,45 +111,45 @@ class EngineConfig:
 
 
 class Located(NamedTuple):
-    """Where the slices of a contribution lie."""
+    """Where the slices of a contribution are in its payloads."""
 
     tables: Ints
-    """The table of each."""
+    """The table of each slice."""
     which: Ints
-    """The buffer of each."""
+    """The index of its payload."""
     starts: Ints
-    """Where it begins there."""
+    """Its offset there, in bytes."""
     wrong: list[int]
-    """The positions of those that are not as large as their slot, or of another dtype."""
+    """Positions of slices whose size or dtype is not that of their slot."""
     received: list[tuple[int, int]]
-    """Each table, and how many bytes came for it."""
+    """(table, bytes received for it)."""
 
 
 class TableBatch(NamedTuple):
-    """Some tables that are named together, and what follows from that alone."""
+    """Cached lookups for a batch of tables that are requested together."""
 
     tables: Ints
     numbers: list[int]
     named: list[Table]
     is_ascending: bool
     slots: Ints
-    """Of all of them, in ascending order."""
+    """The slots of all tables, ascending."""
     parts: m.Matrix
-    """Those of a Weights of them, without their versions."""
+    """The rows of a `Weights` message for them, with the versions left out."""
     owners: Ints
-    """The position of the table of each part."""
+    """For each part, the position of its table."""
     resident: list[int]
     """The slot of each part."""
     nbytes: list[int]
-    """The bytes of the parts of each table."""
+    """The bytes of each table's parts."""
     places: Ints
-    """Of each part, where peers can map it while it has not moved; -1 where they never can."""
+    """For each part, the place where peers map it while it has not moved; -1 if it cannot be mapped."""
     firsts: Ints
-    """Of each table of which peers can map a part, the first such part."""
+    """The first mappable part of each table that has one."""
 
 
 class Namespace:
-    """Members, tables, optimizer and barrier of one name."""
+    """The members, tables, optimizer and barrier of one name."""
 
     def __init__(
         self,
@@ -149,6 +161,7 @@ class Namespace:
         leases: Leases | None,
         now: float,
     ) -> None:
+        # 1. Who takes part, and which rounds are open.
         self.name = name
         self.created_at = now
         self.mode = mode
@@ -159,22 +172,23 @@ class Namespace:
         self.optimizer = AgreedOptimizer(mode.is_sync)
         self.recording = Recording()
         self.log = debug_log("kvstore_server.debug")
-        """Where to log rounds; None unless that logger shows debug lines."""
+        """The debug logger for rounds; None unless that logger shows debug lines."""
         self.slow_reports = SlowReports(config.slow_after)
         self.next_look = 0.0
-        """When the waits are to be looked at again."""
+        """When the waits are checked next."""
         self.failures: deque[tuple[int, str]] = deque(maxlen=ERRORS_KEPT)
-        """(rounds that had ended, text of the error) of the rounds that failed last."""
+        """(rounds ended by then, error text) of the latest failed rounds."""
         self.messages_in = 0
-        """Messages of its members so far, without their heartbeats."""
+        """Messages received from members, without heartbeats."""
+        # 2. The tables, and what is known of each slot.
         self.tables: list[Table] = []
-        """By number."""
+        """By table number."""
         self.absent: dict[tuple[int, int], frozenset[int]] = {}
-        """(table, rank) → the keys that it leaves out of the open round."""
+        """(table, rank) → the keys that the rank leaves out of the open round."""
         self._dtypes: list[torch.dtype] = []
-        """Of each slot."""
+        """The dtype of each slot."""
         self._is_resident: list[bool] = []
-        """Of each slot, whether workers hold a copy of it."""
+        """For each slot, whether workers hold a copy of it."""
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
         self._located = BoundedCache[Located](self.rounds.slots)
         self.shard = Shard(leases)
@@ -182,11 +196,12 @@ class Namespace:
         self._numbers: dict[str, int] = {}
         self._registered_by: dict[str, int] = {}
         self._declaring: dict[int, tuple[str, list[TensorSpec]]] = {}
-        """Rank → the table that it declares now, and the keys of it that have come."""
+        """Rank → the table that it is declaring, and the keys received so far."""
+        # 3. The memory account.
         self.budget = budget
         self._claimed = 0
         self._footprints = 0
-        """What is claimed for all tables."""
+        """Bytes claimed for all tables."""
 
     def __repr__(self) -> str:
         shared = self.rounds.shared
@@ -206,12 +221,12 @@ class Namespace:
         error: KVStoreError | None = None,
         back: int = 0,
     ) -> None:
-        """Log a transition of the open round of some tables, or of a rank's part in it; nothing without a debug log.
+        """Log a transition of the open round of some tables, or of a rank's part in it, if debug logging is on.
 
         Args:
-            tracker: The book in which the round is open.
-            error: Why it failed.
-            back: The round is not the open one, but so many before it.
+            tracker: Where the round is open.
+            error: Why the round failed.
+            back: How many rounds before the open one it is.
         """
         if self.log is None or not tables:
             return
@@ -229,23 +244,25 @@ class Namespace:
         )
 
     def register(self, rank: int, register: m.Register) -> Table | int:
-        """Return the table of that name, made now if this rank is the first to name it.
+        """Return the table of that name, created if this rank is the first to declare it.
 
-        While keys of it are still to come: how many have.
+        While some of its keys have not been received yet: returns how many have.
 
         Raises:
-            PlanMismatchError: another rank declared different keys under this name; from then on the table
-                is in conflict.
-            ConfigurationError: it is too large.
+            PlanMismatchError: Another rank declared different keys under this name. The table is then in conflict.
+            ConfigurationError: The table is too large.
         """
+        # 1. The common case: the same table is declared again.
         number = self._numbers.get(register.table)
         if number is not None and register.digest == self.tables[number].plan.digest:
             self.forget_declaration(rank)
             self._check_same_form(self.tables[number], register, rank)
             return self.tables[number]
+        # 2. Collect the keys, which may come in several messages.
         specs = self._declared(rank, register)
         if isinstance(specs, int):
             return specs
+        # 3. Another rank has declared this name with another digest: find the difference and report it.
         if number is not None:
             table = self.tables[number]
             first = self._registered_by[register.table]
@@ -257,6 +274,7 @@ class Namespace:
                 raise
             self._check_same_form(table, register, rank)
             return table
+        # 4. A new table: check it, claim its memory, then create it. Nothing is changed before the claim succeeds.
         check_name("a table", register.table)
         check_specs(specs, self.config.num_servers, self.config.integers)
         self._check_size(register.table, specs)
@@ -272,6 +290,7 @@ class Namespace:
         table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode, codec)
         self._let_note_reads([table])
         self.tables.append(table)
+        # 5. Number its slices, and open its first round.
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
         sizes = [piece.length * SIZES[piece.dtype] for piece in table.unit.slices]
         self.rounds.add(sizes, [slot > 0 and storage.is_next(slot - 1, slot) for slot in slots])
@@ -283,7 +302,6 @@ class Namespace:
         return table
 
     def _check_same_form(self, table: Table, register: m.Register, rank: int) -> None:
-        """Raise PlanMismatchError if a rank wants its weights in another form. The table is then in conflict."""
         own = None if table.deltas is None else table.deltas.codec
         theirs = _codec_of(register.delta_form) if register.delta_form else None
         if own != theirs:
@@ -296,7 +314,9 @@ class Namespace:
             raise table.conflict
 
     def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
-        """Return all keys of a table that a rank declares in portions; while they are not all here, how many are."""
+        """Return all keys of a table that a rank declares in several messages; while some are missing, how many
+        arrived.
+        """
         name, specs = self.forget_declaration(rank)
         if name != register.table:
             specs = []
@@ -313,13 +333,13 @@ class Namespace:
         return len(specs)
 
     def forget_declaration(self, rank: int) -> tuple[str, list[TensorSpec]]:
-        """Take out a rank's declaration of an incomplete table, and give its memory back."""
+        """Remove a rank's declaration of an incomplete table, and give its memory back."""
         name, specs = self._declaring.pop(rank, ("", []))
         self.claim(-KEY * len(specs), "")
         return name, specs
 
     def _check_size(self, table: str, specs: Sequence[TensorSpec]) -> None:
-        """Before the plan is made: it grows with the size that a peer claims."""
+        """Check before the plan is made, whose size grows with what a peer claims."""
         size = sum(spec.nbytes for spec in specs)
         if size > self.config.max_table_bytes:
             raise ConfigurationError(
@@ -331,13 +351,13 @@ class Namespace:
         )
 
     def claim(self, nbytes: int, what: str) -> None:
-        """Ask for memory, which the namespace has until it ends. Raises ConfigurationError if there is not so much."""
+        """Claim memory until the namespace ends. Raises ConfigurationError if there is not enough."""
         self.budget.claim(nbytes, what)
         self._claimed += nbytes
 
     @property
     def has_values(self) -> bool:
-        """Whether weights would be lost with it."""
+        """Whether weights would be lost if the namespace ended."""
         return any(table.is_initialised for table in self.tables)
 
     @property
@@ -346,29 +366,23 @@ class Namespace:
         return NAMESPACE + MEMBER * self.membership.num_workers
 
     def begin(self) -> None:
-        """Claim what it needs without any table."""
         self.claim(self.least_memory, f"namespace {self.name!r}")
 
     def end(self) -> None:
-        """Give back what the namespace has claimed."""
         self.budget.give_back(self._claimed)
         self._claimed = 0
 
     def table(self, number: int) -> Table:
-        """Return the table of that number.
-
-        Raises:
-            ProtocolError: there is none.
-        """
+        """Return the table with that number. Raises ProtocolError if there is none."""
         if not 0 <= number < len(self.tables):
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
 
     def batch_of(self, tables: Ints) -> TableBatch:
-        """Return what follows from the names of some tables; not to be changed.
+        """Return the cached lookups for some tables; they must not be modified.
 
         Raises:
-            ProtocolError: one of them does not exist or is named twice, or there are too many.
+            ProtocolError: A table does not exist or is named twice, or there are too many.
         """
         return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
@@ -398,7 +412,7 @@ class Namespace:
         )
 
     def check_named(self, message: str, named: Collection[Hashable]) -> None:
-        """Raise ProtocolError where a message names too much, or one thing twice. That would be answered twice."""
+        """Raise ProtocolError if a message names too many things, or one twice, which would then be answered twice."""
         if len(named) > self.config.max_message_keys:
             raise ProtocolError(
                 f"a {message} names {len(named)} keys, slices or tables, server {self.config.server} accepts up to "
@@ -408,12 +422,12 @@ class Namespace:
             raise ProtocolError(f"a {message} names one of its {len(named)} tables or slices twice")
 
     def begin_process(self, rank: int) -> None:
-        """Drop what a rank had not committed, as another process begins to stand for it."""
+        """Drop what a rank had not committed, because a new process takes it over."""
         self.rounds.begin_process(rank)
         self._forget(rank)
 
     def end_process(self, rank: int, is_done: bool) -> None:
-        """Drop what a rank had not committed, for which no process stands any more."""
+        """Drop what a rank had not committed, because its process has ended."""
         self.rounds.end_process(rank, is_done)
         self._forget(rank)
 
@@ -424,29 +438,28 @@ class Namespace:
             table.hyper.forget(rank)
 
     def open_round(self, number: int) -> str:
-        """Name the open round of all ranks of a table in messages."""
         return f"round {self.rounds.shared.number(number)} of {self.tables[number].name!r}"
 
     def describe_wait(self, wait: DelayedRequest) -> str:
-        """Name a wait in messages."""
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
     def forget_absent(self, tables: Collection[int]) -> None:
-        """Forget what ranks leave out of rounds of some tables that are over."""
+        """Forget the keys that ranks leave out of rounds of some tables that are over."""
         self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
 
     # ---------------------------------------------------------------- slices
 
     def push(self, rank: int, body: m.Contribute) -> None:
-        """Keep the slices that a rank gives, after checking that they fit.
+        """Store the slices of a rank after checking that they fit.
 
         Raises:
-            ProtocolError: there is no such slice, or its round is not open yet; nothing was kept.
-            ShapeMismatchError: one has another size or dtype.
+            ProtocolError: A slice does not exist, or its round is not open yet; nothing was stored.
+            ShapeMismatchError: A slice has another size or dtype.
         """
         if len(body.pushes) == 1 and body.pushes[0, 0] >> m.PART > 0:
             self._push_part(rank, body)
             return
+        # 1. Find each slice in the payloads. The lookup is cached by the slots, sizes and dtypes of the message.
         slots, sizes = body.pushes[:, 0], body.pushes[:, 3]
         found, sources = list[tuple[int, torch.dtype]](), list[Any]()
         for one in body.payloads:
@@ -455,11 +468,12 @@ class Namespace:
         forms = tuple(found)
         key = body.pushes[:, ::3].tobytes(), forms
         located = (
-            self._locate(slots, sizes, forms)  # rows hardly ever have the sizes of another round
+            self._locate(slots, sizes, forms)  # sizes of rows hardly ever repeat
             if body.form == PACKED_ROWS
             else self._located.get(key, self._locate, slots, sizes, forms)
         )
         tables, which, starts, wrong, received = located
+        # 2. Encoded payloads become one source for each slice; plain ones are read where they are.
         if body.form:
             codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
             places = self.shard.storage.slots
@@ -475,6 +489,7 @@ class Namespace:
             self._refuse_slice(int(slots[wrong[0]]), int(sizes[wrong[0]]), forms[which[wrong[0]]][1])
         for number, nbytes in received:
             self.tables[number].bytes_in += nbytes
+        # 3. Store them in the trackers of their rounds.
         for tracker, mine in self.rounds.trackers(rank, tables, body.pushes[:, 1]):
             pushes = body.pushes
             if mine is None:
@@ -482,13 +497,13 @@ class Namespace:
             else:
                 pushes = pushes[mine]
                 tracker.push(rank, pushes, sources, which[mine], starts[mine])
+            # A slice of the next round makes the last one final: it can no longer be undone.
             if self.shard.undos:
                 of = self.rounds.slots.table[pushes[:, 0]]
                 for number in set(of[pushes[:, 1] == tracker.numbers[of]].tolist()):
                     self.tables[number].begin_round(ALL if tracker is self.rounds.shared else rank)
 
     def _push_part(self, rank: int, body: m.Contribute) -> None:
-        """Keep a part of a slice, which is all that the message brings. Raises as `push`."""
         word, round_, generation, nbytes = body.pushes[0].tolist()
         slot, end = m.place_of(word)
         if slot >= len(self.rounds.slots):
@@ -496,8 +511,8 @@ class Namespace:
         part = self._part(slot, end, body)
         if not self.mode.is_sync or part is None or part.data.numel() != nbytes:
             raise ProtocolError(
-                f"{nbytes} bytes up to element {end} of slice {slot} of namespace {self.name!r} came as a part of it, "
-                "which they cannot be; only slices of synchronous rounds come in parts, and no rows"
+                f"{nbytes} bytes up to element {end} of slice {slot} of namespace {self.name!r} are not a valid part "
+                "of it; only slices of synchronous rounds may come in parts, and row-sparse ones may not"
             )
         table = self.tables[int(self.rounds.slots.table[slot])]
         table.bytes_in += nbytes
@@ -506,7 +521,7 @@ class Namespace:
             table.begin_round(ALL)
 
     def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
-        """Take the only payload as a part of a slice, up to one of its elements; None if it cannot be one."""
+        """Interpret the only payload as a part of a slice that ends at element `end`; None if it cannot be one."""
         (table, at), codec = self.place(slot), None
         piece = table.unit.slices[at]
         numel, itemsize = piece.length, SIZES[piece.dtype]
@@ -521,13 +536,13 @@ class Namespace:
         return SlicePart(data, begin, end, numel * itemsize, codec)
 
     def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
-        """Find slices in buffers of so many bytes, and of a dtype; uint8 stands for any.
+        """Find the slices in the payloads of these sizes and dtypes; uint8 stands for any dtype.
 
         Raises:
-            ProtocolError: a slice does not exist or is named twice, or they are not as long as the buffers.
+            ProtocolError: A slice does not exist or is named twice, or their sizes do not match those of the payloads.
         """
         if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
-            # As rows of one table come: the only slice in the only buffer, which is as long.
+            # Fast path for rows of one table: a single slice that fills a single payload.
             [slot], [nbytes], none = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
             tables, is_of_dtype = (
                 self.rounds.slots.table[slots],
@@ -535,6 +550,7 @@ class Namespace:
             )
             fits = is_of_dtype and nbytes == self.rounds.slots.nbytes[slot]
             return Located(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
+        # 1. Check the names; then find the payload of each slice by its offset in all of them.
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
         if len(unknown):
@@ -544,6 +560,7 @@ class Namespace:
         which = np.minimum(np.searchsorted(ends, starts, side="right"), len(lengths) - 1)
         if (sizes < 0).any() or int(sizes.sum()) != total or (starts + sizes > ends[which]).any():
             raise ProtocolError(f"slices of {int(sizes.sum())} bytes came in payloads of {total}")
+        # 2. Compare sizes and dtypes with the slots, and count the bytes of each table.
         tables = self.rounds.slots.table[slots]
         of_slots = zip(slots.tolist(), which.tolist(), strict=True)
         is_wrong = np.array([forms[at][1] not in (torch.uint8, self._dtypes[slot]) for slot, at in of_slots])
@@ -567,14 +584,13 @@ class Namespace:
         )
 
     def place(self, slot: int) -> tuple[Table, int]:
-        """Return the table of a slot, and its slice's position among the table's here."""
         table = int(self.rounds.slots.table[slot])
         return self.tables[table], slot - int(self.rounds.slots.first[table])
 
     def given(
         self, rank: int, tracker: RoundTracker, table: Table, optimizer: Optimizer | None
     ) -> RankCommit | None:
-        """Return what a rank has committed to the open round of a table; None of one that has joined."""
+        """Return what a rank committed to the open round of a table; None if it has joined."""
         given, number, unit = tracker.of(rank), table.number, table.unit
         flags, said = int(given.flags[number]), given.said[number]
         assert said is not None
@@ -586,7 +602,10 @@ class Namespace:
         return RankCommit(contribution, flags, int(given.version[number]), said.hold)
 
     def can_batch(self, tracker: RoundTracker, some: TableBatch, optimizer: Optimizer | None) -> list[bool]:
-        """Tell which tables, whose rounds are complete, one call changes: by sums, and for all keys."""
+        """Return for each table, whose round is complete, whether one batched update can apply it.
+
+        True for a plain sum of all keys in a synchronous round, with the same terms for all tables.
+        """
         if not self.mode.is_sync or (optimizer is not None and optimizer.may_raise) or self.recording.active:
             return [False] * len(some.numbers)
         left = {number for number, _ in self.absent} if self.absent else ()
@@ -609,11 +628,11 @@ class Namespace:
         given: Iterable[Piece],
         absent: frozenset[int] = NO_KEYS,
     ) -> RankContribution:
-        """Make a contribution of what a rank gave to some slots.
+        """Build a contribution from what a rank gave to some slots.
 
         Args:
-            said: What it has said of them; where it named no factor, that of the optimizer counts.
-            absent: The keys that it leaves out, as the Shard numbers them.
+            said: The terms of its commit; without a factor, that of the optimizer applies.
+            absent: The keys that it leaves out, as the shard numbers them.
         """
         assert said is not None
         runs, are_plain, scale = list[Run](), True, said.rescale
@@ -631,9 +650,10 @@ class Namespace:
         return plain if are_plain else self.shard.contribution_of(runs, scale, absent)
 
     def weights(self, some: TableBatch, *ranks: int, half: bool = False, is_pull: bool = False) -> m.Weights:
-        """Return present weights of some tables, except row-sparse ones, for some ranks; not copies.
+        """Return the current weights of some tables, except row-sparse ones, for some ranks; not copies.
 
-        With `half`, those wider than that are rounded to bfloat16. For a pull they may only be looked at.
+        With `half`, wider ones are rounded to bfloat16. `is_pull`: the ranks only look at them, and do not compute
+        with them.
         """
         parts, storage, sizes = some.parts.copy(), self.shard.storage, some.nbytes
         parts[:, 1] = np.array([table.version for table in some.named])[some.owners]
@@ -655,10 +675,10 @@ class Namespace:
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return the present weights of some tables for ranks that map them: where they are, and those without a place.
+        """Return the current weights for ranks that map them: their places, and the bytes of those that have none.
 
         Args:
-            are_known: The ranks still map all that ever have a place.
+            are_known: The ranks still map everything that has a place.
         """
         storage, places = self.shard.storage, some.places
         if storage.has_moved:
@@ -677,7 +697,7 @@ class Namespace:
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
     def shown_rows(self, table: Table) -> m.Weights:
-        """Say where a table's slices are that workers keep no copy of but can map."""
+        """Return the places of a table's slices that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
         here = [at for at, piece in enumerate(unit.slices) if not table.plan.is_resident(piece)]
@@ -688,7 +708,7 @@ class Namespace:
         return m.Weights(m.NO_PARTS, (), places=found)
 
     def rows(self, rank: int, table: Table, found: Sequence[RowPart], is_pull: bool = False) -> m.Weights:
-        """Return rows of a table for a rank, as a reply. For a pull they may only be looked at."""
+        """Return rows of a table for a rank. `is_pull`: the rank only looks at them."""
         if is_pull:
             self._note_pulled(table, rank)
         else:
@@ -698,8 +718,6 @@ class Namespace:
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
     def _note_pulled(self, table: Table, rank: int) -> None:
-        """Note that a rank is sent present weights that it may only look at."""
-
         def has_room(more: int) -> bool:
             copies = max(more - table.more_reads, 0)
             nbytes = sum([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
@@ -715,21 +733,22 @@ class Namespace:
     # ---------------------------------------------------------------- optimizer
 
     def set_optimizer(self, rank: int, spec: bytes) -> None:
-        """Note the optimizer that a rank names; another algorithm than before starts with fresh state.
+        """Set the optimizer that a rank names; another algorithm than before starts with fresh state.
 
         Raises:
-            ConfigurationError: its numbers are not valid, or its state needs more memory than there is.
+            ConfigurationError: Its options are not valid, or its state needs more memory than there is.
         """
         replaced = self.optimizer.set(rank, spec, self._make_room)
         if replaced is not None:
             _log.warning(
-                "namespace %r: the state of optimizer %r is dropped for another one", self.name, replaced
+                "namespace %r: the state of optimizer %r is dropped because another one is set",
+                self.name,
+                replaced,
             )
             self.shard.reset_states()
         self._let_note_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
-        """Claim the memory that the tables need with another optimizer."""
         workers = self.membership.num_workers
         needed = sum(
             footprint(table.plan, table.unit.server, workers, self.mode, optimizer) for table in self.tables
@@ -739,22 +758,22 @@ class Namespace:
         self._footprints = needed
 
     def _let_note_reads(self, tables: Iterable[Table]) -> None:
-        """Have tables remember what each rank has read, where the optimizer asks for that."""
+        """Let tables remember what each rank has read if the optimizer needs that (delay compensation)."""
         optimizer = None if self.mode.is_sync else self.optimizer.named
         for table in tables:
             wanted = optimizer is not None and optimizer.delay_state is not None
             begins = wanted and not table.notes_reads
             table.notes_reads = wanted
             if begins and table.is_initialised:
-                # Without an optimizer nothing has changed the first values, so these are what every rank has.
+                # Without an optimizer nothing has changed the first values, so every rank has these.
                 table.note_given(range(self.membership.num_workers))
 
     def is_waiting(self) -> bool:
-        """Tell whether a rank waits for a round or at the barrier."""
+        """Return whether a rank waits for a round, a read or at the barrier."""
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
 
     def stats(self, now: float) -> Mapping[str, Any]:
-        """Counters of every table and the state of every member."""
+        """Return counters of every table and the state of the members."""
         members = self.membership
         return {
             "server": self.config.server,
@@ -766,16 +785,16 @@ class Namespace:
         }
 
     def note_failure(self, error: KVStoreError) -> None:
-        """Keep the error of a round that failed, once for all that fail alike."""
+        """Record the error of a failed round; equal consecutive errors count once."""
         text = describe(error)[:ERROR_LENGTH]
         if not self.failures or self.failures[-1][1] != text:
             self.failures.append((self.rounds.num_ended, text))
 
     def facts(self, pending: Iterable[Any], now: float) -> Mapping[str, Any]:
-        """Describe the namespace for people.
+        """Return the state of the namespace for status displays.
 
         Args:
-            pending: What its ranks wait for, each an engine's Pending.
+            pending: The engine's `RankWait`s of this namespace.
         """
         has_clocks = bool(self.tables) and not self.mode.is_sync
         clocks = dict(enumerate(self.rounds.clocks(0))) if has_clocks else {}
@@ -807,7 +826,6 @@ class Namespace:
         }
 
     def _counters(self, table: Table) -> Mapping[str, Any]:
-        """Return a table's counts and the ranks its open round waits for, as numbers."""
         shared, number = self.rounds.shared, table.number
         return {
             "table": table.name,
@@ -828,7 +846,7 @@ class Namespace:
 
 @functools.lru_cache(maxsize=16)
 def _codec_of(packed: bytes) -> Codec:
-    """Return the codec that a push describes; a job has one. Raises ConfigurationError if it is none."""
+    """Return the codec that a push describes. Raises ConfigurationError if it is not valid."""
     return make_codec(unpack_control(packed))
 
 
@@ -843,6 +861,6 @@ def _check_same_placement(mine: Plan, theirs: m.Register, first: int, rank: int)
         names = {True: "one server", False: "all servers"}
         raise PlanMismatchError(
             f"rank {first} wants the table on {names[mine.one_server]}, rank {rank} on {names[theirs.one_server]}: "
-            "servers told them other sizes; start all servers with the same --spread-from, and do not replace one "
-            "while workers start"
+            "servers told them different values of --spread-from; start all servers with the same one, and do not "
+            "replace a server while workers start"
         )
