@@ -1,9 +1,9 @@
-"""The optimizer and the hyper-parameters of a round, agreed between the ranks.
+"""Agreement of the ranks on the optimizer and on the hyper-parameters of a round.
 
-Each rank says what it has; what the lowest rank has is in force, and a rank that disagrees is named. A rank sends its
-hyper-parameters only when they change, so the last ones that it sent count.
+Each rank sends its own values, and the lowest rank's are effective; a rank that disagrees is named in an error. A rank
+sends hyper-parameters only when they change, so the last ones that it sent count.
 
-The hyper-parameters of a table travel as msgpack of {"groups": [{name: number, …}, …], "lr_mult": {key index:
+The hyper-parameters of a table are sent as msgpack of {"groups": [{name: number, …}, …], "lr_mult": {key index:
 factor}, "wd_mult": {…}, "update_on_kvstore": …}; a key without a factor has 1.
 """
 
@@ -23,36 +23,36 @@ class AgreedOptimizer:
     """The optimizer of one namespace, as each rank named it.
 
     Args:
-        is_sync: Whether ranks must agree on its numbers. Without synchronous rounds they change those at moments of
-            their own, so only its name must be the same.
+        is_sync: Whether ranks must agree on its options. In asynchronous modes each rank changes them at its own time,
+            so only the optimizer's name must be the same.
     """
 
     def __init__(self, is_sync: bool = True) -> None:
         self._is_sync = is_sync
         self._is_agreed = True
-        """Ranks were compared since one of them named another one."""
+        """True if the ranks were compared since the last change."""
         self._sent: dict[int, bytes] = {}
         self._spec = b""
-        """Of the optimizer that was built last."""
+        """The spec that `named` was built from."""
         self.named: Optimizer | None = None
-        """The optimizer that was named last; None when no rank has named one."""
+        """The optimizer that was named last; None before the first."""
 
     def set(
         self, rank: int, spec: bytes, accept: Callable[[Optimizer], None] = lambda optimizer: None
     ) -> str | None:
-        """Note what a rank named; return the name of the optimizer that a different one replaces, if any.
+        """Record the optimizer that a rank names; return the name of a different one that it replaces, if any.
 
-        A new one is shown to `accept` first, which may raise.
+        A new optimizer is passed to `accept` first, which may raise.
 
         Raises:
-            UnknownNameError: no optimizer of that name is registered here.
-            ConfigurationError: the numbers are not valid for it.
+            UnknownNameError: No optimizer of that name is registered on this server.
+            ConfigurationError: Its options are not valid.
         """
         before = self.named
         if before is None or self._spec != spec:
             values = unpack_control(spec)
             if not isinstance(values, dict) or "name" not in values:
-                raise ConfigurationError(f"an optimizer travels as a map with a name, got {values!r:.80}")
+                raise ConfigurationError(f"an optimizer is sent as a map with a name, got {values!r:.80}")
             built = create_from_spec(_tuples(values))
             built.try_out(built.hyper)
             accept(built)
@@ -64,14 +64,14 @@ class AgreedOptimizer:
         return before.registered_name
 
     def is_known(self, spec: bytes) -> bool:
-        """Tell whether some rank has sent this optimizer."""
+        """Return whether any rank has sent this optimizer."""
         return spec in self._sent.values()
 
     def agreed(self) -> Optimizer | None:
-        """Return the optimizer in force, with the lowest rank's numbers; None when no rank has set one.
+        """Return the effective optimizer, with the lowest rank's options; None if no rank has set one.
 
         Raises:
-            PlanMismatchError: two ranks set different ones.
+            PlanMismatchError: Two ranks set different ones.
         """
         if self.named is None or self._is_agreed:
             return self.named
@@ -95,26 +95,25 @@ class AgreedOptions:
         self._cached: tuple[bytes, float | None, Optimizer, list[Hyper]] | None = None
 
     def check(self, packed: bytes) -> None:
-        """Raise ConfigurationError if the bytes are not hyper-parameters of this table."""
         if packed not in self._sent.values():
             _check(unpack_control(packed), self._plan)
 
     def set(self, rank: int, packed: bytes) -> None:
-        """Note what a rank sent with its commit, after `check`."""
+        """Record what a rank sent with its commit, after `check`."""
         self._sent[rank] = packed
 
     def effective(self, optimizer: Optimizer, packed: bytes, rate: float | None = None) -> list[Hyper]:
         """Return the effective hyper-parameters of each key, multipliers applied.
 
         Args:
-            packed: Those of the table, as `common` or `lowest` returns them.
-            rate: The learning rate of all groups, where a scheduler decides it.
+            packed: The table's, as returned by `common` or `lowest`.
+            rate: The learning rate of all groups if a scheduler decides it.
 
         Raises:
-            ConfigurationError: the optimizer cannot update one of the keys.
+            ConfigurationError: The optimizer cannot update one of the keys.
         """
         cached = self._cached
-        # The optimizer itself is kept, not its id: a new one may get the address of one that is gone.
+        # The optimizer itself is compared, not its id: a new one may get the address of one that was freed.
         if cached is None or cached[:2] != (packed, rate) or cached[2] is not optimizer:
             values: dict[str, Any] = unpack_hypers(packed) if packed else {"groups": None}
             if rate is not None:
@@ -128,22 +127,21 @@ class AgreedOptions:
         return cached[3]
 
     def forget(self, rank: int) -> None:
-        """Forget a rank that is gone, or whose new process will send its own."""
         self._sent.pop(rank, None)
 
     def lowest(self, without: Collection[int] = ()) -> bytes:
-        """Return what the lowest rank sent that sent any, packed, some ranks aside; empty when none has."""
+        """Return what the lowest rank sent, packed, ignoring the ranks in `without`; empty if none has sent any."""
         senders = [rank for rank in self._sent if rank not in without] or list(self._sent)
         return self._sent[min(senders)] if senders else b""
 
     def common(self, ranks: Collection[int], news: Mapping[int, bytes] = {}) -> bytes:
-        """Return what these ranks sent, packed; empty when none of them has sent any.
+        """Return what these ranks sent, packed; empty if none has sent any.
 
         Args:
-            news: What ranks are going to send.
+            news: Rank → what it is going to send.
 
         Raises:
-            PlanMismatchError: two of them disagree on a number.
+            PlanMismatchError: Two of them disagree.
         """
         if not self._sent and not news:
             return b""
@@ -164,8 +162,8 @@ def pack_hypers(
 ) -> bytes:
     """Pack the hyper-parameters of a table; equal values give equal bytes.
 
-    `limits` says what workers check of a gradient before it is used, and `stages` what else they must have alike, by
-    name, so that they find out if they disagree.
+    `limits` contains what workers check of a gradient before it is used, and `stages` other options that all workers
+    must share. Servers only compare them.
     """
     values: dict[str, Any] = {
         "groups": [dict(sorted(group.items())) for group in groups],
@@ -179,15 +177,15 @@ def pack_hypers(
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
-    """Undo `pack_hypers`."""
+    """Inverse of `pack_hypers`."""
     values: dict[str, Any] = _tuples(unpack_control(packed))
     return values
 
 
 def effective_hypers(plan: Plan, optimizer: Optimizer, values: Mapping[str, Any]) -> list[Hyper]:
-    """Return each key's group numbers. `lr` and `weight_decay` are times the key's factors.
+    """Return each key's hyper-parameters, with `lr` and `weight_decay` multiplied by the key's factors.
 
-    Keys with equal numbers share one mapping, so a caller may compare by identity.
+    Keys with equal values share one mapping, so callers may compare by identity.
     """
     groups = values.get("groups") or [optimizer.hyper]
     lr_mult, wd_mult = values.get("lr_mult", {}), values.get("wd_mult", {})
@@ -216,7 +214,7 @@ def _check(values: Any, plan: Plan) -> None:
         groups = values["groups"]
         is_fit = isinstance(groups, list) and len(groups) > max(spec.group for spec in plan.specs)
         is_fit = is_fit and all(isinstance(group, dict) for group in groups)
-        # What is multiplied here; all else is checked by the workers, and by the optimizer when it is used.
+        # Check what is multiplied here. The rest is checked by the workers, and by the optimizer on use.
         multiplied = (
             [group.get(name, 0) for group in groups for name in ("lr", "weight_decay")] if is_fit else []
         )
@@ -224,23 +222,23 @@ def _check(values: Any, plan: Plan) -> None:
         factors = (*values["lr_mult"].values(), *values["wd_mult"].values())
         is_fit = is_fit and all(isinstance(factor, int | float) for factor in factors)
     if not is_fit:
-        raise ConfigurationError(f"these are no hyper-parameters of this table: {values!r:.120}")
+        raise ConfigurationError(f"these are not hyper-parameters of this table: {values!r:.120}")
 
 
 Said = dict[str, Any]
-"""The beginning of a sentence → the value with which it goes on."""
+"""The beginning of a sentence → the value that completes it."""
 
 
 def _check_equal(
     sent: Mapping[int, bytes], said_of: Callable[[dict[str, Any]], Said], problem: str, way_out: str
 ) -> None:
-    """Raise PlanMismatchError if a rank sent something else than the lowest one. Names the first difference."""
+    """Raise PlanMismatchError with the first difference if a rank sent something else than the lowest one."""
     lowest = min(sent)
     for rank, packed in sorted(sent.items()):
         if packed != sent[lowest]:
             mine, other = (said_of(unpack_control(one)) for one in (sent[lowest], packed))
             names = [name for name in mine | other if mine.get(name) != other.get(name)]
-            first = names[0] if names else "in what has no name, "
+            first = names[0] if names else "in unnamed values, "
             raise PlanMismatchError(
                 f"ranks {problem}: {first}{mine.get(first)} on rank {lowest} and {other.get(first)} on rank {rank}; "
                 f"{way_out}"
@@ -265,7 +263,7 @@ def _said_of_spec(spec: dict[str, Any]) -> Said:
 
 
 def _tuples(value: Any) -> Any:
-    """Make lists tuples again, which msgpack does not know, but for the groups."""
+    """Turn lists back into tuples, which msgpack does not have, except the list of groups."""
     if isinstance(value, dict):
         return {
             name: _tuples(item) if name != "groups" else [_tuples(g) for g in item]

@@ -1,4 +1,4 @@
-"""What a server says of its jobs: reports of workers, and what ranks wait for."""
+"""The status of jobs that a server reports: workers, and what ranks wait for."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvstore_server.errors import ProtocolError
 from kvstore_server.protocol.frames import unpack_control
 
 FRESH = 0.2
-"""Seconds for which facts are told again as they were."""
+"""Seconds for which the same status is reported again."""
 MOST_JOBS, MOST_WORKERS, MOST_WAITS = 16, 1024, 8
-"""Of how many namespaces, workers of each and waits of each facts tell."""
+"""The most namespaces, workers of each and waits of each in a status."""
 _REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
 
 
 def read_report(packed: bytes) -> Mapping[str, float]:
-    """Return the numbers that a worker tells about itself, by name.
+    """Return the numbers that a worker reports about itself, by name.
 
     Raises:
-        ProtocolError: they are not a few finite numbers with short names.
+        ProtocolError: They are not a few finite numbers with short names.
     """
     found = unpack_control(packed) if len(packed) <= _REPORT_BYTES else None
     if (
@@ -32,7 +32,7 @@ def read_report(packed: bytes) -> Mapping[str, float]:
         or not all(math.isfinite(number) and abs(number) < 2**63 for number in found.values())
     ):
         raise ProtocolError(
-            f"a worker tells about itself by at most {_REPORT_NUMBERS} finite numbers in {_REPORT_BYTES} bytes"
+            f"a worker reports about itself with at most {_REPORT_NUMBERS} finite numbers in {_REPORT_BYTES} bytes"
         )
     return found
 
@@ -47,9 +47,9 @@ def workers_of(
     """Describe the first ranks of a namespace.
 
     Args:
-        late: rank → seconds that the others waited for it.
-        rounds: rank → its round, where ranks have rounds of their own.
-        joined: the ranks that have no more data.
+        late: Rank → seconds that the others waited for it.
+        rounds: Rank → its round, in asynchronous modes.
+        joined: The ranks that have no more data.
     """
     resting = set(joined)
     told = []
@@ -78,7 +78,7 @@ def workers_of(
 
 
 def waits_of(pending: Iterable[Any], now: float) -> list[dict[str, Any]]:
-    """Describe the oldest of what ranks wait for, each an engine's Pending; only the first thousand are looked at."""
+    """Describe the longest waits among the first thousand, each an engine's `RankWait`."""
     oldest = sorted(islice(pending, 1000), key=lambda one: one.since)[:MOST_WAITS]
     return [
         {"what": one.what, "seconds": now - one.since, "missing": list(one.missing[:MOST_WORKERS])}

@@ -1,12 +1,15 @@
-"""Who may speak, who takes part, and what people are told of that: sessions of one server; ranks and their barriers.
+"""Who writes to one server: sessions, ranks and their barriers.
 
-A session is one process in the place of one rank, known by a secret token and by its sockets; a newer process of the
-same rank fences the older one. A token is random, and good only from the sockets that the process named when it said
-hello. Both are told to nobody else, so whoever knows neither cannot speak for a rank. Nothing of that is ever logged or
-sent to others.
+A session is one process that stands for one rank. It has a secret random token, which is accepted only from the
+sockets that the process named in its Hello; a newer process of the same rank fences the older one. Neither tokens nor
+socket ids are logged or sent to others, so no other process can speak for a rank.
 
-Whoever reaches a server may ask for facts, in no session; nothing in them lets anybody speak for a worker. They are
-plain values, bounded in size, and made at most a few times a second, so that looking costs the job next to nothing.
+`Sessions` belongs to the server and finds the session of a message. `Membership` belongs to a namespace: which ranks
+are connected, have left, are lost or wait at the barrier, and how to describe them in messages. A rank is lost when
+its process is dead, or silent for too long although it is not known to be running.
+
+Any process may ask a server for its status without a session. What it is told are plain values of bounded size, which
+contain nothing secret and are computed at most a few times a second.
 
 All times are given by the caller, in seconds of one monotonic clock.
 """
@@ -35,10 +38,10 @@ from kvstore_server.processes import LAST_WORDS, ProcessState
 from kvstore_server.protocol.messages import Gather, Hello
 
 _ENDED_KEPT = 1024
-"""How many sessions that have ended are remembered with the reason; older ones get a general answer."""
+"""How many ended sessions are remembered with their reason; older ones get a general answer."""
 _LOST_SERVERS = {kind.__name__ for kind in (ServerLostState, ServerStoppingError, ServerUnreachableError)}
 _NAMED = 8
-"""Of how many ranks a message tells more than their number."""
+"""How many ranks a message describes; of others it gives the number."""
 
 
 @dataclass(repr=False)
@@ -48,18 +51,18 @@ class RankSession:
     token: int
     hello: Hello
     peer: bytes
-    """The socket that said hello: where it is told what it did not ask for."""
+    """The socket that said hello; notices that the process did not ask for go there."""
     last_heard: float
     report: Mapping[str, float] = field(default_factory=dict)
-    """What the process has told about itself last; see `facts`."""
+    """What the process last reported about itself; see `facts`."""
     state: ProcessState = ProcessState.UNKNOWN
-    """What the process does, where it is of the server's host and is looked at, because it is silent."""
+    """The state of the process, checked only if it runs on the server's host and is silent."""
     seen_at: float = -math.inf
-    """When it was last seen to run, or was found to have ended."""
+    """When it was last seen running, or was found to have ended."""
     how_ended: str = ""
-    """What is known about that."""
+    """How the process ended, if known."""
     is_logged: bool = False
-    """The log says that the process is dead."""
+    """True once the log says that the process is dead."""
 
     def __repr__(self) -> str:
         hello, ended = self.hello, f", {self.how_ended}" if self.how_ended else ""
@@ -70,21 +73,21 @@ class RankSession:
 
     @property
     def last_sign(self) -> float:
-        """When the process was heard last, or seen although it said nothing."""
+        """When the process was last heard, or seen running although it was silent."""
         return max(self.last_heard, self.seen_at)
 
     def is_dead(self, now: float) -> bool:
-        """Tell whether the process has ended, and all that it said has come."""
+        """Return whether the process has ended and its last messages have arrived."""
         return self.state is ProcessState.ENDED and now - self.last_sign >= LAST_WORDS
 
     @property
     def process(self) -> Hashable:
-        """Who said hello; equal when that is repeated."""
+        """Identifies the process; equal for a repeated Hello."""
         return _process_of(self.hello)
 
 
 _SEEN = {ProcessState.RUNS: ", but its process runs", ProcessState.STOPPED: ", and its process is stopped"}
-"""What a message adds about a rank of whose process more is known than that it is silent."""
+"""What a message adds about a silent rank if more is known about its process."""
 
 
 def _process_of(hello: Hello) -> Hashable:
@@ -92,49 +95,49 @@ def _process_of(hello: Hello) -> Hashable:
 
 
 def random_token() -> int:
-    """Return a token that nobody can guess."""
     return secrets.randbits(64)
 
 
 class Sessions:
-    """All sessions of one engine; `tokens` gives numbers of 64 bits."""
+    """All sessions of one engine. `tokens` returns random 64-bit numbers."""
 
     def __init__(self, server: int, tokens: Callable[[], int]) -> None:
         self._server = server
         self._tokens = tokens
         self._live: dict[int, RankSession] = {}
         self._ended: OrderedDict[int, tuple[RankSession, str]] = OrderedDict()
-        """Token → whose it was, and why it is good no more."""
+        """Token → the session, and the reason why it ended."""
         self._opened: dict[Hashable, int] = {}
-        """The tokens of both, by process."""
+        """Process → token, of open and ended sessions."""
 
     def __iter__(self) -> Iterator[RankSession]:
         return iter(self._live.values())
 
     def find(self, peer: bytes, token: int) -> RankSession:
-        """Return the session of that token, for a message from the socket `peer`.
+        """Return the session with this token, for a message from the socket `peer`.
 
         Raises:
-            FencedError: it has ended; or there is none, or it is not that socket's, which sound alike.
+            FencedError: The session has ended, does not exist or belongs to another socket; the last two look alike to
+                the sender.
         """
         session = self._live.get(token)
         if session is not None and peer in session.hello.sockets:
             return session
         session, reason = self._ended.get(token, (None, ""))
         if session is None or peer not in session.hello.sockets:
-            reason = "it has no session there"
+            reason = "it has no session on this server"
         raise FencedError(f"this process may no longer write to server {self._server}: {reason}")
 
     def of_socket(self, peer: bytes) -> RankSession | None:
-        """Return the newest open session that has the socket `peer`. It searches all, so only the debug log asks."""
+        """Return the newest open session with the socket `peer`. It searches all of them; only for the debug log."""
         return next((one for one in reversed(self._live.values()) if peer in one.hello.sockets), None)
 
     def repeated(self, peer: bytes, hello: Hello) -> RankSession | None:
         """Return the session that the same Hello of the process has opened, if any.
 
         Raises:
-            FencedError: it has ended since.
-            ProtocolError: the Hello does not name the socket that sends it.
+            FencedError: That session has ended.
+            ProtocolError: The Hello does not name the socket that sends it.
         """
         if peer not in hello.sockets:
             raise ProtocolError("a Hello must name the routing id of the socket that sends it")
@@ -142,19 +145,18 @@ class Sessions:
         return None if token is None else self.find(peer, token)
 
     def new(self, peer: bytes, hello: Hello, now: float) -> RankSession:
-        """Return a session with a token that no other has; 0 is none. It may not speak before it is opened."""
+        """Return a session with a new non-zero token. It is not valid before `open`."""
         token = 0
         while not token or token in self._live or token in self._ended:
             token = self._tokens()
         return RankSession(token, hello, peer, now)
 
     def open(self, session: RankSession) -> None:
-        """Let a process speak for its rank from now on."""
         self._live[session.token] = session
         self._opened[session.process] = session.token
 
     def end(self, token: int, reason: str) -> None:
-        """Refuse what is still said in a session, with this reason."""
+        """End a session; later messages in it are refused with this reason."""
         self._ended[token] = (self._live.pop(token), reason)
         if len(self._ended) > _ENDED_KEPT:
             _, (session, _) = self._ended.popitem(last=False)
@@ -163,8 +165,6 @@ class Sessions:
 
 @dataclass
 class BarrierWait:
-    """One rank that waits at a barrier."""
-
     since: float
     deadline: float
     waiter: Waiter
@@ -176,8 +176,8 @@ class Membership:
     """The members of one namespace. Membership is static: ranks 0 … num_workers − 1.
 
     Args:
-        awaits_successors: A rank whose process is dead may be taken over by another one that goes on with its weights,
-            so the others wait for it as long as for one that is silent.
+        awaits_successors: A new process may take over a rank whose process is dead and continue with its weights, so
+            the others wait for it as long as for a silent one.
     """
 
     def __init__(self, namespace: str, num_workers: int, awaits_successors: bool = False) -> None:
@@ -188,9 +188,9 @@ class Membership:
         self.departed: dict[int, str] = {}
         """Rank → why it left."""
         self.failed: set[int] = set()
-        """The departed ranks that did not leave because they were done."""
+        """The departed ranks that did not finish."""
         self.finished: set[int] = set()
-        """Those that did."""
+        """The departed ranks that finished."""
         self.barrier_sequence = 0
         self.barrier: dict[int, BarrierWait] = {}
         self._gathered: tuple[bytes, ...] = ()
@@ -200,12 +200,12 @@ class Membership:
         """Let a process stand for its rank; return the session that it replaces, if any.
 
         Raises:
-            ConfigurationError: the process disagrees about the number of workers, or its rank is out of range.
+            ConfigurationError: The process disagrees about the number of workers, or its rank is out of range.
         """
         hello, rank = session.hello, session.hello.rank
         if hello.num_workers != self.num_workers:
             raise ConfigurationError(
-                f"rank {rank} ({hello.address}) believes in {hello.num_workers} workers, the ranks before it in "
+                f"rank {rank} ({hello.address}) expects {hello.num_workers} workers, the ranks before it "
                 f"{self.num_workers}; start all workers of a job with the same number"
             )
         if not 0 <= rank < self.num_workers:
@@ -219,27 +219,26 @@ class Membership:
         return replaced
 
     def refuse(self, rank: int, reason: str) -> None:
-        """Note that a process cannot stand for a rank; whoever waits for that rank is told why."""
+        """Record why a process was not accepted for a rank; ranks that wait for it are told."""
         if rank not in self.members and 0 <= rank < self.num_workers:
             self.departed[rank] = reason
 
     def leave(self, rank: int, reason: str, is_clean: bool) -> None:
-        """Let a rank go; whoever still needs it is told the reason."""
+        """Remove a rank that leaves; ranks that still need it are told the reason."""
         self.members.pop(rank, None)
         self.barrier.pop(rank, None)
         self.departed[rank] = reason
         (self.finished if is_clean else self.failed).add(rank)
 
     def is_over(self) -> bool:
-        """Tell whether every rank that ever came has left."""
         return not self.members
 
     def last_sign(self, now: float) -> float:
-        """Say when a member gave its last sign; now if there is none."""
+        """Return when any member was last heard or seen running; `now` without members."""
         return max([member.last_sign for member in self.members.values()], default=now)
 
     def lost(self, now: float, dead_after: float) -> list[int]:
-        """Members that are not waited for any more: they are dead, or gave no sign for `dead_after` seconds."""
+        """Return the members that others no longer wait for: dead, or silent for `dead_after` seconds."""
         return [
             rank
             for rank, m in sorted(self.members.items())
@@ -247,16 +246,16 @@ class Membership:
         ]
 
     def num_dead(self, now: float, dead_after: float) -> int:
-        """Say how many ranks came and then failed, died or fell silent."""
+        """Return how many ranks connected and then failed, died or fell silent."""
         dead = [rank for rank, member in self.members.items() if member.is_dead(now)]
         return len(self.failed) + len({*self.lost(now, dead_after), *dead})
 
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
     ) -> KVStoreError | None:
-        """Return the error of a wait that cannot end, for a rank that is gone, or None.
+        """Return the error of a wait that cannot end because a rank is gone; None if it still can.
 
-        One that has left because it lost a server is not what the others should look for: their error is its own.
+        A rank that left because it lost a server is not the cause: the error names the server instead.
         """
         for rank in waiting_for:
             if rank in self.departed:
@@ -264,7 +263,7 @@ class Membership:
                 if kind in _LOST_SERVERS:
                     return from_wire(
                         kind,
-                        f"{what} cannot complete: rank {rank} has left, because it lost a server: {cause}",
+                        f"{what} cannot complete: rank {rank} has left because it lost a server: {cause}",
                     )
                 uneven = (
                     "if it had fewer batches than the others, let every worker train in a block "
@@ -281,31 +280,31 @@ class Membership:
         return None
 
     def _lost_error(self, rank: int, what: str, now: float, dead_after: float) -> WorkerLostError:
-        """Return the error of a wait for a member that is dead, or silent too long."""
         state = self.members[rank].state
         if state is ProcessState.ENDED:
             return WorkerLostError(
-                f"{what} cannot complete: {self.describe(rank, now)}. Look for its own last words, and restart the job "
-                "from its last saved states"
+                f"{what} cannot complete: {self.describe(rank, now)}. Look for its own last error message, and restart "
+                "the job from its last saved states"
             )
         may_be = (
-            ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
+            ". If it was in one long C call that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
             "for workers and servers"
         )
         return WorkerLostError(
             f"{what} cannot complete: {self.describe(rank, now)}; "
-            f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last words, "
-            f"and restart the job from its last saved states{may_be if state is ProcessState.UNKNOWN else ''}"
+            f"a worker counts as lost after {dead_after:g} s of silence (--dead-after). Look for its own last error "
+            f"message, and restart the job from its last saved states{may_be if state is ProcessState.UNKNOWN else ''}"
         )
 
     def enter_barrier(
         self, rank: int, gather: Gather, waiter: Waiter, now: float
     ) -> list[tuple[Waiter, tuple[bytes, ...]]]:
-        """Let a rank wait; return whom to release with what all have given; nobody while somebody is missing.
+        """Add a rank to the barrier. With the last one, return all waiters and what the ranks gave; otherwise nothing.
 
         Raises:
-            ProtocolError: the rank is at another barrier than the others.
+            ProtocolError: The rank is at another barrier than the others.
         """
+        # 1. A repeated request for a barrier that has ended.
         if gather.sequence < self.barrier_sequence:
             is_last = gather.sequence == self.barrier_sequence - 1
             return [(waiter, self._gathered if is_last and gather.reads else ())]
@@ -313,8 +312,9 @@ class Membership:
             raise ProtocolError(
                 f"rank {rank} is at barrier {gather.sequence} while barrier {self.barrier_sequence} is open"
             )
+        # 2. Wait, unless this is the last rank.
         known = self.barrier.get(rank)
-        since = now if known is None else known.since  # one that is repeated has no more time than it had
+        since = now if known is None else known.since  # a repeated request keeps its deadline
         self.barrier[rank] = BarrierWait(since, since + gather.timeout, waiter, gather.data, gather.reads)
         if self.absent_from_barrier():
             return []
@@ -325,27 +325,26 @@ class Membership:
         return released
 
     def absent_from_barrier(self) -> list[int]:
-        """Return the ranks that have not come to the barrier."""
         return [rank for rank in range(self.num_workers) if rank not in self.barrier]
 
     def take_barrier(self) -> list[Waiter]:
-        """Take out those that wait at the barrier."""
+        """Remove and return the waiters at the barrier."""
         waiters = [wait.waiter for wait in self.barrier.values()]
         self.barrier.clear()
         return waiters
 
     def describe_all(self, ranks: Iterable[int], now: float) -> str:
-        """Name some ranks for a message; of very many the first ones."""
+        """Name some ranks in a message; if there are very many, only the first ones."""
         listed = list(ranks)
         named = [self.describe(rank, now) for rank in listed[:_NAMED]]
         more = len(listed) - len(named)
         return "; ".join(named) + (f"; and {more} more" if more else "")
 
     def describe(self, rank: int, now: float) -> str:
-        """Name a rank for an error message: where it runs and when it was last heard."""
+        """Name a rank in an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
         if member is not None and member.state is ProcessState.ENDED:
-            how = member.how_ended or "has ended without a word"
+            how = member.how_ended or "has ended without saying goodbye"
             return f"the process of rank {rank} ({member.hello.address}) {how}"
         if member is not None:
             heard = f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"
@@ -355,7 +354,7 @@ class Membership:
         return f"rank {rank} never connected"
 
 
-# ---------------------------------------------------------------- facts for people
+# ---------------------------------------------------------------- status
 
 ERRORS_KEPT, ERROR_LENGTH = 8, 500
-"""Of how many failed rounds the error is kept, and how many characters of that."""
+"""How many errors of failed rounds are kept, and the longest text of each."""

@@ -1,4 +1,4 @@
-"""Memory of a server: what this process may use at most, and what a table will need."""
+"""Memory of a server: the limit for this process, and estimates of what a table needs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from kvstore_server.shard.reduction import RankContribution
 from kvstore_server.shard.shard import Shard
 
 NAMESPACE, MEMBER, KEY = 16 << 10, 1 << 10, 1 << 10
-"""Bytes that one of them occupies, roughly, beside what the tables hold."""
+"""Rough overhead of each in bytes, without the contents of tables."""
 _MALLOC_OPTIONS = ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20))
-"""glibc's M_MMAP_THRESHOLD, no larger than what it comes to by itself; M_TRIM_THRESHOLD; M_TOP_PAD, which keeps whole
-heaps of threads."""
+"""glibc's M_MMAP_THRESHOLD (not above its own dynamic maximum), M_TRIM_THRESHOLD, and M_TOP_PAD, which keeps whole
+heaps of threads.
+"""
 _TABLE, _SLICE = 12 << 10, 1 << 10
 _PROBE = (64, 64)
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FILES_V2 = "memory.max", "memory.current", "inactive_file"
 _FILES_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Of a control group of either version: files of its limit and of what is used, and what of that is not needed."""
+"""For control groups v2 and v1: the files with the limit and the usage, and the field with reclaimable memory."""
 
 
 def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the machine's memory in bytes, or a control group's limit if less.
+    """Return the machine's memory in bytes, or the limit of a control group if that is lower.
 
     Args:
         groups: Where control groups are mounted.
-        own: Names those of this process.
+        own: The file that names those of this process.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(limit for limit, _ in _limits(groups, own))])
@@ -48,11 +49,11 @@ def memory_limit(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
 def available_memory(
     groups: Path = _GROUPS, own: Path = _OWN_GROUPS, meminfo: Path = Path("/proc/meminfo")
 ) -> int:
-    """Return the bytes that can still be used, of the machine and of control groups; 0 where nobody says it.
+    """Return the bytes that the machine and the control groups still have available; 0 if unknown.
 
     Args:
-        groups, own: As of `memory_limit`.
-        meminfo: What the machine has.
+        groups, own: See `memory_limit`.
+        meminfo: The file that describes the machine's memory.
     """
     found = [0]
     with suppress(OSError, ValueError, StopIteration):
@@ -62,10 +63,10 @@ def available_memory(
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield what each control group around this process may use, and uses; not those without a limit.
+    """Yield (limit, usage) in bytes of each control group around this process that has a limit.
 
-    A group's limit holds for those within it. Pages of files that were not read lately do not count as used: they are
-    dropped before a limit is reached.
+    A group's limit holds for all groups inside it. Inactive file pages do not count as used, because the kernel drops
+    them before the limit is reached.
     """
     try:
         lines = own.read_text(errors="surrogateescape").splitlines()
@@ -77,7 +78,7 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
             continue
         top, (limit, used, unused) = (groups / "memory", _FILES_V1) if controllers else (groups, _FILES_V2)
         inner = Path(name.lstrip("/"))
-        # What lies outside of a container is not to be seen in it; it finds its own group on top.
+        # A container does not see groups outside it; it finds its own at the top.
         inner = Path() if ".." in inner.parts else inner
         for folder in (inner, *inner.parents):
             group = top / folder
@@ -90,23 +91,23 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number_behind(name: str, file: Path) -> int:
-    """Return the number behind a name that begins a line. Raises StopIteration where none does."""
     lines = map(str.split, file.read_text().splitlines())
     return next(int(words[1]) for words in lines if len(words) > 1 and words[0] == name)
 
 
 def return_free_memory() -> None:
-    """Give free memory that the C library keeps back to the system, where it can."""
+    """Return free memory that the C library keeps to the system, if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_free_memory() -> None:
-    """Have the C library keep free memory for what comes next, where it can be told.
+    """Let the C library keep freed memory for reuse, if it can.
 
-    The frames of each round come and go. glibc would give their memory back and get it again, page by page, which takes
-    longer than to fill it. It is left alone where the environment tells it something, as `kvlaunch` does.
+    The frames of each round are allocated and freed. By default glibc would return their memory and fault it in again
+    page by page, which takes longer than filling it. Nothing is changed if the environment configures malloc (as
+    `kvlaunch` does).
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     is_told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
@@ -116,29 +117,29 @@ def keep_free_memory() -> None:
 
 
 def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: Optimizer | None) -> int:
-    """Return the bytes that a table needs on one server: weights, their sum, and state of the named optimizer.
+    """Return the bytes that a table needs on one server: weights, their sum, and the state of the named optimizer.
 
-    Of row-sparse keys and their sums, what is pushed counts as nothing. Contributions that wait for those of other
-    ranks come on top, up to one copy of the weights each; so do weights that are sent as bfloat16. What is kept while
-    rounds are applied slice by slice is claimed with the first of them.
+    Pushed rows of row-sparse keys are not counted. Not included are contributions that wait for other ranks (up to one
+    copy of the weights each) and weights sent as bfloat16; the copy of pipelined rounds is claimed with the first of
+    them.
     """
     total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
     for piece in plan.slices_of(server):
         weights = piece.length * SIZES[piece.dtype]
         state = 0.0
-        if optimizer is not None and piece.dtype in ITEM_SIZE:  # which does not update integers
+        if optimizer is not None and piece.dtype in ITEM_SIZE:  # integers have no optimizer state
             state = weights * _state_bytes(pack_control(optimizer.spec()), piece.dtype)
-            state += (weights + state) * optimizer.may_raise  # what a failed update goes back to
+            state += (weights + state) * optimizer.may_raise  # the copy that a failed update restores
             state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
         total += weights + int(state) + weights * plan.is_resident(piece)
     return total
 
 
 def size_of_deltas(plan: Plan, server: int) -> int:
-    """Return the extra bytes of a table on one server whose weights travel as changes.
+    """Return the extra bytes of a table on one server whose weights are sent as encoded changes.
 
-    They are the weights that workers have, changes that are kept, half as long as those in the dtype of computation,
-    and what is worked with.
+    These are the weights that workers have, the stored changes (half as long as the weights in the dtype of
+    computation), and scratch memory.
     """
     pieces = plan.resident_slices_of(server)
     weights = sum([piece.length * SIZES[piece.dtype] for piece in pieces])
@@ -147,7 +148,6 @@ def size_of_deltas(plan: Plan, server: int) -> int:
 
 
 def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
-    """Return the bytes of a table's weights and optimizer state on one server."""
     total = 0.0
     spec = None if optimizer is None else pack_control(optimizer.spec())
     for piece in plan.slices_of(server):
@@ -160,9 +160,9 @@ def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _state_bytes(spec: bytes, dtype: str) -> float:
-    """Find the bytes of state per byte of weights by one update of a small key. 0 where that fails.
+    """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails.
 
-    Optimizers that users wrote are not tried out, for that could change them.
+    User-defined optimizers are not tried, because that could change them.
     """
     described = unpack_control(spec)
     optimizer = create_from_spec(described)

@@ -373,7 +373,7 @@ class Namespace:
         self._claimed = 0
 
     def table(self, number: int) -> Table:
-        """Return the table with that number. Raises ProtocolError if there is none."""
+        """X."""
         if not 0 <= number < len(self.tables):
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]

@@ -1,18 +1,20 @@
-"""Rounds applied slice by slice, while other slices are still on their way.
+"""Pipelined rounds: slices are applied and answered while other slices are still on their way.
 
-A rank may announce a commit before it gives its slices. When all ranks have announced what fits together, a slice that
-all of them have given, but for ranks that give none, is summed, applied and answered at once. So on a network new
-weights travel while gradients do, in the other direction. A slice that comes in parts is applied as far as all ranks
-have given it. What is last waits for the commits, with which the round ends as any other.
+Gradients and new weights travel in opposite directions, so over a network both can travel at once. A rank may declare
+its intent for a round, a commit in advance, before it sends its slices. Once all ranks have declared intents that
+agree (`_begin`), a slice that every rank has given, except ranks that give none, is summed, applied and answered
+immediately. A slice that arrives in parts is applied as far as all ranks have given it. The last slice waits for the
+commits, which end the round like any other (`finish`).
 
-A rank that gives slices while it still computes others announces what is to be expected, and may say otherwise later.
-What was applied stays if it fits to that as well.
+A rank that still computes gradients declares a tentative intent and may revise it; what was applied stays if it fits
+the revision, too.
 
-Until its end the round may still fail, a rank may say or commit something else, or its process be replaced by one that
-does: a copy of the table is kept, and what was changed is taken back. Weights that were sent by then are superseded by
-others of a higher version. Announcements have no other effect: a round of which one is lost, or does not fit, is
-applied when all have committed. So is one that is held, vetoed or assigned, or whose optimizer may raise or needs whole
-keys.
+Until its end the round may still fail: a rank may declare or commit something else, or its process may be replaced. So
+a copy of the table is kept, and `roll_back` restores it. Weights that were already sent are superseded by others of a
+higher version.
+
+Intents have no other effect. A round whose intent is lost or does not fit is applied after all commits. So is a round
+that is held, vetoed or assigned, or whose optimizer may raise or needs whole keys.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from kvstore_server.protocol.frames import SENT_ALONE
 _log = logging.getLogger(__name__)
 
 LEAST = SENT_ALONE
-"""Bytes of a table here from which on its rounds are applied slice by slice."""
+"""Tables with at least this many bytes on this server are pipelined."""
 _STEP = 1024
-"""Elements of whose multiples the parts of a slice are: whole lines, in whole units of every kernel."""
+"""Parts of a slice end at multiples of this many elements: whole cache lines, and whole units of every kernel."""
 _PLAIN = (
     m.ANNOUNCES
     | m.MAY_CHANGE
@@ -49,29 +51,28 @@ _PLAIN = (
     | m.MAPS_WEIGHTS
     | m.KNOWS_PLACES
 )
-"""Flags of commits to rounds that can be applied slice by slice."""
+"""Commit flags that allow pipelining."""
 
 
 class Portion(NamedTuple):
-    """A part of a slot that is applied at once, or all of it; in elements."""
+    """A slot, or a part of it, that is applied at once; in elements."""
 
     slot: int
     begin: int
     end: int
     size: int
-    """Of the slot."""
+    """Of the whole slot."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its slot."""
         return self.end - self.begin == self.size
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
-    """Note what a rank is going to commit; with the last rank's announcement, apply what has come already.
+    """Record a rank's intent. With the last rank's, apply what has already arrived.
 
     Raises:
-        ProtocolError: it names slices that are not of its table.
+        ProtocolError: It names slices that are not of its table.
     """
     out: list[m.Outgoing] = []
     tracker = space.rounds.shared
@@ -90,7 +91,7 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
 
 
 def _go_on(space: Namespace, table: Table, rank: int) -> None:
-    """Take back what was applied, unless it fits a rank's new announcement, too."""
+    """Roll the round back unless what was applied fits a rank's revised intent, too."""
     begun, news = table.begun, space.rounds.shared.given[rank].announced[table.number]
     if begun is None:
         return
@@ -103,19 +104,21 @@ def _go_on(space: Namespace, table: Table, rank: int) -> None:
 
 
 def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
-    """Tell whether a rank announced the same marks of slices applied in part or whole."""
+    """Return whether the intent has the given marks for every slice that is applied in part or whole."""
     is_applied = np.ones(len(marks), np.bool_)
     is_applied[[slot - table.unit.first for slot, begin in begun.left.items() if not begin]] = False
     return bool((said.marks == marks)[is_applied].all())
 
 
 def _begin(space: Namespace, table: Table) -> None:
-    """Let a round be applied slice by slice, if all ranks announced it and it may be."""
+    """Begin to pipeline a table's round if all ranks have declared it and the table and optimizer allow it."""
+    # 1. All ranks must have declared an intent, and the table must be usable.
     tracker, number = space.rounds.shared, table.number
     said = {r: given.announced[number] for r, given in tracker.given.items() if number in given.announced}
     is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
     if len(said) < tracker.num_members or not is_ready:
         return
+    # 2. They must agree on the optimizer and hyper-parameters.
     news = {rank: one.hyper for rank, one in said.items() if one.hyper}
     try:
         for packed in set(news.values()):
@@ -124,7 +127,8 @@ def _begin(space: Namespace, table: Table) -> None:
         hyper = table.hyper.common(said, news)
         hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
     except KVStoreError:
-        return  # the commits hear of it
+        return  # the commits will report it
+    # 3. It must pay, and be possible: a large table, an elementwise optimizer that cannot raise, memory for a copy.
     is_long = space.rounds.slots.nbytes[table.unit.first : table.unit.end].sum() > LEAST
     is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
     if is_long and is_simple and _has_room(space, table, optimizer):
@@ -135,15 +139,15 @@ def _begin(space: Namespace, table: Table) -> None:
 
 
 def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
-    """Claim memory for the copy that is kept until the round is over; the table has it from then on."""
+    """Claim memory for the copy that is kept until the round is over; the claim is kept for later rounds."""
     needed = size_of_copy(table.plan, table.unit.server, optimizer)
     try:
         space.claim(
-            max(needed - table.undo_nbytes, 0), f"a copy of table {table.name!r}, to take a round back,"
+            max(needed - table.undo_nbytes, 0), f"a copy of table {table.name!r}, to roll a round back,"
         )
     except ConfigurationError as error:
         if not table.is_tight:
-            _log.warning("rounds of table %r are not applied slice by slice: %s", table.name, error)
+            _log.warning("rounds of table %r are not pipelined: %s", table.name, error)
             table.is_tight = True
         return False
     table.undo_nbytes = max(needed, table.undo_nbytes)
@@ -151,7 +155,7 @@ def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bo
 
 
 def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
-    """Apply and answer those slices that all ranks have given now, as some have come."""
+    """Apply and answer slices that all ranks have given, after some of these slots arrived."""
     out: list[m.Outgoing] = []
     for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
         out += _advance(space, space.tables[number], slots)
@@ -159,7 +163,7 @@ def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
 
 
 def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
-    """Apply of those slots what all ranks have given, but for what is last of all."""
+    """Apply what all ranks have given of these slots, except the last slice of the table."""
     begun = table.begun
     assert begun is not None
     some = sorted(begun.left.keys() & slots)
@@ -170,6 +174,7 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
         for slot, level, size in zip(some, levels, sizes, strict=True)
         if level > begun.left[slot]
     ]
+    # The last slice waits for the commits, so that the round cannot be complete before them.
     if sum([one.end == one.size for one in ready]) == len(begun.left):
         ready.pop()
     if not ready or not _apply(space, table, ready):
@@ -178,18 +183,17 @@ def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Out
 
 
 def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
-    """Count the elements of slots, with their padding."""
     return [space.shard.storage.padded[slot].numel() for slot in slots]
 
 
 def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Find the element of each slot up to which all ranks gave what they announced."""
+    """Return the element of each slot up to which all ranks have given what they declared."""
     begun, first = table.begun, table.unit.first
     assert begun is not None
     levels = list(sizes)
     for rank, said in begun.said.items():
         own, marks = space.rounds.shared.given[rank], said.marks
-        if len(slots) == 1:  # a part of one, as a rule; plain numbers take a tenth of the time of arrays
+        if len(slots) == 1:  # the common case; scalars take a tenth of the time of arrays
             [slot] = slots
             if own.marks[slot] != marks[slot - first]:
                 levels = [min(levels[0], _grown_to(own, slot, marks[slot - first]))]
@@ -201,13 +205,13 @@ def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequenc
 
 
 def _grown_to(own: Given, slot: int, mark: int) -> int:
-    """Count the elements that a rank gave of a slot that is not here as a whole."""
+    """Return how many elements a rank has given of a slot that has not arrived completely."""
     growing = own.growing.get(slot)
     return growing.end // _STEP * _STEP if growing is not None and growing.mark == mark else 0
 
 
 def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
-    """Apply some portions; returns False where all of them are taken back, because that is not possible."""
+    """Apply some portions; return False if one cannot be applied, after rolling the whole round back."""
     begun = table.begun
     assert begun is not None
     whole = np.array([one.slot for one in portions if one.is_whole], np.int64)
@@ -242,14 +246,14 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
 def _weights(
     space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
 ) -> list[m.Outgoing]:
-    """Send portions of weights to ranks that want bytes."""
+    """Build the messages with new weights for ranks that want bytes."""
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
     bodies = {half: _message(space, table, portions, half) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
 
 
 def _message(space: Namespace, table: Table, portions: Sequence[Portion], half: bool) -> m.Weights:
-    """Put together the new weights of some portions; parts of slots are copied, for the rest is yet to change."""
+    """Build a message with portions of new weights. Parts of slots are copied, because the slot is still changing."""
     storage, version = space.shard.storage, table.version + 1
     parts, payloads = list[tuple[int, ...]](), list[Tensor]()
     for one in portions:
@@ -272,11 +276,12 @@ def _wants_bytes(said: Announced) -> bool:
 
 
 def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
-    """Apply what is left after all commits. Answer ranks that have had the other weights.
+    """Apply the rest after all commits, and answer the ranks that already have the other weights.
 
-    None: nothing of the round is applied, because it is not as it was announced.
+    Returns None if nothing of the round stays applied, because the commits differ from the intents.
     """
     begun, tracker, number = table.begun, space.rounds.shared, table.number
+    # 1. The commits must equal the intents.
     assert begun is not None
     is_as_said = begun.undo is not None and (number not in {of for of, _ in space.absent})
     for rank, one in begun.said.items():
@@ -288,11 +293,13 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
         is_as_said &= table.hyper.common(begun.said) == begun.hyper
     except KVStoreError:
         is_as_said = False
+    # 2. Apply what is left.
     sizes = _sizes(space, begun.left)
     left = [Portion(*one, size, size) for one, size in zip(begun.left.items(), sizes, strict=True)]
     if not is_as_said or not _apply(space, table, left):
         roll_back(space, table)
         return None
+    # 3. Answer. Ranks that received the other slices get the rest; all others are answered as in any round.
     told = []
     for rank, one in begun.said.items():
         waiters = tracker.of(rank).waiters
@@ -308,17 +315,17 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
 
 
 def roll_back(space: Namespace, table: Table) -> None:
-    """Undo what has been applied of the open round of a table, if anything has: it is applied as a whole, or fails."""
+    """Undo what was applied of a table's open round, if anything; it is then applied as a whole, or fails."""
     begun, table.begun = table.begun, None
     space.rounds.begun.discard(table.number)
     if begun is not None and begun.undo is not None:
         table.shard.restore(table.unit, begun.undo)
-        table.version += 1  # also the way back is a change
+        table.version += 1  # a rollback is a change, too
         space.log_rounds("taken_back", space.rounds.shared, [table])
 
 
 def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
-    """Take back what a rank that reads may yet give otherwise, or it waits for itself."""
+    """Roll back before a read by a rank whose intent is tentative and not committed; otherwise the read deadlocks."""
     for number in space.rounds.begun.intersection(tables):
         table = space.tables[number]
         assert table.begun is not None
@@ -327,7 +334,7 @@ def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
 
 
 def take_back_broken(space: Namespace) -> None:
-    """Take back rounds that a rank's former process announced and it did not commit."""
+    """Roll back rounds that depend on an intent of a replaced process that it did not commit."""
     given = space.rounds.shared.given.values()
     for number in list(space.rounds.begun):
         if not all(one.committed[number] or number in one.announced for one in given):

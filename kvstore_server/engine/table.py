@@ -1,6 +1,17 @@
-"""One table of one namespace: what its rounds do to its weights, and what its ranks believe.
+"""One table of a namespace: what its rounds do to its weights, and what its ranks hold.
 
-Which contributions make a round is the business of `rounds`, and who is answered that of `engine`.
+`rounds` decides which contributions make a round and `engine` who is answered. A `Table` is called with the complete
+contributions of a round and
+
+- assigns values, or updates them with the optimizer (`apply`), or holds the sum until ranks decide about it (`hold`,
+  `apply_held`);
+- keeps how the last round ended (`ends`), so that a repeated commit gets the same answer;
+- remembers, if the optimizer needs it, the weights that each rank last read;
+- packs the rows that changed since the version that a worker has (`changed_parts`).
+
+Invariants: `version` grows by one with every change of the weights, including an undo. A round that raises has changed
+nothing, except when an update of a built-in optimizer breaks off midway: then the table is in conflict and refuses all
+further use.
 """
 
 from __future__ import annotations
@@ -37,7 +48,7 @@ from kvstore_server.shard.storage import Rows, Undo
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 ALL = -1
-"""In place of a rank: all of them together."""
+"""Stands for all ranks together where a rank is expected."""
 
 
 class RankCommit(NamedTuple):
@@ -50,41 +61,41 @@ class RankCommit(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """What a worker is sent of one slice."""
+    """What a worker is sent for one slice."""
 
     slot: int
     payload: Tensor
     kind: int
-    """WHOLE, ROWS, VALUES or DELTA."""
+    """WHOLE, ROWS, VALUES or DELTA (see `messages`)."""
 
 
 Parts = Mapping[int, RankCommit]
-"""Rank → its contribution, in rank order; ranks that have joined are not among them."""
+"""Rank → its contribution, in rank order, without ranks that have joined."""
 
 
 class RoundEnd(NamedTuple):
-    """How the last round of a rank ended that was applied."""
+    """How the last applied round of a rank ended."""
 
     version: int
     left_out: tuple[int, ...] = ()
-    """The keys here that no rank contributed to."""
+    """The keys on this server that no rank contributed to."""
     vetoes: tuple[int, ...] = ()
-    """The ranks because of which nothing was changed."""
+    """The ranks whose veto left the weights unchanged."""
     hyper: bytes = b""
-    """The hyper-parameters in force, as they were sent."""
+    """The effective hyper-parameters, packed as they were sent."""
     is_over: bool = False
-    """All ranks have joined."""
+    """True if all ranks have joined."""
     partials: tuple[Partial, ...] = ()
-    """What was told of the sums before they were used."""
+    """The measurements of a held sum."""
     decision: Decision = Decision()
-    """What became of them."""
+    """The decision about a held sum."""
     is_skipped: bool = False
-    """Nothing was changed, though the ranks have contributed."""
+    """True if nothing was changed although ranks contributed."""
 
 
 @dataclass(frozen=True)
 class HeldRound:
-    """The open round that all ranks have committed while sums wait for a decision."""
+    """The open round, committed by all ranks, while its sum waits for a decision."""
 
     optimizer: Optimizer
     hyper: bytes
@@ -94,20 +105,20 @@ class HeldRound:
 
 @dataclass
 class Begun:
-    """The open round while it is applied slice by slice: all ranks have said what they will commit."""
+    """The open round while it is applied slice by slice: all ranks have declared what they will commit."""
 
     optimizer: Optimizer | None
     hyper: bytes
     hypers: Sequence[Mapping[str, Any]]
     said: Mapping[int, Announced]
     left: dict[int, int]
-    """Slot of which not all has been applied → its first element that has not."""
+    """Slots that are not fully applied → the first element that is not."""
     undo: Undo | None = None
-    """How the table was before the first of them."""
+    """The table before the first slice was applied."""
 
 
 class Table:
-    """The weights of a table on one server, with what its ranks believe and have read."""
+    """The weights of one table on one server, with what its ranks hold and have read."""
 
     def __init__(
         self,
@@ -120,6 +131,7 @@ class Table:
         mode: Mode = SYNCHRONOUS,
         delta_codec: Codec | None = None,
     ) -> None:
+        # 1. What it is.
         self.number = number
         self.name = name
         self.plan = plan
@@ -128,38 +140,40 @@ class Table:
         self.shard = shard
         self.unit = self.shard.add(plan, server)
         self.deltas = None if delta_codec is None else Deltas(delta_codec, shard.storage, self.unit)
-        """Where new weights go to workers as encoded changes: the weights that these have."""
+        """If new weights are sent as encoded changes: the weights that workers have."""
         self.notes_reads = False
         """Whether the optimizer needs to know what each rank has read."""
         self.more_reads = 0
         """Copies of weights that are claimed for that, beyond one for each rank."""
+        # 2. The state of its open round.
         self.hyper = AgreedOptions(plan)
         self.conflict: KVStoreError | None = None
-        """Why the table cannot be used any more: ranks declared different keys, or an update broke off."""
+        """Why the table cannot be used any more: ranks declared different keys, or an update failed midway."""
         self.held: HeldRound | None = None
         self.begun: Begun | None = None
         self.undo_nbytes = 0
-        """Bytes that are claimed for the copy that a round which is begun needs."""
+        """Bytes claimed for the copy that a pipelined round needs."""
         self.is_tight = False
-        """There was no room for that, which was said."""
+        """True once it was logged that there is no memory for that copy."""
+        # 3. The state of its weights, and counters.
         self.is_initialised = False
-        """Whether round 0 was applied."""
+        """True once round 0 was applied."""
         self.version = -1
         """How often the weights have changed since their first values."""
         self.rounds_applied = self.keys_applied = 0
         self.undone = 0
         self.decisions_differing = 0
-        """Decisions about a round that were not the one that was applied."""
+        """Decisions about a round that differed from the applied one."""
         self.bytes_in = 0
-        """Bytes of payload that ranks have sent, as they came: compressed, or rows alone."""
+        """Payload bytes received from ranks, as sent: compressed, or rows only."""
         self.bytes_out = 0
-        """Bytes of weights that were handed out."""
+        """Bytes of weights sent."""
         self.ends: dict[int, RoundEnd] = {}
-        """Rank, or ALL → how the last of its rounds ended that was applied."""
+        """Rank, or ALL → how its last applied round ended."""
         self._last_rank = ALL
-        """Whose contribution was applied last, where ranks contribute by themselves."""
+        """The rank whose contribution was applied last, or ALL."""
         self._changed: tuple[tuple[int, int], list[RowPart]] | None = None
-        """What a worker was sent last: the version that it had and the one it got, and the parts."""
+        """The last changes sent: the versions (from, to) and the parts."""
 
     def __repr__(self) -> str:
         states = {
@@ -173,16 +187,17 @@ class Table:
         return f"<{type(self).__name__} {self.number} {self.name!r}, version {self.version}: {state}>"
 
     def begin_round(self, whose: int) -> None:
-        """Make the last round of a rank, or of all, final. A slice of the next one has come."""
+        """Make the last round of a rank, or of ALL, final, because a slice of the next one has arrived."""
         if self._last_rank in (ALL, whose):
             self.shard.undos.pop(self.unit, None)
 
     def hold(self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None) -> bool:
-        """Sum a round of all ranks, if a decision is wanted before it is applied. Returns whether that is so.
+        """Sum a round of all ranks if they want to decide about the sum before it is applied; return whether that is
+        so.
 
         Raises:
-            PlanMismatchError: ranks disagree on it, or on hyper-parameters.
-            ConfigurationError: it is not possible here.
+            PlanMismatchError: Ranks disagree about that, or about hyper-parameters.
+            ConfigurationError: Holding is not possible with this mode or optimizer.
         """
         if not self.is_initialised or not any(part.hold for part in parts.values()):
             return False
@@ -192,7 +207,7 @@ class Table:
         if optimizer is None or updater is not None or not self.mode.is_sync:
             raise ConfigurationError(
                 f"a gradient of {self.name!r} cannot be checked before it is applied: that needs synchronous rounds "
-                "and an optimizer of the store"
+                "and an optimizer that the store runs"
             )
         hyper = self.hyper.common(parts)
         given = [part.given for part in parts.values()]
@@ -202,7 +217,7 @@ class Table:
         return True
 
     def apply_held(self, decision: Decision) -> None:
-        """Update with the sums that were kept, as was decided. Raises as `apply`."""
+        """Update with the held sum as was decided. Raises like `apply`."""
         assert self.held is not None
         held = self.held
         self.shard.undos.pop(self.unit, None)
@@ -223,14 +238,15 @@ class Table:
         updater: Updater | None,
         joined: Collection[int],
     ) -> None:
-        """Apply a round of a rank, or of ALL, which all of its members have committed.
+        """Apply a round that all of its members have committed.
 
         Args:
-            parts: Of the members that have data.
-            joined: The ranks whose hyper-parameters do not count.
+            whose: The rank, or ALL.
+            parts: The contributions of members that have data.
+            joined: Ranks whose hyper-parameters do not count.
 
         Raises:
-            KVStoreError: the round cannot be applied; nothing has changed.
+            KVStoreError: The round cannot be applied; nothing has changed.
         """
         self.shard.undos.pop(self.unit, None)
         is_lane = whose != ALL
@@ -255,7 +271,6 @@ class Table:
     def _change(
         self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None, hyper: bytes, is_lane: bool
     ) -> RoundEnd:
-        """Change the weights by the sum of some contributions."""
         given = [part.given for part in parts.values()]
         if updater is not None:
             self.shard.call_updater(self.unit, given, updater)
@@ -274,22 +289,22 @@ class Table:
         return self._applied(given, hyper)
 
     def _assign(self, round_: int, parts: Parts, is_lane: bool) -> None:
-        """Take over the lowest rank's values in the first round, or where all want that."""
+        """Assign the lowest rank's values, in the first round or when all ranks want that."""
         rank, first = next(iter(parts.items()))
         updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
         if is_lane and not first.given.runs:
-            return  # another rank gives the values
+            return  # another rank's lane assigns the values
         if round_ and not is_lane and len(parts) < self.num_workers:
             raise PlanMismatchError(
-                f"ranks replace the values of {self.name!r} while another one has no more data; call set_data outside "
-                "of the join() block"
+                f"ranks replace the values of {self.name!r} while another rank has no more data; call set_data outside "
+                "the join() block"
             )
         if round_ and updating:
             raise PlanMismatchError(
                 f"rank {updating[0]} updates {self.name!r} in a round in which other ranks replace its values; "
                 "call set_data, or add_param_group, before the same step on every worker"
             )
-        # A row-sparse key has its values here alone: they may stay.
+        # After round 0, values of row-sparse keys may be left out: only servers have them.
         needed = self.plan.resident_slices_of(self.unit.server) if round_ else self.unit.slices
         here = {slot for run in first.given.runs for slot in range(run.first, run.end)}
         missing = [piece.index for piece in needed if self.unit.slots[piece.index] not in here]
@@ -305,7 +320,7 @@ class Table:
         self.note_given(range(self.num_workers))
 
     def note_given(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
-        """Note that ranks compute with the present weights from now on; `others` as of `Shard.copy_read`."""
+        """Record that ranks compute with the current weights from now on; `others` as in `Shard.copy_read`."""
         if self.notes_reads:
             read = self.shard.copy_read(self.unit, self.version, others)
             self.unit.reads |= {rank: [read] for rank in ranks}
@@ -313,14 +328,14 @@ class Table:
     def note_pulled(
         self, rank: int, has_room: Callable[[int], bool], others: Mapping[int, Tensor] | None = None
     ) -> None:
-        """Note that a rank is sent the present weights, which it may only look at.
+        """Record that a rank was sent the current weights, which it may or may not compute with.
 
-        Its next commit names the version that it has computed with: until then what it was sent before is kept as well,
-        of several pulls the last two.
+        Its next commit names the version that it computed with. Until then the weights that it had before are kept as
+        well; of several pulls the last two.
 
         Args:
-            has_room: Whether there is memory for so many copies of the weights beyond one for each rank; if not, the
-                former ones go.
+            has_room: Returns whether there is memory for this many copies of the weights beyond one for each rank; if
+                not, the older ones are dropped.
         """
         reads = self.unit.reads
         known = reads.get(rank, [])
@@ -337,14 +352,14 @@ class Table:
     def hypers(
         self, given: Sequence[RankContribution], optimizer: Optimizer, hyper: bytes
     ) -> Sequence[Mapping[str, Any]]:
-        """Return the numbers with which the optimizer updates each key.
+        """Return the hyper-parameters with which the optimizer updates each key.
 
         Args:
-            given: The contributions to the round; none where all ranks give all keys.
-            hyper: The hyper-parameters in force, as they were sent.
+            given: The contributions to the round; empty if all ranks give all keys.
+            hyper: The effective hyper-parameters, as they were sent.
 
         Raises:
-            ConfigurationError: the optimizer cannot update the table.
+            ConfigurationError: The optimizer cannot update the table.
         """
         if not optimizer.elementwise and not self.plan.whole_keys and len(self.plan.servers) > 1:
             raise ConfigurationError(
@@ -353,7 +368,7 @@ class Table:
             )
         rate = None
         if optimizer.lr_scheduler is not None:
-            # Each table counts for itself, so that neither other keys nor the number of servers matter.
+            # Each table counts its own updates, so neither other keys nor the number of servers matter.
             count = optimizer.begin_num_update + self.shard.updates_after(self.unit, given)
             rate = float(optimizer.lr_scheduler(count))
         return self.hyper.effective(optimizer, hyper, rate)
@@ -361,14 +376,16 @@ class Table:
     def _delayed(
         self, parts: Parts, optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Make up for others' changes since a rank, contributing alone, read the weights."""
+        """Correct for the updates of others since this rank read the weights: delay compensation, or a smaller
+        rate.
+        """
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
         staleness = self.version - part.version if part.version >= 0 else 0
         if not self.mode.slow_down or staleness <= 1:
             return hypers
-        # Keys with equal numbers share one mapping, by which they are updated together.
+        # Keys with equal hyper-parameters share one mapping object; equal objects are updated together.
         slowed = {id(row): {**row, "lr": row["lr"] / staleness} if "lr" in row else row for row in hypers}
         return [slowed[id(row)] for row in hypers]
 
@@ -379,30 +396,29 @@ class Table:
         hypers: Sequence[Mapping[str, Any]],
         decision: Decision = UNCHANGED,
     ) -> None:
-        """Let the optimizer apply the sum of what was given."""
         try:
             self.shard.update(given, optimizer, [hypers], [self.unit], decision)
         except OptimizerError:
-            raise  # has been undone
+            raise  # the shard has undone it
         except Exception as error:
             raise self.break_off(error) from error
 
     def break_off(self, error: Exception) -> KVStoreError:
-        """Refuse all further use: an update has failed in the middle.
+        """Refuse all further use, because an update failed midway.
 
-        No copy is kept for the built-in optimizers, and nobody must train on as if nothing had happened.
+        No copy is kept for the built-in optimizers, and training must not continue on half-updated weights.
         """
         self.conflict = KVStoreError(
-            f"the update of {self.name!r} broke off with {type(error).__name__}: {error}; its weights may be half "
+            f"the update of {self.name!r} failed midway with {type(error).__name__}: {error}; its weights may be half "
             "updated. Restart the job from its last saved states"
         )
         return self.conflict
 
     def changed(self, hyper: bytes, end: RoundEnd | None = None) -> RoundEnd:
-        """Count a round of all ranks that has changed all keys of the table; returns how it ended.
+        """Count a round of all ranks that changed every key; return how it ended.
 
         Args:
-            end: How that of another table ended, which both share where it is the same.
+            end: The end of another table's round, shared if it is equal.
         """
         self.shard.undos.pop(self.unit, None)
         self.version += 1
@@ -416,7 +432,6 @@ class Table:
         return end
 
     def _applied(self, given: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
-        """Count a round that has changed the weights."""
         keys = self.unit.keys
         if all(one.absent for one in given):
             first = self.unit.first_key  # a Shard numbers the keys of all of its tables
@@ -430,27 +445,26 @@ class Table:
         return RoundEnd(self.version, left_out, (), hyper)
 
     def fail(self, whose: int) -> None:
-        """End the open round of a rank, or of ALL, without effect."""
         self.held = None
         self.begin_round(whose)
 
     def undo(self, whose: int) -> bool:
-        """Take the last round of a rank, or of ALL, back; returns whether that was possible."""
+        """Undo the last round of a rank, or of ALL; return whether that was possible."""
         end = self.ends[whose]
         if end.is_skipped or end.is_over:
             self.undone += 1
-            return True  # it has changed nothing
+            return True  # it changed nothing
         if self.unit not in self.shard.undos or self._last_rank != whose:
             return False
         self.shard.undo(self.unit)
         if self.deltas is not None:
-            self.deltas.reset()  # workers may have been told of a part of it
-        self.version += 1  # also the way back is a change
+            self.deltas.reset()  # workers may have received a part of it
+        self.version += 1  # an undo is a change, too
         self.undone += 1
         return True
 
     def note_decision(self, decision: Decision) -> bool:
-        """Tell whether a decision on the last round is that applied, as it must be; counts others."""
+        """Return whether a decision about the last round equals the applied one; count it if not."""
         is_same = same_decision(decision, self.ends[ALL].decision)
         self.decisions_differing += not is_same
         return is_same
@@ -458,11 +472,12 @@ class Table:
     # ---------------------------------------------------------------- rows
 
     def changed_parts(self, held: int) -> list[RowPart]:
-        """Return what a worker at version `held` of all its slices here must be sent.
+        """Return what a worker that has version `held` of all its slices must be sent.
 
-        A stack in which nothing has changed has an empty part of kind ROWS. Most workers hold the same version, and
-        are sent the same.
+        A key without changes has one empty part of kind ROWS. The result is cached, because most workers have the same
+        version.
         """
+        # 1. Find the rows that changed; None stands for a whole key.
         if self.deltas is not None:
             self._follow(self.deltas)
         versions = held, self.version
@@ -473,6 +488,7 @@ class Table:
         if self.deltas is not None:
             firsts = {key: unit.slots[pieces[0].index] for key, pieces in unit.stacks.items()}
             changed |= {key: None for key, first in firsts.items() if not self.deltas.has_exact(first, held)}
+        # 2. Pack them: encoded changes, a row group in common parts, whole slices, or rows.
         for key, pieces in unit.stacks.items():
             first, rows = unit.slots[pieces[0].index], changed[key]
             if key in packed:
@@ -495,20 +511,23 @@ class Table:
                 parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8, device="cpu"), m.ROWS))
             else:
                 parts += self._pack(pieces, rows)
+        # 3. Keep them for the next worker, which probably has the same version.
         self._changed = versions, parts
         return parts
 
     def _follow(self, deltas: Deltas) -> None:
-        """Bring the weights of workers to the present version; what has changed by rows goes as rows from now on."""
+        """Bring the copy of workers' weights to the current version; keys that changed by rows are sent as rows from
+        now on.
+        """
         for key, pieces in self.unit.stacks.items():
             own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
             rows = self._changed_rows(key, deltas.version) if own else None
-            if rows and any(ids is not None for ids in rows.values()):  # else whole keys have changed
+            if rows and any(ids is not None for ids in rows.values()):  # otherwise whole keys have changed
                 deltas.leave(own, self.version)
         deltas.follow(self.version)
 
     def _changed_rows(self, stack: int, held: int) -> Rows | None:
-        """Say which rows of a stack to send; None where the whole is not longer."""
+        """Return the rows of a key to send; None if sending the whole key is not longer."""
         self.shard.notes_changes = True
         pieces, rows = self.unit.stacks[stack], self.unit.changes.since(stack, held, self.version)
         if rows and _bytes_of(self.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
@@ -516,22 +535,25 @@ class Table:
         return rows
 
     def _side_by_side(self, key: int, changed: Mapping[int, Rows | None]) -> list[int]:
-        """Find the stacks from one on whose rows are sent as those of one key; that one alone where they are not."""
+        """Return the keys of the row group from `key` on if all of them are sent as rows; otherwise that key alone."""
         keys = [one for one in self.plan.joined_rows(key).keys if one in changed]
         ids = [None if (rows := changed[one]) is None else rows.get(0, _NO_IDS) for one in keys]
         return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 
     def pulled_part(self, pull: m.PullRows) -> RowPart:
-        """Return the values of the rows that were asked for, flat.
+        """Return the values of the requested rows, flat.
 
         Raises:
-            ProtocolError: the key has no such rows here, or they are more than fit into a message.
+            ProtocolError: The key has no such rows on this server, or they do not fit into one message.
         """
         self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
         num_rows = int(block.starts[-1])
         if len(pull.ids) % 8 or len(pull.ids) // 8 > block.most:
-            raise ProtocolError(f"a pull of rows of key {pull.key} brings {len(pull.ids)} bytes of ids")
+            raise ProtocolError(
+                f"a pull of rows of key {pull.key} has {len(pull.ids)} bytes of ids: not whole numbers of 8 bytes, or "
+                "too many for one message"
+            )
         ids = np.frombuffer(pull.ids, "<i8")
         if not are_rows(ids, num_rows):
             raise ProtocolError(
@@ -541,7 +563,7 @@ class Table:
         return RowPart(block.pieces[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
-        """Write rows of a stack that have changed, in as few parts as have room for them."""
+        """Encode the changed rows of a key's slices, in as few parts as can hold them."""
         unit, plan = self.unit, self.plan
         first, parts = pieces[0], dict[int, RowSet | Tensor]()
         for position, ids in rows.items():
@@ -557,7 +579,7 @@ class Table:
         return self._cut(plan.rows(first.segments[0].key).blocks[unit.server], only)
 
     def _pack_joined(self, keys: Sequence[int], changed: Mapping[int, Rows | None]) -> list[RowPart]:
-        """Write rows of stacks that lie side by side as `_pack`. The last one ends their run."""
+        """Encode the changed rows of a row group in common parts."""
         unit, block = self.unit, self.plan.joined_rows(keys[0]).blocks[self.unit.server]
         of_keys = []
         for key in keys:
@@ -568,7 +590,7 @@ class Table:
         return self._cut(block, RowSet(ids, self.shard.take_rows(unit, keys[0], ids)))
 
     def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
-        """Write rows of a block in as few parts as have room for them."""
+        """Encode rows of a block in as few parts as can hold them."""
         found = []
         for at, end, part in block.cut(rows.ids.numpy()):
             piece, some = block.pieces[at], RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
@@ -578,10 +600,10 @@ class Table:
 
 
 def norm_to_hold(parts: Parts) -> float:
-    """Return the type of norm for which all ranks want their sum held; 0 where they do not.
+    """Return the type of norm for which all ranks want their sum held; 0 if they do not.
 
     Raises:
-        PlanMismatchError: ranks differ in that.
+        PlanMismatchError: Ranks disagree about that.
     """
     lowest, first = next(iter(parts.items()))
     for rank, part in parts.items():
@@ -599,7 +621,6 @@ def _described(hold: float) -> str:
 
 
 def _bytes_of(plan: Plan, pieces: Sequence[Slice], rows: Rows) -> int:
-    """About as many as the rows and their ids have when they are sent."""
     total = 0
     for position, ids in rows.items():
         spec = plan.specs[pieces[0].segments[position].key]
