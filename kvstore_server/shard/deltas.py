@@ -1,8 +1,9 @@
-"""New weights as encoded changes: the weights that workers have, and what they are sent to have newer ones.
+"""New weights as encoded changes.
 
-The server encodes by how much its weights differ from those that workers have, and changes its copy of theirs by what
-it sends, as they do. What the codec leaves out is so part of the next difference: nothing is lost, it only comes later
-(error feedback in both directions; Tang et al., DoubleSqueeze, 2019). All workers have the same weights, to the bit.
+The server keeps a copy of the weights that workers have. It encodes the difference between its own weights and that
+copy, sends it, and applies the encoded change to the copy as workers do. What the codec loses is part of the next
+difference, so it is only delayed (error feedback in both directions; Tang et al., DoubleSqueeze, 2019). All workers
+have bit-identical weights.
 """
 
 from __future__ import annotations
@@ -21,72 +22,68 @@ from kvstore_server.plan import ITEM_SIZE
 from kvstore_server.shard.storage import Storage, Unit
 
 STEPS_KEPT = 64
-"""Changes that are kept for workers that lack several of them."""
+"""How many changes are stored for workers that lack several."""
 
 
 class _Step(NamedTuple):
-    """How the weights of workers changed once."""
-
     before: int
-    """The version before."""
     changes: dict[int, Tensor | None]
-    """Slot → the change, encoded; None where it could not be."""
+    """Slot → the encoded change; None if it could not be encoded."""
     nbytes: int
 
 
 class Deltas:
-    """The weights that workers have of one table, by slot, and how these came about.
+    """The weights that workers have of one table, by slot, and the latest changes.
 
     Args:
         codec: How changes are encoded.
-        storage: Where the server's own weights are.
-        unit: The slices of the table; of integers there are no changes.
+        storage: Contains the server's own weights.
+        unit: The slices of the table; integers are not sent as changes.
     """
 
     def __init__(self, codec: Codec, storage: Storage, unit: Unit) -> None:
         self.version = -1
-        """The version of the table which the weights of workers follow."""
+        """The version of the table that `weights` follows."""
         self.codec, self._storage = codec, storage
         self.weights: dict[int, Tensor] = {}
-        """Slot → those of workers, with padding, if changes of it are sent."""
+        """Slot → the weights of workers, with padding, if its changes are sent."""
         pieces = [piece for own in unit.stacks.values() for piece in own if piece.dtype in ITEM_SIZE]
         self._pieces = {unit.slots[piece.index]: piece for piece in pieces}
         self._still: frozenset[int] | None = None
-        """The keys (by index) that no round since the last change has updated; None where there was no round."""
+        """Keys (by index) that no round has updated since the last change; None if there was no round."""
         self._exact: dict[int, int] = {}
-        """Slot that is sent as it is → the version from which on workers have it so."""
+        """Slot that is sent exactly → the version from which on workers have it so."""
         self._steps: deque[_Step] = deque()
         self._is_reset = True
         self._zeros = self._left = torch.empty(0, device="cpu")
 
     def __contains__(self, slot: int) -> bool:
-        """Tell whether changes of a slot are sent."""
         return slot in self.weights
 
     def reset(self) -> None:
-        """Give workers the next weights as they are, for they were replaced."""
+        """Send whole weights next, because they were replaced."""
         self._is_reset = True
 
     def note_round(self, left_out: Iterable[int]) -> None:
-        """Note that a round has updated all keys but those (by index) that were left out.
+        """Record a round that updated all keys except those (by index) that were left out.
 
-        What was kept back of these comes when they are updated again: a key that was frozen has the weights that
-        workers saw last.
+        The stored difference of a left-out key is not sent before its next update: a frozen key keeps the weights that
+        workers last saw.
         """
         self._still = frozenset(left_out) if self._still is None else self._still.intersection(left_out)
 
     def leave(self, slots: Iterable[int], version: int) -> None:
-        """Send some slots as they are from a version on, and rows of them."""
+        """From a version on, send some slots exactly (as rows or whole) instead of as changes."""
         for slot in slots:
             del self.weights[slot]
             self._exact[slot] = version
 
     def has_exact(self, slot: int, held: int) -> bool:
-        """Tell whether weights of version `held` equal the server's, as far as rows say."""
+        """Return whether a worker at version `held` has the exact weights of a slot, as far as rows have been sent."""
         return slot not in self.weights and held >= self._exact.get(slot, -1)
 
     def follow(self, version: int) -> None:
-        """Bring workers' weights as near to the server's at a version as one change can."""
+        """Bring workers' weights as close to the server's current ones as one change can."""
         if version == self.version:
             return
         if self._is_reset:
@@ -98,7 +95,7 @@ class Deltas:
             changes = {slot: self._change(slot, weights) for slot, weights in self.weights.items()}
             nbytes = sum([one.nbytes for one in changes.values() if one is not None])
             self._steps.append(_Step(self.version, changes, nbytes))
-            # Half precision is encoded as float32, so a byte for each number is as much as half of its weights there.
+            # Half precision is encoded as float32. One byte for each element is then half as long as its weights.
             numbers = [(len(one), compute_dtype(_name(one)).itemsize) for one in self.weights.values()]
             most = sum([numel * itemsize for numel, itemsize in numbers]) // 2
             while len(self._steps) > STEPS_KEPT or sum([step.nbytes for step in self._steps]) > most:
@@ -106,15 +103,14 @@ class Deltas:
         self.version, self._still = version, None
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
-        """Encode the difference of a slot, and change the weights of workers by it; None where they are copied.
+        """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead.
 
-        It is nothing where there is no difference: a zero that has another sign is none. Keys that no round has updated
-        since the last change stay as they are.
+        Returns an empty change if the weights are equal, zeros of another sign included, or no round updated them.
         """
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
         segments, keys = self._pieces[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
-        if len(still) == len(segments) or torch.equal(given, weights):  # at the first difference it is over
+        if len(still) == len(segments) or torch.equal(given, weights):  # stops at the first difference
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         numel = len(weights)
         if len(self._zeros) < numel or self._zeros.dtype != dtype:
@@ -126,6 +122,7 @@ class Deltas:
             self.codec.encoded_nbytes(numel, _name(self._zeros)), dtype=torch.uint8, device="cpu"
         )
         try:
+            # Keys without an update keep their weights, in both branches.
             difference = given.to(dtype) - weights.to(dtype)
             for part in still:
                 difference[part] = 0
@@ -140,10 +137,7 @@ class Deltas:
         return change
 
     def parts(self, slot: int, held: int) -> tuple[Tensor, bool]:
-        """Return what a worker of version `held` lacks of a slot. Also tell whether that is changes.
-
-        Otherwise it is a copy of all weights.
-        """
+        """Return what a worker at version `held` lacks of a slot, and whether that is changes rather than a copy."""
         steps = list(itertools.dropwhile(lambda step: step.before != held, self._steps))
         changes = [step.changes.get(slot) for step in steps]
         if held == self.version:
@@ -155,16 +149,16 @@ class Deltas:
 
 
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
-    """Add encoded changes of some weights to them, one after the other.
+    """Add encoded changes of some weights to them, in order.
 
     Raises:
-        ProtocolError: they are not whole changes of so many weights.
+        ProtocolError: The data is not a whole number of changes.
     """
     dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)
     if len(changes) % size:
         raise ProtocolError(
-            f"{len(changes)} bytes of changes of {len(weights)} weights came; they have {size} bytes each as "
+            f"{len(changes)} bytes of changes of {len(weights)} weights arrived; each change has {size} bytes as "
             f"{codec.name!r}"
         )
     for start in range(0, len(changes), size):
@@ -173,7 +167,7 @@ def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
         if dtype == _name(weights):
             codec.decode_add(one, dtype, weights)
         else:
-            # What was finite stays so, although what the codec has rounded up may have no room in half precision.
+            # Finite weights stay finite, although the codec may have rounded beyond the range of half precision.
             most, is_inf = torch.finfo(weights.dtype).max, weights.isinf()
             codec.decode_add(one, dtype, weights)
             weights.copy_(torch.where(is_inf, weights, weights.clamp(-most, most)))

@@ -1,9 +1,9 @@
-"""The norm and finiteness of a gradient, wherever it lies, and what follows.
+"""Norm and finiteness of a gradient, and the decision that follows from them.
 
-A norm is made of one partial for each slice of the Plan: the norm of the slice's sum of gradients, in float64 and over
-blocks of a fixed size. Partials are combined in the order of the slices. So neither the number of servers, nor who
-measures, nor the number of threads changes a bit of it. Powers that float64 cannot hold are taken of what is divided by
-the greatest magnitude, so a norm is infinite only where it is itself too large for float64.
+A norm consists of one partial for each slice of the plan: the norm of the slice's summed gradient, computed in float64
+over blocks of a fixed size. Partials are combined in slice order. So no bit depends on the number of servers, on who
+measures, or on the number of threads. Powers that would overflow or underflow float64 are computed of elements divided
+by the largest magnitude, so a norm is infinite only if it does not fit into float64 itself.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import RowSet, split_rows
 
 _BLOCK = 16384
-"""Elements that are summed at a time: torch divides longer sums (from 32768) between threads, which changes bits."""
+"""Elements summed at a time. torch splits longer sums (from 32768) between threads, which changes bits."""
 _LEAST = 1e-290
 """A sum of powers below this may have lost digits."""
 
 
 class Measured(NamedTuple):
-    """What is known of a gradient before it is applied."""
+    """The measurements of a gradient before it is applied."""
 
     norm: float
-    """Of the sum over ranks, scaled, before it is clipped; infinite also where finite numbers are too large for it."""
+    """Norm of the scaled sum over ranks, before clipping; also infinite if finite elements are too large for it."""
     is_finite: bool
-    """Whether every element is a finite number."""
 
 
 class Decision(NamedTuple):
-    """What is done with a gradient that was measured."""
+    """What is done with a gradient after measuring it."""
 
     coef: float = 1.0
-    """The gradient is multiplied by this first."""
+    """First, the gradient is multiplied by this."""
     clip_value: float | None = None
-    """Then its elements are brought into -clip_value … clip_value."""
+    """Then its elements are clamped to -clip_value … clip_value."""
     skip: bool = False
-    """Nothing is changed at all: no weight, no state of the optimizer, no update count."""
+    """True: nothing changes at all, no weight, optimizer state or update count."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Which norm a worker wants to know before an update, and what it makes of that.
+    """The norm that a worker wants before an update, and how it decides by it.
 
     Args:
-        norm_type: p of the p-norm, above 0; infinity for the greatest magnitude.
-        decide: Must depend on nothing in which workers differ, for the first decision that arrives counts for all.
+        norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
+        decide: Must not depend on anything that differs between workers: the first decision that arrives counts for
+            all.
 
     Raises:
-        ConfigurationError: the type of the norm is no number above 0.
+        ConfigurationError: `norm_type` is not a number above 0.
     """
 
     norm_type: float
@@ -67,10 +67,10 @@ class Guard:
 
 
 def partial_norm(values: Tensor, norm_type: float) -> float:
-    """(Σ |g|^p)^(1/p) of all elements in float64, their greatest magnitude for p = ∞; a NaN or an infinity stays one.
+    """Return (Σ |g|^p)^(1/p) in float64, or the largest magnitude for p = ∞; NaN or infinity if an element is.
 
     Args:
-        values: any shape; contiguous ones are fastest.
+        values: Any shape; contiguous ones are fastest.
     """
     if norm_type == math.inf:
         return _greatest(_floats([block.abs().amax().double() for block in _blocks(values)]))
@@ -78,7 +78,8 @@ def partial_norm(values: Tensor, norm_type: float) -> float:
     if _LEAST < total < math.inf or math.isnan(total):
         return _root(total, norm_type)
     if total == 0.0 and norm_type <= 2.0 and values.dtype != torch.float64:
-        return 0.0  # squares of narrower numbers do not vanish in float64
+        return 0.0  # squares of narrower dtypes do not underflow in float64
+    # The sum overflowed or lost digits: compute it again of elements divided by the largest magnitude.
     greatest = partial_norm(values, math.inf)
     if greatest == 0.0 or greatest == math.inf:
         return greatest
@@ -102,7 +103,7 @@ def _floats(parts: Sequence[Tensor]) -> Iterable[float]:
 
 
 def _in_order(parts: Iterable[float]) -> float:
-    """Add numbers one by one. From Python 3.12 on `sum` compensates for rounding: other bits than before."""
+    """Add numbers one by one. `sum` compensates for rounding from Python 3.12 on, which gives other bits."""
     total = 0.0
     for part in parts:
         total += part
@@ -126,12 +127,14 @@ def _powers(values: Tensor, norm_type: float) -> Tensor:
 
 
 def is_finite(values: Tensor, partial: float) -> bool:
-    """Tell whether all elements are finite, given their partial norm; looks at them again only where that is not."""
+    """Return whether all elements are finite, given their partial norm; elements are read only if that is not
+    finite.
+    """
     return math.isfinite(partial) or bool(torch.isfinite(values).all())
 
 
 def combine(partials: Iterable[float], norm_type: float) -> float:
-    """Combine partials, in the order of their slices, to the norm."""
+    """Combine partials, in slice order, to the norm."""
     all_partials = [*partials]
     greatest = _greatest(all_partials)
     if norm_type == math.inf or greatest == 0.0 or not math.isfinite(greatest):
@@ -140,18 +143,18 @@ def combine(partials: Iterable[float], norm_type: float) -> float:
 
 
 UNCHANGED = Decision()
-"""The gradient is used as it is."""
+"""Use the gradient unchanged."""
 
 
 def same_decision(a: Decision, b: Decision) -> bool:
-    """Tell whether two decisions have the same effect."""
+    """Return whether two decisions have the same effect."""
     if a.skip or b.skip:
         return a.skip == b.skip
     return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
 
 
 def apply_decision(values: Tensor, decision: Decision) -> None:
-    """Multiply and clip a gradient in place, as decided; what to skip is the caller's business."""
+    """Scale and clip a gradient in place; the caller handles `skip`."""
     if decision.coef != 1.0:
         values.mul_(decision.coef)
     if decision.clip_value is not None:
@@ -168,21 +171,22 @@ def measure(
     norm_type: float,
     scale: float = 1.0,
 ) -> Measured:
-    """Measure sums of gradients in one process, to the bits that servers get for them.
+    """Measure summed gradients in one process, bit-identical to what servers measure.
 
-    Those of half precision have been rounded to be here, so their norm is not the servers' to the bit.
+    Exception: sums in half precision have been rounded already, so their norm can differ from the servers'.
 
     Args:
         arenas: dtype → flat, laid out by the plan.
-        rows: Keys (by index) of which only these rows count, in place of what is in the arenas.
-        present: Which keys take part; nothing else is looked at.
-        scale: What the sums are yet to be multiplied by, in the dtype that updates compute in.
+        rows: Key (by index) → its rows, which replace its elements in the arenas.
+        present: Which keys take part; nothing else is read.
+        scale: A factor that is still to be applied to the sums, in the dtype that updates compute in.
     """
     split = split_rows(plan, {key: some for key, some in rows.items() if present[key]})
     partials: list[float] = []
     finite = True
     for piece in plan.slices:
         sparse = split.get(piece.index, {})
+        # A slice may contain several keys: those that are absent or given as rows are masked.
         dense = [present[s.key] and s.key not in rows for s in piece.segments]
         body = None
         if any(dense):
@@ -206,8 +210,8 @@ def partial_of_slice(
     """Return the partial norm of a slice, and whether all of it is finite.
 
     Args:
-        body: The elements of the slice, zero where they do not count; None where none does.
-        sparse: Position of a segment → its rows, which count as well.
+        body: The elements of the slice, zero where they do not count; None if none does.
+        sparse: Position of a segment → its rows, which count, too.
     """
     parts = [body] if body is not None else []
     parts += [sparse[position].values for position in sorted(sparse)]
@@ -217,7 +221,7 @@ def partial_of_slice(
 
 
 def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
-    """Return a copy of the elements of a slice that is zero outside of some segments."""
+    """Return a copy of a slice's elements with zeros outside the wanted segments."""
     copy = torch.zeros_like(body)
     for segment, is_wanted in zip(piece.segments, wanted, strict=True):
         if is_wanted:
@@ -231,9 +235,9 @@ def _scaled(values: Tensor, scale: float) -> Tensor:
 
 
 def _greatest(partials: Iterable[float]) -> float:
-    """Return the greatest of numbers that are not negative; a NaN if one is."""
+    """Return the largest of non-negative numbers; NaN if one is."""
     found = 0.0
     for partial in partials:
-        if math.isnan(partial) or partial > found:  # nothing is above a NaN that is there already
+        if math.isnan(partial) or partial > found:  # nothing compares above a NaN that was found already
             found = partial
     return found

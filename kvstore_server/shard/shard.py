@@ -1,13 +1,21 @@
-"""The numbers of one server's part: weights, optimizer state and sums, and what is done to them.
+"""Weights, optimizer state and arithmetic of one server.
 
-A Shard holds the slices of many *units*: a unit is what one plan lays out (one verb key, or all parameters of a
-Trainer). Slices lie one after the other in flat memory, in the order in which their units came, each on a 64-byte line;
-the place of a slice in that order is its *slot*. Optimizer state lies in memory of the same layout. So neighbours that
-are updated alike, in whichever slice and unit, are summed and updated by one call, padding included. Slices stay the
-unit of norms, of compression and of what is saved. A key lies in neighbouring slots, so its rows are one block.
+A Shard holds the slices of many *units*. A unit is what one plan puts on this server: one verb key, or all parameters
+of a Trainer. Slices lie consecutively in flat memory, in the order in which their units were added, each on a 64-byte
+line; the index of a slice in that order is its *slot*. Optimizer state has the same layout. So adjacent slices with
+equal options are summed and updated by one call, padding included, even if they belong to different units. A key is in
+adjacent slots, so its rows are one block.
 
-Servers, `local` and Trainers that update in process use the same class. Nothing here knows a message, a clock or a
-socket, and no bit depends on the order of arrival or on the number of servers.
+How an update works: `Sums` (in `reduction`) cuts the contributions into chunks and adds them in rank order, the
+optimizer is applied to each chunk, split where options or state differ (`_update_runs`); keys that all ranks gave
+only rows are updated row by row (`_update_rows`); optimizers that are not elementwise get whole keys (`_update_keys`).
+
+Invariants:
+
+- No bit depends on the order of arrival, on how keys are cut into slices, or on the number of servers.
+- Weights are written only between `Storage.borrow` and `Storage.settle`.
+- An update that raises leaves everything as before if the optimizer may raise; see `undos`.
+- Nothing here knows a message, a clock or a socket: servers, `local` and in-process Trainers use the same class.
 """
 
 from __future__ import annotations
@@ -53,7 +61,7 @@ _rows_of = attrgetter("rows")
 
 
 class Partial(NamedTuple):
-    """What is told of the sum of one slice."""
+    """The measurements of the sum of one slice."""
 
     slice: int
     value: float
@@ -61,17 +69,17 @@ class Partial(NamedTuple):
 
 
 class HeldSum(NamedTuple):
-    """A sum that waits for a decision, and its partial norms by slice."""
+    """A sum that waits for a decision, with its partial norms by slice."""
 
     total: RankContribution
     partials: tuple[Partial, ...]
 
 
 class Shard:
-    """Weights, optimizer state and arithmetic of the slices of many units.
+    """Weights, optimizer state and arithmetic of the slices of many units. Not thread-safe.
 
     Args:
-        leases: Weights that these call busy are not written: the Shard goes on with a copy.
+        leases: Tells which weights are being read by peers; those are not written, the Shard continues on a copy.
     """
 
     def __init__(self, leases: Leases | None = None) -> None:
@@ -80,17 +88,17 @@ class Shard:
         self._sums = Sums(self.storage)
         self._cuts = Cuts()
         self._counts = np.zeros(0, np.int64)
-        """Updates of each key since the optimizer was set, on whichever server it lies."""
+        """Updates of each key since the optimizer was set, also of keys that are on other servers."""
         self.notes_changes = False
-        """Whether the changes of a unit are asked for, so that they have to be noted."""
+        """Whether changes have to be recorded, because they are asked for."""
         self.undos: dict[Unit, Undo] = {}
-        """How to take the last update of a unit back, where that is possible."""
+        """How to undo the last update of a unit, where that is possible."""
 
     def add(self, plan: Plan, server: int = 0, memory: Mapping[str, Tensor] | None = None) -> Unit:
-        """Take in the slices of a plan that lie on `server`, with weights of zero.
+        """Add the slices of a plan that belong to `server`, with weights of zero.
 
         Args:
-            memory: dtype → the flat memory in which the weights are to lie: the arenas of a plan for one server.
+            memory: dtype → flat memory to use for the weights: the arenas of a plan for one server.
         """
         unit = self.storage.add(plan, server, memory)
         self.units.append(unit)
@@ -100,10 +108,8 @@ class Shard:
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
     ) -> RankContribution:
-        """Return what a rank gave to neighbouring slices, in the order of their slots; some in parts.
-
-        Raises:
-            ProtocolError: records of one key name the same rows.
+        """Build the contribution of one rank from its slices, in slot order. Raises ProtocolError if slices repeat
+        rows of a key.
         """
         runs, found = [], dict[int, list[RowSet]]()
         for run in given:
@@ -120,7 +126,9 @@ class Shard:
         return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
-        """Note the rows of a slice under their keys, as their blocks number them; returns its other numbers."""
+        """Collect the rows of a slice in `found`, numbered as in their key's block; return its dense elements,
+        if any.
+        """
         one, dense = self.storage.slots[slot], None
         for position, part in parts.items():
             segment = one.piece.segments[position]
@@ -137,10 +145,10 @@ class Shard:
         return dense
 
     def runs_of(self, unit: Unit, arenas: Mapping[str, Tensor], without: Collection[int] = ()) -> list[Run]:
-        """Find the numbers for a unit's slices, laid out as a plan for one server says.
+        """Return the runs of a unit's slices in flat arenas, which are laid out like a plan for one server.
 
         Args:
-            without: Keys that may be left out, where a slice holds nothing else.
+            without: Keys to leave out; only those that have their slices to themselves are.
         """
         homes = [home for home in map(self.storage.homes.get, without) if home is not None]
         alone = sorted(
@@ -160,30 +168,23 @@ class Shard:
         return runs
 
     def visible(self, unit: Unit, index: int) -> Tensor:
-        """Return the weights of a slice without its padding, as they are sent; not a copy."""
+        """Return the weights of a slice without padding; not a copy."""
         return self.storage.visible[unit.slots[index]]
 
     def rows_of(self, unit: Unit, key: int) -> Tensor:
-        """Read the rows of a key (by index) that are here, one below the other; may be a copy.
-
-        Raises:
-            ProtocolError: nothing of such a key is here, or no whole rows.
-        """
+        """Return the rows of a key on this server; may be a copy. Raises ProtocolError if it has none here."""
         if key not in unit.keys or unit.server not in unit.plan.rows(key).blocks:
             raise ProtocolError(f"this server has no rows of a key {key}")
         return self.storage.rows(unit.first_key + key, unit.first_key + key)
 
     def take_rows(self, unit: Unit, key: int, ids: Tensor) -> Tensor:
-        """Copy rows (ascending ids) of a key, or of keys side by side. See `Plan.joined_rows`.
-
-        Raises as `rows_of`.
-        """
+        """Copy rows (ascending ids) of a key, or of its row group (`Plan.joined_rows`). Raises like `rows_of`."""
         first = self.rows_of(unit, key)
         keys = [one for one in unit.plan.joined_rows(key).keys if one in unit.keys]
         homes = [self.storage.homes[unit.first_key + one] for one in keys]
         if all([after.part.start == one.part.stop for one, after in pairwise(homes)]):
             return self.storage.rows(homes[0].key, homes[-1].key).index_select(0, ids)
-        # Some begin in memory where their pages do on workers that map them.
+        # Some keys of the group start on a page boundary of their own, so the group is not contiguous in memory.
         starts = list(accumulate([(one.part.stop - one.part.start) // one.width for one in homes], initial=0))
         parts = zip(keys, cut_rows(RowSet(ids, ids), starts[:-1]), strict=True)
         rows = [
@@ -193,13 +194,12 @@ class Shard:
 
     @torch.no_grad()
     def assign_sum(self, contributions: Sequence[RankContribution]) -> None:
-        """Without an optimizer the sum replaces the weights; keys that every rank left out stay.
-
-        So do the other rows of a key of which all ranks gave only rows.
+        """Replace the weights by the sum. Keys that every rank left out, and rows that no rank gave, stay unchanged.
 
         Raises:
-            ConfigurationError: integers would be multiplied by a factor; nothing has changed.
+            ConfigurationError: Integers would be multiplied by a factor; nothing has changed.
         """
+        # 1. Keys that every rank gave as rows.
         if any([one.scale != 1.0 for one in contributions]):
             self._check_factors(contributions)
         has_rows = any([given.rows for given in contributions])
@@ -210,7 +210,7 @@ class Shard:
             with self.storage.borrowed_key(home) as weight:
                 put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
-        # What one rank gives as it is needs no wider dtype, through which NaNs would lose bits.
+        # 2. All others. A single unscaled contribution is copied in its own dtype: a wider one could change NaN bits.
         is_sum = len(contributions) != 1 or contributions[0].scale != 1.0
         is_sum = is_sum or not all([isinstance(run.payload, Tensor) for run in contributions[0].runs])
         for chunk in self._sums.chunks(contributions, by_rows, False):
@@ -230,7 +230,7 @@ class Shard:
                 self._note_dense(chunk)
 
     def _check_factors(self, contributions: Sequence[RankContribution]) -> None:
-        """Raise ConfigurationError where integers would be multiplied by a factor."""
+        """Raise ConfigurationError if integers would be multiplied by a factor."""
         for one in contributions:
             if one.scale == 1.0:
                 continue
@@ -248,14 +248,14 @@ class Shard:
         units: Sequence[Unit] | None = None,
         decision: Decision = UNCHANGED,
     ) -> None:
-        """Sum the contributions, multiply and clip as decided, and apply the optimizer.
+        """Sum the contributions, scale and clip as decided, and apply the optimizer.
 
         Args:
-            hypers: Of each unit.
-            units: Those that take part; None: all.
+            hypers: The hyper-parameters of each unit.
+            units: The units that take part; None: all.
 
         Raises:
-            OptimizerError: the optimizer raised; weights and state are as before.
+            OptimizerError: The optimizer raised; weights and state are as before.
         """
         units = self.units if units is None else units
         for unit in units if optimizer.may_raise or self.undos else ():
@@ -263,7 +263,7 @@ class Shard:
             if optimizer.may_raise:
                 self.undos[unit] = self.snapshot(unit)
         try:
-            # To turn off what is off, as in a server, takes as long as a small sum.
+            # Entering no_grad takes as long as a small sum, so it is skipped where gradients are off, as in servers.
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._update(contributions, optimizer, zip(units, hypers, strict=True), decision)
         except Exception as error:
@@ -280,9 +280,9 @@ class Shard:
             self._counts[list(left_out)] -= 1
 
     def count(self, units: Sequence[Unit]) -> None:
-        """Count an update of all keys of some units."""
+        """Count one update of every key of some units."""
         first = end = units[0].first_key if units else 0
-        for unit in units:  # neighbours are counted together
+        for unit in units:  # adjacent units are counted in one call
             if unit.first_key != end:
                 self._counts[first:end] += 1
                 first = unit.first_key
@@ -297,7 +297,7 @@ class Shard:
         hypers: Hypers,
         unit: Unit,
     ) -> None:
-        """Update only those slices of a unit that are given, without counting that; see `update` and `assign_sum`."""
+        """Update only the slices that were given, without counting the update; see `update` and `assign_sum`."""
         if optimizer is None:
             self.assign_sum(contributions)
         else:
@@ -314,7 +314,7 @@ class Shard:
         begin: int,
         end: int,
     ) -> None:
-        """Update some elements of a slot, whole lines, one part of it after the other; else as `update_some`.
+        """Update some elements of a slot (whole cache lines, in ascending order); otherwise like `update_some`.
 
         Args:
             contributions: What each rank gives to these elements, or nothing.
@@ -332,7 +332,7 @@ class Shard:
             else:
                 self._update_runs(optimizer, chunk, weight[begin:end], total, 1.0, {})
         if chunk.place.stop < chunk.block.ends[last]:
-            # It counts as updated with its last element.
+            # The slot counts as updated only with its last element.
             states.steps[last], states.entries[last] = former
         if self.notes_changes:
             self._note_dense(chunk)
@@ -344,9 +344,11 @@ class Shard:
         hypers: Any,
         decision: Decision,
     ) -> None:
+        # 1. Set the options where they changed.
         for unit, own in hypers:
             if unit.hypers is not own:
                 self._set_hypers(unit, own)
+        # 2. Keys that every rank gave as rows, a row group at a time.
         has_rows = any(map(_rows_of, contributions))
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         whole = not optimizer.elementwise
@@ -354,10 +356,11 @@ class Shard:
         for homes in [[home] for some in joined for home in some] if whole else joined:
             rows = self._sums.sum_of_rows(homes, contributions)
             if decision != UNCHANGED:
-                # In process, those of a single contribution may be the gradient that the loop still has.
+                # In process, the rows of a single contribution may be the gradient that the loop still uses.
                 rows = rows._replace(values=rows.values.clone())
                 apply_decision(rows.values, decision)
             self._update_rows(optimizer, homes, rows)
+        # 3. All others, chunk by chunk. In process, a single contribution can be used without copying it.
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
         borrowed = contributions[0].borrowed if is_alone else {}
@@ -390,12 +393,15 @@ class Shard:
         scale: float,
         borrowed: Mapping[int, Tensor],
     ) -> None:
-        """Update neighbouring segments of equal numbers together, by scale · gradient. Some of that is `borrowed`."""
+        """Update segments of a chunk by `scale * grad`, in one call where options and state are equal.
+
+        Some keys' gradients are in `borrowed`, not in `grad`.
+        """
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
             hyper = block.hypers[i]
-            # Of the first and the last segment a part may be left out.
+            # The chunk may contain only a part of its first and last segment.
             start, stop = max(states.segments[i][0], place.start), min(block.ends[j - 1], place.stop)
             if optimizer.positioned:
                 name, skipped = self.storage.homes[block.keys[i]].spec.key, start - states.segments[i][0]
@@ -422,13 +428,17 @@ class Shard:
     def _pieces(
         self, chunk: Chunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Return the gradient of neighbouring segments in pieces, some of which are borrowed."""
+        """Return the gradient of adjacent segments as fragments, in order; those of borrowed keys are views of
+        them.
+        """
         block, begin = chunk.block, chunk.place.start
         keys = list(dict.fromkeys(block.keys[first:end]))
+        # The common case: every key is borrowed as a whole.
         if all(map(borrowed.__contains__, keys)):
             ends_there = self.storage.homes[keys[0]].first, self.storage.homes[keys[-1]].last
             if ends_there == (first, end):
                 return list(map(borrowed.__getitem__, keys))
+        # Otherwise alternate between borrowed keys and the ranges between them.
         starts, ends = block.states.segments, block.ends
         homes = [home for key in borrowed if (home := self.storage.homes[key]).block is block]
         found: list[Tensor] = []
@@ -450,14 +460,14 @@ class Shard:
     def _runs(
         self, block: Block, first: int, end: int, present: Present, is_each_alone: bool
     ) -> list[tuple[int, int]]:
-        """Group neighbouring segments that are present and updated alike."""
+        """Group adjacent segments that are present and have equal options and state."""
         if is_each_alone:
             return [(i, i + 1) for i in range(first, end) if present is None or present[i - first]]
         if end - first == 1:
             return [(first, end)]
         steps, ids = block.states.steps[first:end], block.hyper_ids[first:end]
         breaks, entries = (steps[1:] != steps[:-1]) | (ids[1:] != ids[:-1]), block.states.entries[first:end]
-        if not all(map(is_, entries, repeat(entries[0]))):  # one for all of most models
+        if not all(map(is_, entries, repeat(entries[0]))):  # most models have one entry for all segments
             own = np.fromiter(map(id, entries), np.int64, end - first)
             breaks |= own[1:] != own[:-1]
         if present is not None:
@@ -474,7 +484,6 @@ class Shard:
         return runs
 
     def _update_keys(self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor) -> None:
-        """Update each key that is present as a whole."""
         block, place, present = chunk.block, chunk.place, chunk.present
         for at, i in enumerate(chunk.segments):
             home = self.storage.homes[block.keys[i]]
@@ -487,14 +496,16 @@ class Shard:
             block.states.keep_key(home.first, home.last, home.part, state)
 
     def _update_rows(self, optimizer: Optimizer, homes: Sequence[Home], rows: RowSet) -> None:
-        """Update some rows of a key, or of keys whose rows lie one behind the other."""
+        """Update some rows of a key, or of a row group that is contiguous in memory."""
+        # 1. Treat a row group as one long key.
         home, last = homes[0], homes[-1]
         part = slice(home.part.start, last.part.stop)
         home = home._replace(end_slot=last.end_slot, last=last.last, part=part)
         block, states, begin = home.block, home.block.states, home.part.start
         keep, runs = states.keep_key, [(home.first, home.last)]
-        if optimizer.elementwise:  # one as well, unless numbers or state differ
+        if optimizer.elementwise:  # one call, unless options or state differ
             keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
+        # 2. Update each run of rows with equal options and state.
         with self.storage.borrowed_key(home) as weight:
             starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
@@ -509,13 +520,13 @@ class Shard:
                 hyper = {**block.hypers[i], "key": home.spec.key}
                 update_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
+        # 3. Record the changed rows of each key. Some optimizers change rows without gradient, too.
         starts = [(one.part.start - begin) // home.width for one in homes]
         for one, (ids, _) in zip(homes, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
             self._note_rows(one.key, None if is_all else ids)
 
     def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
-        """Return the state of a key in its shape."""
         states = home.block.states
         state = states.view(home.first, home.part)
         if state.master is not None:
@@ -535,11 +546,13 @@ class Shard:
         norm_type: float,
         unit: Unit,
     ) -> HeldSum:
-        """Sum the contributions to one unit and keep that; return it, as a contribution to `update`, and its norms.
+        """Sum the contributions to one unit and keep the sum; return it, as a contribution for `update`, with its
+        norms.
 
-        What all ranks gave as rows is measured as rows, whatever the optimizer makes of it: so does a worker that
-        updates by itself. The memory is used again by the next call.
+        What all ranks gave as rows is measured as rows, as in workers that update in process. The next call reuses the
+        memory.
         """
+        # 1. Sum the rows that all ranks gave as rows.
         if unit.hypers is not hypers:
             self._set_hypers(unit, hypers)
         by_rows, rows, measured = list[int](), dict[int, RowSet](), dict[int, dict[int, RowSet]]()
@@ -549,6 +562,7 @@ class Shard:
             homes = self.storage.homes
             rows = {key: self._sums.sum_of_rows([homes[key]], contributions) for key in given_as_rows}
             measured = self._sums.by_slot(rows)
+        # 2. Sum everything else into memory that stays until the decision, and measure it slice by slice.
         runs, partials = [], dict[int, Partial]()
         for chunk in self._sums.chunks(contributions, by_rows, False):
             block, place, present = chunk.block, chunk.place, chunk.present
@@ -567,6 +581,7 @@ class Shard:
                 if here is None or here.any() or sparse:
                     body = own if here is None and not sparse else _only_dense(own, one.piece, here, sparse)
                     partials[slot] = Partial(one.piece.index, *partial_of_slice(body, sparse, norm_type))
+        # 3. Measure the slices that consist of rows only.
         for slot, sparse in measured.items():
             partials[slot] = Partial(
                 self.storage.slots[slot].piece.index, *partial_of_slice(None, sparse, norm_type)
@@ -576,11 +591,13 @@ class Shard:
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
     def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
-        """Sum the contributions and let a user's function change each key; the unit holds all slices of its plan.
+        """Sum the contributions and let a user's function update each key; the unit must contain all slices of its
+        plan.
 
         Raises:
-            OptimizerError: the function raised; the weights are as before.
+            OptimizerError: The function raised; the weights are as before.
         """
+        # 1. Sum. The function gets whole keys, so the sums of all chunks are collected first.
         self.undos[unit] = self.snapshot(unit)
         unit.changes.note_all()
         left_out = left_out_by_all(contributions)
@@ -592,12 +609,13 @@ class Shard:
                 for key in {unit.first_key + segment.key for segment in slot.piece.segments}:
                     part = self.storage.homes[key].part
                     sums[key] = total[part.start - place.start : part.stop - place.start]
+        # 2. Call it for each key. Keys without elements are not in memory, but the function gets them, too.
         try:
             for at, spec in enumerate(unit.plan.specs):
                 key = unit.first_key + at
                 if key in left_out:
                     continue
-                if key not in self.storage.homes:  # without elements
+                if key not in self.storage.homes:  # it has no elements
                     empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
                     updater(spec.key, empty, empty.clone())
                     continue
@@ -610,11 +628,11 @@ class Shard:
             raise OptimizerError(f"the updater raised {type(error).__name__}: {error}") from error
 
     def undo(self, unit: Unit) -> None:
-        """Take the last update of a unit back; allowed while it is among the `undos`."""
+        """Undo the last update of a unit, which must be in `undos`."""
         self.restore(unit, self.undos.pop(unit))
 
     def restore(self, unit: Unit, former: Undo) -> None:
-        """Bring weights and state of a unit back to a snapshot."""
+        """Restore weights and state of a unit from a snapshot."""
         unit.changes.note_all()
         rows = zip(range(unit.first, unit.end), former.weights, former.states, former.marks, strict=True)
         for slot, weight, state, before in rows:
@@ -623,38 +641,34 @@ class Shard:
             self._replace_state(slot, state)
             marks = self.storage.slots[slot].block.marks
             if marks is not None and before is not None:
-                marks[:, self.storage.lines[slot]] = before  # who maps them sees the round before again
+                marks[:, self.storage.lines[slot]] = (
+                    before  # peers that map them see the weights of the round before again
+                )
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int) -> States:
-        """Copy out the optimizer state of one slice.
-
-        Raises:
-            ProtocolError: the slice is not here.
-        """
+        """Copy the optimizer state of one slice. Raises ProtocolError if the slice is not on this server."""
         return self._copied_state(self.slot_of(unit, index))
 
     def put_state(self, unit: Unit, index: int, state: States) -> None:
-        """Replace the optimizer state of one slice. Raises as `get_state`."""
+        """Replace the optimizer state of one slice. Raises like `get_state`."""
         self._replace_state(self.slot_of(unit, index), state)
         self.undos.pop(unit, None)
 
     def reset_states(self) -> None:
-        """Drop all optimizer state."""
         for block in self.storage.blocks:
             block.states.forget()
         self._counts[:] = 0
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of the optimizer state."""
         return sum(block.states.nbytes for block in self.storage.blocks)
 
     def updates_after(self, unit: Unit, contributions: Sequence[RankContribution]) -> int:
-        """Count the updates of a unit's most updated key after this one, on any server.
+        """Return the updates of a unit's most updated key, this one included.
 
-        Every server of a table hears of every contribution which keys it has, also of those that lie on other servers;
-        so all count alike. State that was loaded has counts of its own.
+        Every server learns from every contribution which keys it has, also those of other servers, so all servers
+        count the same. Loaded state has its own counts.
         """
         left_out = left_out_by_all(contributions)
         end = unit.first_key + len(unit.plan.specs)
@@ -668,21 +682,19 @@ class Shard:
         return max(found, default=0)
 
     def copy_read(self, unit: Unit, version: int, others: Mapping[int, Tensor] | None = None) -> Read:
-        """Copy the present weights of a unit, of that version, as ranks are sent them. Some slots have `others`.
+        """Copy the current weights of a unit as ranks are sent them; `others` replaces those of some slots.
 
-        A delay-compensated optimizer keeps in its state the weights that a gradient was computed with. Where ranks
-        contribute by themselves these are other ones for each rank (Zheng et al., Asynchronous SGD with Delay
-        Compensation, 2017).
+        Delay-compensated optimizers need the weights that a gradient was computed with. In asynchronous modes these
+        differ by rank (Zheng et al., Asynchronous SGD with Delay Compensation, 2017).
         """
         present = enumerate(self.storage.visible[unit.first : unit.end], unit.first)
         others = others or {}
         return Read(version, [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present])
 
     def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
-        """Put weights that a rank was sent in place of the state of that name.
+        """Copy the weights that a rank read at `version` into the optimizer state `name`; forget its other reads.
 
-        Those of other versions are forgotten. Of a version that is not kept it is the one before. Where there is none
-        yet, nothing has changed.
+        If that version is not stored, the one before it is used.
         """
         known = unit.reads.get(rank)
         if not known:
@@ -695,7 +707,6 @@ class Shard:
                 kept[slot.start : slot.start + len(weights)].copy_(weights)
 
     def slot_of(self, unit: Unit, index: int) -> int:
-        """Return the slot of a slice. Raises ProtocolError if it is not here."""
         slot = unit.slots.get(index)
         if slot is None:
             raise ProtocolError(f"slice {index} of the table is not on this server")
@@ -710,7 +721,6 @@ class Shard:
         one.block.states.replace(one.first, slice(one.start, self.storage.ends[slot]), state)
 
     def snapshot(self, unit: Unit) -> Undo:
-        """Copy weights and state of a unit."""
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
         weights = [self.storage.padded[slot].clone() for slot in slots]
@@ -719,19 +729,19 @@ class Shard:
         return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), marks)
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
-        """Note the numbers of each segment."""
+        """Set the hyper-parameters of each segment."""
         unit.hypers = hypers
         for slot in self.storage.slots[unit.first : unit.end]:
             own = [hypers[segment.key] for segment in slot.piece.segments]
             before = slot.block.hypers[slot.first - 1] if slot.first else None
-            # Neighbours with equal numbers share them: then no update has to compare them.
+            # Adjacent segments with equal values share one mapping, so that updates compare by identity.
             if before is not None and own[0] == before:
                 own = [before if row is own[0] else row for row in own]
             slot.block.hypers[slot.first : slot.last] = own
             slot.block.hyper_ids[slot.first : slot.last] = list(map(id, own))
 
     def _updated_by_rows(self, contributions: Sequence[RankContribution], optimizer: Optimizer) -> list[int]:
-        """List those keys that the optimizer updates by rows."""
+        """List the keys that the optimizer updates by rows."""
         return [
             key
             for key in self._sums.given_as_rows(contributions)
@@ -740,7 +750,6 @@ class Shard:
         ]
 
     def _note_dense(self, chunk: Chunk) -> None:
-        """Say that all of some segments has changed."""
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.first : chunk.end]:
             changes, stack = slot.unit.changes, slot.piece.segments[0].key
@@ -752,7 +761,6 @@ class Shard:
                 changes.note(stack, position)
 
     def _note_rows(self, key: int, ids: Tensor | None) -> None:
-        """Say that some rows of a key have changed; None: all."""
         if not self.notes_changes:
             return
         home = self.storage.homes[key]
@@ -761,7 +769,9 @@ class Shard:
 
 
 def _joined(parts: Sequence[RowSet]) -> RowSet:
-    """Join rows of a key that came for several slices. Raises ProtocolError unless they are distinct and ascend."""
+    """Join rows of a key that arrived in several slices. Raises ProtocolError unless they are distinct and
+    ascending.
+    """
     ids = torch.cat([part.ids for part in parts])
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ProtocolError("slices of one key name the same rows, or rows of each other")
@@ -769,7 +779,6 @@ def _joined(parts: Sequence[RowSet]) -> RowSet:
 
 
 def _same_options_and_state(block: Block, a: int, b: int) -> bool:
-    """Tell whether two segments are alike in numbers, and in state outside of memory."""
     states = block.states
     return bool(
         states.steps[a] == states.steps[b]
@@ -779,7 +788,7 @@ def _same_options_and_state(block: Block, a: int, b: int) -> bool:
 
 
 def _only_dense(body: Tensor, piece: Slice, present: Present, rows: Mapping[int, RowSet]) -> Tensor | None:
-    """Return the elements of a slice that count beside some rows, zero elsewhere; None where there are none."""
+    """Return a slice's dense elements, with zeros for segments given as rows or not at all; None if there are none."""
     dense = [(present is None or present[at]) and at not in rows for at in range(len(piece.segments))]
     if not any(dense):
         return None

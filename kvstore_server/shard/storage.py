@@ -1,7 +1,17 @@
-"""Memory of a Shard's slices, who may write to it, and what is remembered of them.
+"""Memory of a Shard's slices: their layout, who may write to it, and which rows have changed.
 
-Slices of one dtype lie one after the other in blocks of flat memory, each on a 64-byte line, in the order in which they
-came; the place of a slice in that order is its slot. A key lies in neighbouring slots of one block.
+Slices of one dtype lie consecutively in blocks of flat memory, each on a 64-byte line, in the order in which they were
+added; the index of a slice in that order is its slot. A key is in adjacent slots of one block.
+
+Large blocks are in shared memory where possible, so that workers map the weights instead of receiving them. Behind the
+weights are two counters for each 64 KiB: writes begun and writes ended (a seqlock), by which a worker recognises
+weights that are being written. `borrow` counts the beginning of a write and `settle` its end.
+
+Weights that are being sent to a slow peer must not change. While `Leases` reports such a reader, the Shard continues
+on a copy of the slot (`make_writable`), and returns to the block when the reader is done. A moved slot cannot be
+mapped.
+
+`RowChanges` records which rows have changed since a version, so that workers are sent only these.
 """
 
 from __future__ import annotations
@@ -24,48 +34,54 @@ from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice, TensorSpec, grou
 from kvstore_server.transport.arena import Leases
 
 Hypers = Sequence[Mapping[str, Any]]
-"""By index of the key: the optimizer's numbers, multipliers applied. Keys with equal numbers may share a mapping."""
+"""By index of the key: the optimizer's options with multipliers applied. Keys with equal options may share a
+mapping.
+"""
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 Rows = Mapping[int, Tensor | None]
-"""Position of a segment → ids of rows, from the first row of the key here, distinct and ascending; None: all."""
+"""Position of a segment → ids of rows, counted from the key's first row here, distinct and ascending; None: all
+rows.
+"""
 
 MARK = 16
-"""Bytes of the marks of LONG bytes of weights that workers map."""
+"""Bytes of write counters for each LONG bytes of mapped weights."""
 _WORTH_A_GAP = 4 * LONG
-"""Bytes of a slice from which on a gap in front of it costs less, by one more call, than to copy it to workers."""
+"""From this size a slice is moved to a page boundary if needed: the gap costs one more call, less than copying the
+slice to workers.
+"""
 VERSIONS_KEPT = 256
-"""Changes of a stack that are remembered one by one."""
+"""How many changes of a key are stored one by one."""
 
 
 class RowChanges:
     """Which rows of a table have changed since a worker was sent its weights.
 
-    The table notes every change as it is made; changes get the table's version when somebody asks. Row ids count for as
-    long as sending rows is cheaper than sending the stack; for what is older, and for changes of all rows, a stack is
-    sent whole. More than what has changed may be named, never less. It costs nothing until `since` is called for the
-    first time.
+    Changes are recorded as they are made, and get the table's version when `since` is called. Row ids are stored as
+    long as sending rows is cheaper than sending the whole key; older changes, and changes of all rows, make it be sent
+    whole. The result may contain rows that have not changed, but never lacks one that has. Nothing is recorded before
+    the first `since`.
 
     Args:
-        stacks: The slices here of which workers hold copies, by the first key.
+        stacks: The slices here that workers hold copies of, by first key.
     """
 
     def __init__(self, stacks: Mapping[int, Sequence[Slice]]) -> None:
         self._rooms = {key: sum([piece.used for piece in pieces]) for key, pieces in stacks.items()}
-        """Stack → its elements: so many ids are kept, and no more."""
+        """Key → its elements, which is also the most ids that are stored."""
         self._is_wanted = False
         self._pending: dict[int, list[Rows] | None] = {}
-        """Stack → changes that have no version yet; None: all of it."""
+        """Key → changes without a version yet; None: the whole key."""
         self._entries: dict[int, deque[tuple[int, Rows]]] = {}
-        """Stack → versions, ascending, and what has changed since the one before."""
+        """Key → (version, rows changed since the version before), ascending."""
         self._kept: dict[int, int] = {}
-        """Stack → the number of ids in its entries."""
+        """Key → how many ids are in its entries."""
         self._floors: dict[int, int] = {}
-        """Stack → the version up to which nothing is known."""
+        """Key → the version before which changes are unknown."""
 
     def note(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
-        """Note that rows of a segment have changed, `ids` as in `Rows`; without a position all of the stack."""
+        """Record that rows of a segment have changed, `ids` as in `Rows`; without a position the whole key has."""
         if self._is_wanted and stack in self._rooms:
             before = self._pending.setdefault(stack, [])
             if position is None or before is None:
@@ -74,19 +90,17 @@ class RowChanges:
                 before.append({position: ids})
 
     def note_all(self) -> None:
-        """Note that all has changed."""
         for stack in self._rooms:
             self.note(stack)
 
     def since(self, stack: int, held: int, version: int) -> Rows | None:
-        """Say what brings a worker from version `held` of a stack to `version`, today's.
-
-        Empty where nothing has changed; None where the stack must be sent whole.
+        """Return the rows that changed between version `held` of a key and the current one; None: send the
+        whole key.
         """
         if not self._is_wanted:
             self._is_wanted = True
             self._floors = dict.fromkeys(self._rooms, version)
-        for changed, noted in self._pending.items():  # it has happened by now
+        for changed, noted in self._pending.items():  # changes so far belong to the current version
             entries = self._entries.setdefault(changed, deque())
             if noted is None:
                 entries.clear()
@@ -126,33 +140,31 @@ def _union(parts: Sequence[Rows]) -> Rows:
 
 
 def marks_in(memory: Tensor) -> Counts:
-    """Return the marks behind weights in shared memory: how often writing of each LONG bytes was begun, and ended."""
+    """Return the (begun, ended) write counters of each LONG bytes, a seqlock stored behind the weights."""
     lines = memory.nbytes // (LONG + MARK)
     return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
 
 
 @dataclass
 class Block:
-    """Flat memory of one dtype, and the segments in it."""
-
     dtype: str
     weights: Tensor
     states: States
     marks: Counts | None = None
-    """Of weights that peers can read in their place, how often writing was begun, and ended: (2, `marks_of` rows)."""
+    """Write counters (begun, ended) of weights that peers can map, one column for each LONG bytes."""
     used: int = 0
-    """Elements that are given to slots, or lie between them."""
+    """Elements given to slots, or in gaps between them."""
     ends: list[int] = field(default_factory=list)
-    """Of each segment, where its padding ends."""
+    """For each segment, the end of its padding."""
     keys: list[int] = field(default_factory=list)
-    """Of each segment, as the Shard numbers keys."""
+    """For each segment, the key, as the Shard numbers keys."""
     key_starts: list[int] = field(default_factory=list)
-    """Of each segment, where it begins in its key."""
+    """For each segment, its offset in the key."""
     hypers: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of each segment, those of the last update."""
+    """For each segment, the options of its last update."""
     hyper_ids: Counts = field(default_factory=lambda: np.zeros(0, np.int64))
     sums: Tensor | None = None
-    """Sums that are kept."""
+    """Memory for held sums."""
 
 
 class Slot(NamedTuple):
@@ -160,15 +172,15 @@ class Slot(NamedTuple):
     unit: Unit
     block: Block
     start: int
-    """In the block, in elements."""
+    """Offset in the block, in elements."""
     first: int
     """Its first segment in the block."""
     last: int
-    """The segment behind its last one."""
+    """End of its segments."""
 
 
 class Undo(NamedTuple):
-    """What a unit looked like before its last update."""
+    """A unit before its last update."""
 
     weights: list[Tensor]
     states: list[States]
@@ -177,44 +189,43 @@ class Undo(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The weights of a unit as a rank was sent them."""
+    """The weights of a unit that a rank was sent."""
 
     version: int
     weights: list[Tensor]
-    """Of each slot; not to be changed, for ranks share them."""
+    """For each slot; shared between ranks, so they must not be changed."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """The slices that one plan gives to this server."""
+    """The slices of one plan on this server."""
 
     plan: Plan
     server: int
     first: int
-    """Its first slot."""
     first_key: int
-    """The number of the plan's first key among those of the Shard."""
+    """The number of the plan's first key in the Shard."""
     slices: tuple[Slice, ...]
     slots: dict[int, int]
     """Slice → slot."""
     stacks: Mapping[int, Sequence[Slice]]
-    """Of what workers hold copies: first key → the slices that it has for itself, or one slice of several keys."""
+    """First key → its slices here, or one slice of several keys; only what workers hold copies of."""
     keys: frozenset[int]
-    """The keys (by index in the plan) of which there is something here."""
+    """The keys (by index in the plan) with elements on this server."""
     changes: RowChanges
     reads: dict[int, list[Read]] = field(default_factory=dict)
-    """Rank → the weights that it was sent, oldest first; with one of them it computes its next gradient. For optimizers
-    that make up for what others have changed since."""
+    """Rank → the weights that it was sent, oldest first; it computes its next gradient with one of them. Only for
+    optimizers with delay compensation.
+    """
     hypers: Hypers | None = None
 
     @property
     def end(self) -> int:
-        """The slot behind its last one."""
         return self.first + len(self.slices)
 
 
 class Home(NamedTuple):
-    """Where a key lies: neighbouring segments of one block, in neighbouring slots."""
+    """Where a key is: adjacent segments of one block, in adjacent slots."""
 
     key: int
     """As the Shard numbers keys."""
@@ -238,34 +249,34 @@ class Storage:
     """The memory of a Shard.
 
     Args:
-        leases: Weights that these call busy are not written: a copy takes their place as long as that takes.
+        leases: Tells which weights peers are reading; those are not written, a copy replaces them until then.
     """
 
     def __init__(self, leases: Leases | None = None) -> None:
         self.slots: list[Slot] = []
         self.ends: list[int] = []
-        """Of each slot, where it ends in its block."""
+        """For each slot, its end in its block."""
         self.lines: list[slice] = []
-        """Of each slot, its marks among those of its block."""
+        """For each slot, its range of write counters."""
         self.padded: list[Tensor] = []
-        """Of each slot, its weights with padding."""
+        """For each slot, its weights with padding."""
         self.visible: list[Tensor] = []
-        """Of each slot, its weights without padding."""
+        """For each slot, its weights without padding."""
         self.homes: dict[int, Home] = {}
-        """Where each key lies."""
+        """Where each key is."""
         self.num_keys = 0
-        """Keys of all units, on whichever server they lie."""
+        """Keys of all units, including those on other servers."""
         self.places: list[int] = []
-        """Of each slot, where peers can map its weights; -1 where they cannot."""
+        """For each slot, the place where peers can map its weights; -1 if they cannot."""
         self._leases = leases
         self._moved: dict[int, Tensor] = {}
-        """Slot → its weights, while those in the block are being sent."""
+        """Slot → its weights while those in the block are being sent."""
         self._halves: dict[int, tuple[int, Tensor]] = {}
-        """Slot → a version of its weights, and these rounded."""
+        """Slot → (version, weights rounded to bfloat16)."""
         self._blocks: dict[str, Block] = {}
 
     def add(self, plan: Plan, server: int, memory: Mapping[str, Tensor] | None) -> Unit:
-        """Take in the slices of a plan that lie on `server`, with weights of zero; see `Shard.add`."""
+        """Add the slices of a plan that belong to `server`, with weights of zero; see `Shard.add`."""
         slices, first_key = plan.slices_of(server), self.num_keys
         keys = frozenset(segment.key for piece in slices for segment in piece.segments)
         slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
@@ -284,9 +295,10 @@ class Storage:
     def _blocks_for(
         self, plan: Plan, slices: Sequence[Slice], memory: Mapping[str, Tensor] | None
     ) -> dict[str, Block]:
-        """Return the memory for some slices of a plan, by dtype: what is left of the last block, or a new one."""
+        """Return the memory for a plan's slices, by dtype: free space of the last block, or a new one."""
         sizes: dict[str, int] = {}
         for piece in slices:
+            # Slices that workers map may start on a page boundary, so leave room for a gap before each.
             may_part = piece.nbytes >= LONG or not plan.is_resident(piece)
             gap = PAGE // SIZES[piece.dtype] if may_part else 0
             sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length + gap
@@ -294,7 +306,7 @@ class Storage:
         for dtype, size in sizes.items():
             block = self._blocks.get(dtype) if memory is None else None
             if block is None or block.used + size > block.weights.numel():
-                # Room for as much again, which takes no memory before it is written.
+                # A new block is twice as large as needed; pages that are not written take no memory.
                 numel = max(size, 2 * block.used if block else 0)
                 shared = self._shared_zeros(numel, torch_dtype(dtype)) if memory is None else None
                 if memory is not None:
@@ -308,7 +320,7 @@ class Storage:
         return found
 
     def _shared_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Counts] | None:
-        """Make memory for much that peers can read in its place, if that is possible; and its marks."""
+        """Allocate shared memory that peers can map, if it is large enough and possible; and its write counters."""
         nbytes = -(-numel * dtype.itemsize // LONG) * LONG
         room = nbytes + nbytes // LONG * MARK
         shared = self._leases.shared(room) if numel * dtype.itemsize >= LONG and self._leases else None
@@ -318,19 +330,22 @@ class Storage:
 
     def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
         number, first = len(self.slots), len(block.keys)
+        # 1. Align it. Workers map the whole range of a key that they keep no copy of, otherwise the slice.
         key, _, begin, _ = piece.segments[0]
         nbytes = unit.plan.specs[key].nbytes
-        if unit.plan.is_resident(piece):  # else workers map all of a key apart from others
+        if unit.plan.is_resident(piece):
             begin, nbytes = piece.offset, piece.nbytes
         is_mapped = block.marks is not None and nbytes >= LONG
         gap = (begin - block.used) % (PAGE // SIZES[piece.dtype])
         may_part = nbytes >= _WORTH_A_GAP and unit.first_key + key not in self.homes
         if is_mapped and may_part:
-            block.used, gap = block.used + gap, 0  # now it begins in its page where it does on workers
+            block.used, gap = block.used + gap, 0  # it starts at the same offset in its page as on workers
+        # 2. Append its segments to the block.
         start = block.used
         block.states.add([(start + s.start, s.numel) for s in piece.segments])
         starts = [start + s.start for s in piece.segments]
         block.ends += [*starts[1:], start + piece.length]
+        # 3. A key's home grows with each of its segments, here or in slots before.
         for at, segment in enumerate(piece.segments):
             key = unit.first_key + segment.key
             block.keys.append(key)
@@ -349,6 +364,7 @@ class Storage:
                 slice(begin, start + segment.start + segment.numel),
                 max(row_numel(unit.plan.specs[segment.key]), 1),
             )
+        # 4. Append the slot.
         block.used += piece.length
         self.slots.append(Slot(piece, unit, block, start, first, len(block.keys)))
         self.ends.append(block.used)
@@ -360,33 +376,32 @@ class Storage:
         self.places.append(-1 if place is None else place)
 
     def place(self, slot: int) -> int:
-        """Say where peers can map the present weights of a slot; -1 where they cannot."""
+        """Return the place where peers can map a slot's current weights; -1 if they cannot."""
         return -1 if slot in self._moved else self.places[slot]
 
     @property
     def has_moved(self) -> bool:
-        """Whether some weights have left their block because that is being sent."""
+        """Whether some slots have moved out of their block because that is being sent."""
         return bool(self._moved)
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks."""
         return list({id(slot.block): slot.block for slot in self.slots}.values())
 
     def is_next(self, slot: int, other: int) -> bool:
-        """Tell whether a slot is the neighbour of another one in memory."""
+        """Return whether a slot directly follows another one in memory."""
         a, b = self.slots[slot], self.slots[other]
         return other == slot + 1 and a.block is b.block and self.ends[slot] == b.start
 
     def continues_key(self, slot: int) -> bool:
-        """Tell whether a slot goes on with the key of the one before."""
+        """Return whether a slot continues the key of the slot before."""
         return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
 
     def borrow(self, first: int, end: int, to_write: bool = True) -> Tensor:
-        """Lend the weights of neighbouring slots as one tensor; a copy where some have moved.
+        """Return the weights of adjacent slots as one tensor; a copy if some have moved.
 
         Args:
-            to_write: They are written until `settle`, and else only read.
+            to_write: The caller writes them, and then calls `settle`; False: it only reads.
         """
         marks = self.slots[first].block.marks if to_write else None
         if to_write and (self._moved or (self._leases and self._leases.held)):
@@ -399,7 +414,7 @@ class Storage:
         return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
-        """Note that what was borrowed is written; put a copy back."""
+        """End a write begun by `borrow`; a copy is written back."""
         marks = self.slots[first].block.marks
         if marks is not None:
             marks[1, self.lines[first].start : self.lines[end - 1].stop] += 1
@@ -410,30 +425,31 @@ class Storage:
 
     @contextmanager
     def borrowed(self, first: int, end: int) -> Iterator[Tensor]:
-        """Lend the weights of neighbouring slots while a block runs."""
+        """Borrow the weights of adjacent slots to write them in a `with` block."""
         joined = self.borrow(first, end)
         yield joined
         self.settle(first, end, joined)
 
     @contextmanager
     def borrowed_key(self, home: Home) -> Iterator[Tensor]:
-        """Lend the weights of a key, flat, as `borrowed`."""
+        """Like `borrowed`, for the weights of one key."""
         start = self.slots[home.slot].start
         with self.borrowed(home.slot, home.end_slot) as weights:
             yield weights[home.part.start - start : home.part.stop - start]
 
     def rows(self, key: int, last: int) -> Tensor:
-        """Read a key's rows here, with those up to the last one side by side, as one; may be a copy."""
+        """Return the rows of a key, or of adjacent keys up to `last`, as one matrix; may be a copy."""
         home, end = self.homes[key], self.homes[last]
         start = self.slots[home.slot].start
         weights = self.borrow(home.slot, end.end_slot, to_write=False)
         return weights[home.part.start - start : end.part.stop - start].view(-1, home.width)
 
     def make_writable(self, slot: int) -> None:
-        """Leave a buffer that a slow peer is still being sent to it; go on with a copy as long as that takes."""
+        """Copy-on-write: while a slow peer reads this slot's buffer, continue on a copy."""
         visible, leases = self.visible[slot], self._leases
         if leases is None or (slot not in self._moved and not leases.is_busy(visible)):
             return
+        # Return to the block as soon as it is free; otherwise use a copy that is not being read.
         one = self.slots[slot]
         home, own = one.block.weights[one.start : self.ends[slot]], self._moved.pop(slot, None)
         if own is not None and not leases.is_busy(home):
@@ -446,9 +462,10 @@ class Storage:
         self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
 
     def half(self, slot: int, version: int) -> Tensor:
-        """Round the weights of a slot to bfloat16, once for each version; those that are not wider stay as they are.
+        """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes are returned as they
+        are.
 
-        Nobody may read what was returned for an earlier version, but for those whom the leases know.
+        The memory is reused for the next version unless the leases report a reader.
         """
         weights = self.padded[slot]
         if not weights.is_floating_point() or weights.dtype.itemsize <= torch.bfloat16.itemsize:
