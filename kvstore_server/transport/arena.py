@@ -1,4 +1,4 @@
-"""Shared memory: segments, and the ranges of them that are in use."""
+"""Shared memory: mapped segments, the allocator of ranges in them, and leases on buffers that are being read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 _PORTION = 16 << 20
-"""Bytes of data in a message: so few that copying them delays nobody, so many that all else is little beside that."""
+"""The most data in one message: little enough that copying it delays no one, enough to make the overhead small."""
 _LINE = 64
 _POPULATE_WRITE = 23
 
 
 class SharedArena:
-    """Memory of a descriptor, which is closed where the memory is ours; the mapping keeps the memory.
+    """A mapping of a descriptor's memory. The descriptor is closed if the memory is ours; the mapping keeps the
+    memory.
 
     Args:
-        number: Tells it from other memory.
-        is_ours: It may be written, and the other side sees that.
+        number: Identifies it among other memories.
+        is_ours: True: writable, and the other side sees the writes. False: private.
     """
 
     def __init__(self, fd: int, number: int = 0, is_ours: bool = True) -> None:
         self.fd = fd
-        """Open as long as this object is there, if the memory is not ours."""
+        """Open as long as this object exists, if the memory is not ours."""
         try:
             self.nbytes = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED if is_ours else mmap.MAP_PRIVATE)
@@ -46,23 +47,23 @@ class SharedArena:
         self.number = number
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self.numbers = torch.from_numpy(self.bytes)
-        """The same memory."""
+        """The same memory as a tensor."""
 
     def populate(self) -> None:
-        """Take the pages of the first half now, which will be written; older systems take them as they are."""
+        """Fault in the pages of the first half, which will be written soon; no effect on older kernels."""
         end = self.nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
         with suppress(OSError):
-            for at in range(0, end, _PORTION):  # between two of them other threads go on
+            for at in range(0, end, _PORTION):  # the GIL is released in between
                 self._map.madvise(_POPULATE_WRITE, at, min(_PORTION, end - at))
 
     def trim(self) -> None:
-        """Give all pages back: what is there is lost, and reads as zeros."""
-        with suppress(OSError):  # of a system that cannot, they stay
+        """Return all pages to the system: the contents are lost and read as zeros."""
+        with suppress(OSError):  # not supported: the pages stay
             self._map.madvise(mmap.MADV_REMOVE)
 
 
 def make_memory(nbytes: int) -> int:
-    """Return a descriptor of memory whose size nobody can change. Raises OSError where the system has none."""
+    """Return a descriptor of anonymous memory with a sealed size. Raises OSError if the system has no memfd."""
     fd = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -74,18 +75,18 @@ def make_memory(nbytes: int) -> int:
 
 
 class Places:
-    """An allocator of places in a memory. It gives the lowest free one, so that what was used is used again."""
+    """An allocator of ranges in a memory. It returns the lowest free range, so that pages are reused."""
 
     def __init__(self, nbytes: int) -> None:
         self.used = 0
-        """Bytes that are given."""
+        """Bytes allocated."""
         self._given: dict[int, int] = {}
         """Begin → end."""
         self._free = [(0, nbytes)]
-        """(begin, end), ascending, no two of them neighbours."""
+        """(begin, end), ascending; adjacent ranges are merged."""
 
     def take(self, nbytes: int) -> int | None:
-        """Return where a place of so many bytes begins; None where there is none."""
+        """Return the begin of a new range of `nbytes` bytes; None if none is large enough."""
         size = -(-nbytes // _LINE) * _LINE
         for at, (begin, end) in enumerate(self._free):
             if begin + size <= end:
@@ -96,11 +97,12 @@ class Places:
         return None
 
     def give_back(self, begin: int) -> None:
-        """Note that a place is not read any more; what is none is ignored."""
+        """Free a range; unknown ones are ignored, because a peer sends them."""
         end = self._given.pop(begin, None)
         if end is None:
             return
         self.used -= end - begin
+        # Merge it with free neighbours.
         at = bisect.bisect(self._free, (begin, end))
         if at < len(self._free) and self._free[at][0] == end:
             end = self._free.pop(at)[1]
@@ -110,7 +112,7 @@ class Places:
 
 
 def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
-    """Say where pieces begin and end in memory that lie one behind the other; of others the end is 0."""
+    """Return the begin and end address of pieces that are contiguous in memory; otherwise the end is 0."""
     first = end = pieces[0].data_ptr()
     for piece in pieces:
         if piece.data_ptr() != end:
@@ -120,29 +122,30 @@ def _extent(pieces: Sequence[Tensor]) -> tuple[int, int]:
 
 
 class Leases:
-    """Buffers that a queue or a peer still reads from, by address: what waits to be sent is no copy.
+    """Buffers that a queue or a peer still reads, by address. They wait to be sent without a copy, so they must not
+    change.
 
     Attributes:
-        held: How many messages with a buffer wait in a queue of ours, or are with a peer that reads it in its place.
+        held: Address → how many messages with that buffer are queued, or are being read in place by a peer.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
         self.shared: Callable[[int], Tensor | None] = lambda _: None
-        """Makes memory of so many bytes, zero, that peers can read in its place; None where there is none."""
+        """Allocates zeroed memory that peers can map; None if that is not possible."""
         self.place_of: Callable[[Tensor], int | None] = lambda _: None
-        """Names the place of a buffer in such memory; None where it is not there."""
+        """Returns the place of a buffer in such memory; None if it is not there."""
 
     def hold(self, buffer: Tensor) -> None:
-        """Note that a message with this buffer waits, or is read; may be called several times."""
+        """Record that a message with this buffer is queued or read; calls are counted."""
         self.held[buffer.data_ptr()] = self.held.get(buffer.data_ptr(), 0) + 1
 
     def release(self, buffer: Tensor) -> None:
-        """Note that one of the messages with this buffer has left its queue, or was read."""
+        """Undo one `hold`."""
         self.held[buffer.data_ptr()] -= 1
         if not self.held[buffer.data_ptr()]:
             del self.held[buffer.data_ptr()]
 
     def is_busy(self, buffer: Tensor) -> bool:
-        """Tell whether somebody still reads from the buffer. It must not be written then."""
+        """Return whether the buffer is still being read, so that it must not be written."""
         return buffer.data_ptr() in self.held

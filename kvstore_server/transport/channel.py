@@ -1,12 +1,20 @@
-"""Messages between a worker and a server of one host: bytes in shared memory, and a Unix socket that says where.
+"""Shared-memory transport between a worker and a server on one host.
 
-The server makes and seals the memory of both directions, so that no peer can make it shrink while the other reads it,
-and gives the worker its descriptors. Nothing has a name in a file system, so nothing is left behind however a process
-ends.
+Message data is in shared memory; a Unix socket (SEQPACKET) carries message descriptors, small frames and the file
+descriptors of memory. The server allocates and seals the memory of both directions, so neither side can shrink it
+while the other reads. It is anonymous (memfd), so nothing is left behind however a process ends.
 
-A frame of some size is copied into the sender's memory, and lies there until the receiver has told, with a message of
-its own, that nobody reads it any more. Where there is no place left, the server makes more memory, by itself or because
-the worker asks for it. A receiver that keeps half of the memory copies what comes then, so that the rest stays free.
+How a message travels: the sender copies each large frame into a free range of its arena and sends (length, place) for
+it. The receiver reads it there without a copy, and returns the place with one of its own messages once the last
+reference is gone. If the arena is full, the server allocates a larger one, on its own or at the worker's request. A
+receiver that borrows half of an arena copies further frames, so that the other half stays free.
+
+Two kinds of memory are read in place without any copy: exported weights of the server, and staging buffers in which a
+worker puts its gradients (see `exports`). A *place* is an offset, with the number of its memory in the upper bits.
+
+Invariants: neither end blocks. Lengths and places from the peer are checked before use, because it may be broken or
+hostile. A full socket or arena makes `send` return False, and the caller tries again. A peer that is gone raises
+OSError, after the messages it had sent were received.
 """
 
 from __future__ import annotations
@@ -46,19 +54,20 @@ _log = logging.getLogger(__name__)
 
 
 LEAST_MEMORY = 4 << 20
-"""Bytes of each direction at first. Pages take no memory before they are written."""
+"""Initial size of each direction in bytes. Pages take no memory before they are written."""
 _INLINE = 2048
-"""Frames of up to so many bytes go through the socket."""
+"""Frames up to this size are sent through the socket."""
 _HEAD = struct.Struct("<HHIQ")
-"""Kind; numbers of frames and of places given back; another number."""
+"""Kind, number of frames, number of returned places, and a value that depends on the kind."""
 _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH = range(8)
-"""Frames; a worker's session; room for so many bytes is wanted; memory for requests from now on; for replies; memory
-of weights; a staging buffer of so many bytes is wanted, or is there; a worker's session, which wants no memory, but
-that both sides know each other's process."""
+"""Kinds of datagrams: frames; a worker's session; a worker wants this much room; new memory for requests; for replies;
+memory of weights; a staging buffer is wanted (bytes) or was made; a worker's session without memory, only to exchange
+process ids.
+"""
 _MOST_GIVEN_BACK = 1024
 _DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
-"""Messages that are taken from one worker before it is another one's turn."""
+"""Messages received from one worker before it is another one's turn."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 _PENDING_PEERS = 128
 _CONNECT_TIMEOUT = 5.0
@@ -70,11 +79,11 @@ class Channel:
     """One end of the connection between a worker and a server. Never blocks; not thread-safe.
 
     Args:
-        end: A connected Unix socket that keeps the boundaries of messages.
+        end: A connected Unix socket that preserves message boundaries.
         sends: Memory for what this end sends.
-        reads: Memory of what it gets.
-        make: On the server, makes memory of so many bytes and that number; see `Listener.make`.
-        exports: On the server, weights that the worker may read where they lie.
+        reads: Memory for what this end receives.
+        make: On the server, allocates memory of some size with a number; see `Listener.make`.
+        exports: On the server, weights that the worker may read in place.
     """
 
     def __init__(
@@ -86,44 +95,49 @@ class Channel:
         exports: WeightExports | None = None,
     ) -> None:
         end.setblocking(False)
+        # 1. The socket and the two directions.
         self._end = end
         self._sends, self._places = sends, Places(sends.nbytes)
         self._reads = {reads.number: reads}
         self._make = make
         self.is_usable = True
-        """There is, or will be, room for what is sent; if not, the peer may still have said something."""
+        """False: messages cannot be sent any more, but those of the peer may still be received."""
         self.is_full = False
-        """The message that could not be sent last had a place, but the socket took no more; until it is tried again."""
+        """The last message failed because the socket was full, although its memory had room; until it is tried
+        again.
+        """
         self._has_asked = False
         self.is_tight = False
-        """There is no more memory."""
+        """There is no memory for a larger arena."""
         self.portion = _PORTION
-        """Bytes of data that a message may bring."""
+        """The most data in one message, in bytes."""
+        # 2. Memory that is read in place: exported weights and staging buffers.
         self._exports = exports
         self._weights: dict[int, SharedArena] = {}
-        """Memory of weights that the worker knows, by its number; on the server the worker's staging buffer."""
+        """Number → memory of weights that the worker knows; on the server, the worker's staging buffer."""
         self.staging_buffer: StagingBuffer | None = None
-        """Of the worker, once the server has made the one that was asked for last."""
+        """The worker's staging buffer, once the server has made the last one that was requested."""
         self._asked_staging_buffers: deque[StagingBufferRequest] = deque()
-        """Those that have not come."""
+        """Requests that are not answered yet."""
         self._last_staging_buffer = _FIRST_WEIGHTS
         """On the server, the number of the worker's last staging buffer."""
         self._shown: set[int] = set()
-        """The numbers that the server has told."""
+        """Numbers of the memories whose descriptors the worker has."""
         self._read: dict[int, list[Sequence[Tensor]]] = {}
-        """Place → what the peer reads there, as often as it was sent that: weights, or what is in a staging buffer."""
+        """Place → what the peer reads there, once for each message: weights, or the contents of a staging buffer."""
+        # 3. Frames that are borrowed from the peer's memory, and places to return to it.
         self._num_borrowed = 0
         self._borrowed: dict[int, weakref.ref[Bytes]] = {}
-        """The frames that somebody still reads."""
+        """Borrowed frames that are still referenced."""
         self._borrowed_bytes = 0
-        """In the memory that is read now."""
+        """Bytes borrowed from the current memory."""
         self._returned: list[int] = []
-        """Places that nobody reads any more, of which the peer has yet to be told."""
+        """Places that were read, to be returned with the next message."""
         self._returned_bytes = 0
         self._enough = LEAST_MEMORY // 8
-        """From so many bytes on the peer is told even if there is nothing else to say."""
+        """From this many bytes on, places are returned in a message of their own."""
         self._wish = 0
-        """Bytes that a worker asked for when nothing could be sent to it."""
+        """Bytes that a worker requested when its socket was full."""
         self._was_reset = False
         self._buffer = memoryview(bytearray(_DATAGRAM))
 
@@ -131,43 +145,46 @@ class Channel:
         return self._end.fileno()
 
     def process(self) -> Process:
-        """Return the process at the other end. Raises OSError where it cannot be seen."""
+        """Return the process at the other end. Raises OSError if it is not visible."""
         return Process(process_at(self._end))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that a server has made for a worker."""
+        """Bytes of all memory that the server shares with the worker."""
         return sum([arena.nbytes for arena in (self._sends, *self._reads.values(), *self._weights.values())])
 
     def close(self) -> None:
-        """End the connection; frames that somebody has stay readable."""
+        """Close the connection; frames that are still referenced stay readable."""
         if self.staging_buffer is not None:
             self.staging_buffer.is_lost = True
         for place in list(self._read):
             while place in self._read:
                 self._take_back(place)
-        self._borrowed.clear()  # which refers to this channel, so that its memory would be kept
-        with suppress(OSError):  # the other end is gone
-            self._end.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
+        self._borrowed.clear()  # they refer to this channel, which would keep its memory
+        with suppress(OSError):  # the other end may be gone
+            self._end.shutdown(socket.SHUT_RDWR)  # a forked child may still hold the descriptor
         self._end.close()
 
     def send(
         self, frames: Sequence[Frame], payloads: Sequence[Tensor] | None = None, zero_copy: bool = False
     ) -> bool:
-        """Send a message, if there is room for it now; return whether there was.
+        """Send a message if there is room for it; return whether it was sent.
 
         Args:
-            payloads: Its last frame, in pieces.
-            zero_copy: They may be read where they lie; exported weights are, and held until that is over. A worker's
-                are where they lie in its staging buffer.
+            payloads: The last frame, in pieces.
+            zero_copy: The receiver may read the payloads in place, if they are exported weights (held until it has
+                read them) or in the worker's staging buffer.
 
         Raises:
-            OSError: the peer is gone.
+            OSError: The peer is gone.
         """
+        # 1. Can the payloads be read in place? It does not pay for small ones.
         pieces = payloads or ()
         data = sum(map(_nbytes_of, pieces))
         least = len(pieces) * SENT_ALONE if self.staging_buffer is None else _INLINE + 1
         stays = self._place_of(pieces) if zero_copy and pieces and data >= least else None
+        # 2. Build the table of (length, place), and copy frames: small ones into the datagram, large ones into the
+        # arena.
         table: list[int] = []
         inline: list[Frame] = []
         taken: list[int] = []
@@ -192,6 +209,7 @@ class Channel:
                     _join(pieces, self._sends.numbers[begin : begin + nbytes])
                 else:
                     self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
+        # 3. Send it, or give all places back. What is read in place is kept until the peer returns it.
         else:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
@@ -204,29 +222,29 @@ class Channel:
         return is_sent
 
     def _place_of(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return where the peer can read data that need not be copied; None where it cannot."""
+        """Return the place of payloads that the peer can read in place; None if it cannot."""
         if self.staging_buffer is not None:
             return self.staging_buffer.find(pieces)
         place = None if self._exports is None else self._exports.find(pieces)
         return place if place is not None and self.show(np.array([place])) else None
 
     def show(self, places: npt.NDArray[np.int64]) -> bool:
-        """Give the worker the memories of the exported weights in which places are; return whether it has them."""
+        """Send the worker descriptors of the weights that contain these places; return whether it has all of them."""
         assert self._exports is not None
         for number in set((places[places >= 0] >> _NUMBER).tolist()) - self._shown:
-            fd = self._exports.fds.get(number)  # none where the table has ended since
+            fd = self._exports.fds.get(number)  # missing if the table has ended since
             if fd is not None and not self._put(_WEIGHTS, (), (), number, fd):
                 return False
             self._shown.add(number)
         return True
 
     def weights_at(self, place: int) -> tuple[SharedArena, int] | None:
-        """Find the server's memory in which a place is, and where it begins there; None where it was not shown."""
+        """Return the server's memory that contains a place, and the offset there; None if it is unknown."""
         arena = self._weights.get(place >> _NUMBER)
         return None if arena is None else (arena, place & ~(-1 << _NUMBER))
 
     def _take_back(self, place: int) -> None:
-        """Note that the peer has read what is in a place."""
+        """Record that the peer has read one message in a place."""
         found = self._read.pop(place, None)
         if found is not None:
             pieces = found.pop()
@@ -237,18 +255,20 @@ class Channel:
                 self._read[place] = found
 
     def receive(self) -> list[Frame] | None:
-        """Return the frames of the next message; None where none has come.
+        """Return the frames of the next message; None if nothing has arrived.
 
-        The last frame of data is the peer's memory until the last reference to it is gone; the others are copies.
+        The last data frame is a view of the peer's memory, which is returned with the last reference; others are
+        copies.
 
         Raises:
-            OSError: the peer is gone.
-            ProtocolError: it has sent what cannot be understood.
+            OSError: The peer is gone.
+            ProtocolError: The message cannot be understood.
         """
         while True:
+            # 1. Read a datagram.
             fds: list[int] = []
             try:
-                if self._make is not None:  # no descriptors are taken from a worker
+                if self._make is not None:  # no descriptors are accepted from a worker
                     size = self._end.recv_into(self._buffer)
                 else:
                     size, ancillary, _, _ = self._end.recvmsg_into([self._buffer], _ONE_FD)
@@ -262,9 +282,10 @@ class Channel:
                 if self._was_reset:
                     raise
                 self._was_reset = True
-                continue  # it left without reading all of ours; what it has said itself comes now
+                continue  # it closed with unread messages of ours; its own messages follow
             if not size:
                 raise ConnectionResetError("the other end was closed")
+            # 2. Take back the places that the peer has read.
             data = self._buffer[:size]
             try:
                 kind, num_frames, num_returned, value = _HEAD.unpack_from(data)
@@ -274,6 +295,7 @@ class Channel:
                         self._places.give_back(place & ~(-1 << _NUMBER))
                     elif place >> _NUMBER > _FIRST_WEIGHTS:
                         self._take_back(place)
+                # 3. Handle messages about memory, and continue; return the frames of any other.
                 if kind != _MESSAGE:
                     self._change_memory(kind, value, fds)
                 elif num_frames:
@@ -285,25 +307,24 @@ class Channel:
                     os.close(fd)
 
     def tell(self) -> None:
-        """Send what was left for later: places that nobody reads any more, and memory that was asked for."""
-        with suppress(OSError):  # found out by `receive`, after what the peer has said
+        """Send what was postponed: returned places, and memory that was requested."""
+        with suppress(OSError):  # `receive` reports it, after the peer's last messages
             if self._wish and self._takes_more():
                 self._grant(self._wish)
             if self._returned_bytes >= self._enough:
                 self._put(_MESSAGE, (), ())
 
     def _takes_more(self) -> bool:
-        """Say whether the socket has room for a message."""
-        poll = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+        poll = select.poll()  # `select` only handles descriptors below 1024
         poll.register(self._end, select.POLLOUT)
         return any([event & select.POLLOUT for _, event in poll.poll(0)])
 
     def make_room(self, nbytes: int) -> bool:
-        """Make room for so many bytes more, or ask the server for it; return whether there is some now."""
+        """Make room for `nbytes` more, or request it from the server; return whether there is room now."""
         wanted = max(2 * (self._places.used + nbytes), self._sends.nbytes)
         if self.is_tight or self._has_asked or self.is_full:
             return False
-        with suppress(OSError):  # found out by `receive`
+        with suppress(OSError):  # `receive` reports it
             if self._make is None:
                 self._has_asked = self._put(_ROOM, (), (), wanted)
                 return False
@@ -317,34 +338,31 @@ class Channel:
     def _set_tight(self, is_tight: bool) -> None:
         if is_tight and not self.is_tight and self._make is not None:
             _log.warning(
-                "answers to a worker of this host go through %d bytes, some at a time: there is no memory for more",
+                "answers to a worker on this host go through %d bytes, in portions: there is no memory for more",
                 self._sends.nbytes,
             )
         self.is_tight = is_tight
         self.portion = max(self._sends.nbytes // 4, MAX_PAYLOAD) if is_tight else _PORTION
 
     def ask_for_staging_buffer(self, nbytes: int) -> StagingBufferRequest:
-        """Have the server make a staging buffer of so many bytes.
-
-        A former one is lost, whoever asked for that.
-        """
+        """Request a staging buffer from the server. Any former one is lost."""
         if self.staging_buffer is not None:
             self.staging_buffer.is_lost, self.staging_buffer = True, None
         asked = StagingBufferRequest()
-        self._asked_staging_buffers.append(asked)  # first, so that whatever comes has somebody who asked
-        with suppress(OSError):  # found out by `receive`
+        self._asked_staging_buffers.append(asked)  # before it is sent, so that the answer finds it
+        with suppress(OSError):  # `receive` reports it
             asked.is_sent = self._put(_STAGING_BUFFER, (), (), nbytes)
         if not asked.is_sent:
             self._asked_staging_buffers.pop()
         return asked
 
     def trim(self) -> None:
-        """Give back the pages of this end's memory, if nothing is in it; they come again as they are written."""
+        """Return the pages of this end's arena to the system if it is empty."""
         if not self._places.used:
             self._sends.trim()
 
     def _made(self, nbytes: int, kind: int, number: int) -> tuple[SharedArena | None, bool]:
-        """Make memory, if there is some, and tell the worker; return it, and whether the socket took the message."""
+        """Allocate memory and send it to the worker; return it, and whether the socket accepted the message."""
         assert self._make is not None
         made = self._make(nbytes, number)
         if made is None:
@@ -358,7 +376,7 @@ class Channel:
     def _put(
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
-        """Send a datagram, with what the peer may use again; return whether the socket took it."""
+        """Send a datagram, with places to return; return whether the socket accepted it."""
         returned = self._returned[:_MOST_GIVEN_BACK]
         words = [*returned, *table]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
@@ -381,7 +399,7 @@ class Channel:
         return True
 
     def _change_memory(self, kind: int, value: int, fds: list[int]) -> None:
-        """Do what the peer says about memory; descriptors that are used are taken out of `fds`."""
+        """Handle a message about memory; descriptors that are used are removed from `fds`."""
         if kind == _ROOM and self._make is not None and value:
             if len(self._reads) > 1:
                 raise ValueError("a worker that asks for more memory and has not used what it got")
@@ -392,7 +410,7 @@ class Channel:
             self.is_usable &= bool(fds)
             if fds:
                 self._sends = SharedArena(fds.pop(), value)
-                self._sends.populate()  # here, for the server has others to serve
+                self._sends.populate()  # in the worker, because the server has other clients
                 self._places = Places(self._sends.nbytes)
         elif kind == _REPLIES and self._make is None and fds:
             self._reads, self._borrowed_bytes = {value: SharedArena(fds.pop(), value)}, 0
@@ -411,7 +429,7 @@ class Channel:
             raise ValueError(f"a datagram of kind {kind}")
 
     def _grant(self, nbytes: int) -> None:
-        """Give a worker other memory for its requests, or tell it that there is none; later, if it does not read."""
+        """Give a worker new memory for its requests, or tell it that it gets no more; later if its socket is full."""
         number = max(self._reads) + 1
         arena, is_told = self._made(nbytes, _REQUESTS, number)
         self._wish = 0 if is_told else nbytes
@@ -420,12 +438,12 @@ class Channel:
 
     def _frames(self, table: Sequence[int], inline: memoryview) -> list[Frame]:
         frames: list[Frame] = []
-        copy, begin = memoryview(bytearray(inline)), 0  # the next datagram takes the place of this one
+        copy, begin = memoryview(bytearray(inline)), 0  # the buffer is reused for the next datagram
         left, last = len(copy), len(table) // 2 - 1
         for at in range(last + 1):
             nbytes, place = table[2 * at : 2 * at + 2]
-            # The last frame of data holds numbers alone. All others are checked first, and then used: by then
-            # the peer could have changed them.
+            # Only the last data frame may be borrowed, since it contains numbers. Other frames are validated and then
+            # used, and the peer could change them in between, so they are copied.
             is_numbers = at == last > 0
             most = left if place < 0 else _PORTION + MAX_FRAME if is_numbers else MAX_FRAME
             if not 0 <= nbytes <= most:
@@ -438,14 +456,17 @@ class Channel:
         return frames
 
     def _take_place(self, nbytes: int, place: int, may_borrow: bool) -> Frame:
-        """Return the bytes of a place: a copy, or its memory, as long as somebody refers to it."""
+        """Return the bytes of a place, copied or borrowed."""
         number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
         weights = self._weights.get(number)
         arena = self._reads[number] if weights is None else weights
         if begin + nbytes > arena.nbytes:
             raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
         if len(self._reads) > 1 and number == max(self._reads):
-            self._reads, self._borrowed_bytes = {number: arena}, 0  # the peer will not use what it had before
+            self._reads, self._borrowed_bytes = (
+                {number: arena},
+                0,
+            )  # the peer no longer uses its former memory
         found = arena.bytes[begin : begin + nbytes]
         if may_borrow and (weights is not None or self._borrowed_bytes + nbytes <= arena.nbytes // 2):
             self._num_borrowed += 1
@@ -467,24 +488,23 @@ class Channel:
 
 
 def _join(pieces: Sequence[Tensor], place: Tensor) -> None:
-    """Copy pieces of bytes to a place, one behind the other."""
+    """Concatenate pieces of bytes into a place."""
     dtypes = {piece.dtype for piece in pieces}
-    if len(dtypes) == 1:  # asking each of many small ones for its bytes would cost more than to copy them
+    if len(dtypes) == 1:  # viewing each of many small pieces as bytes costs more than copying them
         torch.cat(list(pieces), out=place.view(dtypes.pop()))
     else:
         torch.cat([piece.view(torch.uint8) for piece in pieces], out=place)
 
 
 def connect(run: int, token: int, own: bytes) -> Channel:
-    """Open a channel to the server of a run, if it is on this host. `token` is the session's.
-
-    Blocks for a few seconds at most.
+    """Open a channel to the server of a run, if it is on this host. Blocks for a few seconds at most.
 
     Args:
+        token: The token of the worker's session.
         own: The routing id of the worker's socket, which the session knows.
 
     Raises:
-        OSError: there is no such server here, or it does not know the session.
+        OSError: There is no such server on this host, or it does not know the session.
     """
     end = _socket()
     try:
@@ -506,7 +526,7 @@ def connect(run: int, token: int, own: bytes) -> Channel:
 
 
 def watch(run: int, token: int, own: bytes) -> Process:
-    """Have the server of a run, if it is on this host, watch this process; return the server's. Else as `connect`."""
+    """Let the server of a run watch this process, and return the server's process; otherwise like `connect`."""
     with _socket() as end:
         _introduce(end, run, _WATCH, token, own)
         if not end.recv(_HEAD.size):
@@ -515,7 +535,6 @@ def watch(run: int, token: int, own: bytes) -> Process:
 
 
 def _introduce(end: socket.socket, run: int, kind: int, token: int, own: bytes) -> None:
-    """Connect to the server of a run and say who this is."""
     end.settimeout(_CONNECT_TIMEOUT)
     end.connect(_name(run))
     process_at(end)
@@ -523,20 +542,20 @@ def _introduce(end: socket.socket, run: int, kind: int, token: int, own: bytes) 
 
 
 class Listener:
-    """The server's side of all its channels. Does not block.
+    """The server's side of all its channels. Never blocks.
 
     Args:
-        run: Of the server; a channel is found by it.
-        admits: Whether a routing id belongs to the session of a token.
-        budget: The memory of channels is claimed there before it is made, and given back when it is unmapped.
-        leases: Is told which weights are read; has new ones made where workers can read them.
-        look_at: Is shown the processes, with the time, whenever they are looked after.
+        run: Identifies the server; workers find it by this number.
+        admits: Returns whether a routing id belongs to the session of a token.
+        budget: Memory of channels is claimed from it before it is allocated, until it is unmapped.
+        leases: Is told which weights are being read, and gets an allocator for weights that workers can map.
+        look_at: Called with the processes and the time by `reap_and_flush`.
 
     Attributes:
-        processes: Those of workers of this host that have a channel, or have asked to be watched.
+        processes: Processes of workers on this host that have a channel or asked to be watched.
 
     Raises:
-        OSError: the system has no such sockets.
+        OSError: The system lacks such sockets.
     """
 
     def __init__(
@@ -554,10 +573,10 @@ class Listener:
         self.channels: dict[bytes, Channel] = {}
         """Routing id → the channel of its worker."""
         self._peers: dict[int, tuple[bytes, int]] = {}
-        """Descriptor → routing id and token."""
+        """Descriptor → (routing id, token)."""
         self.processes = Processes()
         self._pending_peers: dict[int, socket.socket] = {}
-        """Those that have not said yet who they are."""
+        """Connections that have not been authenticated yet."""
         self._end = _socket()
         try:
             self._end.setblocking(False)
@@ -572,11 +591,11 @@ class Listener:
         leases.place_of = lambda weights: self._exports.find([weights])
 
     def fileno(self) -> int:
-        """Return a descriptor that can be read where something has come."""
+        """Return a descriptor that is readable when something has arrived."""
         return self._ready.fileno()
 
     def close(self) -> None:
-        """End all channels."""
+        """Close all channels."""
         for fd in list(self._peers):
             self._drop(fd)
         for end in (*self._pending_peers.values(), self._end):
@@ -586,12 +605,12 @@ class Listener:
         self.processes.close()
 
     def receive(self, answer: Callable[[bytes, list[Frame]], object]) -> None:
-        """Have messages that have come answered, of each worker a few; each is given its sender's routing id, too."""
+        """Pass the messages that have arrived, a few of each worker, to `answer` with the sender's routing id."""
         for fd, _ in self._ready.poll(0):
             if fd in self._pending_peers:
                 self._attach(fd)
             elif fd not in self._peers:
-                self._accept()  # or one that is gone by now: then nobody is there
+                self._accept()  # or a stale event of a closed connection: then there is nothing to accept
             else:
                 peer, _ = self._peers[fd]
                 channel = self.channels[peer]
@@ -607,23 +626,20 @@ class Listener:
                     if frames is None:
                         break
                     answer(peer, frames)
-                    del frames  # it would keep the place in use
+                    del frames  # a reference would keep the place in use
 
     def reap_and_flush(self, now: float) -> None:
-        """Close channels that have ended, or whose memory tables need.
+        """Close channels that have ended or whose memory is needed, and flush what could not be sent. Call it
+        regularly.
 
-        Those of ended sessions and processes have ended. Send what others could not take.
-
-        Processes are watched until their sessions end; `look_at` is told about them at this time.
-
-        To be called from time to time.
+        Processes are watched until their sessions end; `look_at` is called with them.
         """
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
         ended = self.processes.ended()
         for fd, key in list(self._peers.items()):
-            # A process may be gone, whoever has its end open still; what it said is heard first.
+            # An ended process' socket may still be open in a child. Its last messages are received first.
             if (key in ended and not _can_be_read(fd)) or not self._admits(*key):
                 self._drop(fd)
         for key in self.processes:
@@ -633,35 +649,36 @@ class Listener:
         self._make_way()
 
     def _make_way(self) -> None:
-        """Close the largest channels while tables need what they have. (Of closed ones something may still be read.)"""
+        """Close the largest channels while tables need their memory. Frames of closed channels may still be in use."""
         if self._budget.excess(self._budget.shared) <= 0:
             return
         sizes = sorted([(channel.nbytes, peer) for peer, channel in self.channels.items()])
         while sizes and self._budget.excess(sum([nbytes for nbytes, _ in sizes])) > 0:
             nbytes, peer = sizes.pop()
             _log.warning(
-                "a worker of this host goes on over tcp: tables need the %d bytes that it shared (--max-memory)",
+                "a worker on this host continues over TCP: tables need the %d bytes that it shared (--max-memory)",
                 nbytes,
             )
             self.drop(peer)
 
     def drop(self, peer: bytes) -> None:
-        """Close the channel of a worker; what is sent to it goes over ZeroMQ."""
+        """Close the channel of a worker; later messages to it are sent over ZeroMQ."""
         self._drop(self.channels[peer].fileno())
 
     def _drop(self, fd: int) -> None:
         peer, _ = self._peers.pop(fd)
         self._ready.unregister(fd)
-        self.channels.pop(peer).close()  # from now on its `receive` raises OSError
+        self.channels.pop(peer).close()  # its `receive` raises OSError from now on
 
     def _accept(self) -> None:
         try:
             end, _ = self._end.accept()
         except OSError as error:
+            # Stop accepting until `reap_and_flush`; otherwise the event would repeat forever.
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._ready.modify(self._end, 0)  # until the next `reap_and_flush`
+                self._ready.modify(self._end, 0)
             return
-        with suppress(OSError):  # it is gone by now
+        with suppress(OSError):  # it may be gone
             end.setblocking(False)
             try:
                 process_at(end)
@@ -674,34 +691,37 @@ class Listener:
             self._ready.register(end, select.EPOLLIN)
 
     def _attach(self, pending_peer: int) -> None:
-        """Give memory to a worker that has said who it is, if it is one of ours; end the connection if not.
+        """Give memory to a worker that has authenticated itself; refuse others.
 
-        One that wants none is told that its process is watched, and the connection has served its purpose.
+        A worker that only wants to be watched is answered, and its connection is closed.
         """
         arenas: list[SharedArena] = []
         fds: list[int] = []
         end = self._pending_peers.pop(pending_peer)
+        # 1. Authenticate: the first message must name an open session.
         try:
             data = end.recv(_HEAD.size + 256)
             kind, _, _, token = _HEAD.unpack_from(data)
             peer = data[_HEAD.size :]
             if kind not in (_ATTACH, _WATCH) or not self._admits(peer, token):
-                raise ConnectionRefusedError("no session of ours")
+                raise ConnectionRefusedError("it does not belong to a session of this server")
             self.processes.add((peer, token), process_at(end))
             if kind == _WATCH:
                 end.send(_HEAD.pack(_WATCH, 0, 0, 0))
                 self._ready.unregister(end)
                 end.close()
                 return
+            # 2. Allocate both arenas, and send their descriptors.
             for _ in range(2):
                 made = self._share(LEAST_MEMORY, 0)
                 if made is None:
                     end.send(_HEAD.pack(_ATTACH, 0, 0, 0))
-                    raise ConnectionRefusedError("no memory is left of --max-memory")
+                    raise ConnectionRefusedError("--max-memory leaves no memory for it")
                 arenas.append(made[0])
                 fds.append(made[1])
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
         except BlockingIOError:  # another one's event, who had the same number
+            # A stale event of another connection that had this descriptor.
             self._pending_peers[pending_peer] = end
             return
         except (OSError, struct.error) as error:
@@ -712,6 +732,7 @@ class Listener:
         finally:
             for fd in fds:
                 os.close(fd)
+        # 3. Replace the worker's former channel.
         if peer in self.channels:
             self.drop(peer)
         requests, replies = arenas
@@ -719,16 +740,17 @@ class Listener:
         self._peers[end.fileno()] = peer, token
 
     def make(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
-        """Make memory for a channel; return it, and a descriptor of it that is the caller's.
+        """Allocate memory for a channel; return it with a descriptor that the caller must close.
 
-        There is none unless there is twice as much as will be written: the first half. Whoever writes takes its pages.
+        None if less than twice the memory that will be written (its first half) is available. The writer faults its
+        pages in.
         """
         with suppress(OSError):
             return self._share(nbytes, number) if nbytes < self._budget.available() else None
         return None
 
     def _share(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
-        """Make memory that is claimed as long as it is mapped here; None where that is more than the server may use."""
+        """Allocate memory that is claimed while it is mapped here; None if that exceeds the server's limit."""
         if not self._budget.claim_shared(nbytes):
             return None
         try:
@@ -741,20 +763,19 @@ class Listener:
         except BaseException:
             self._budget.give_back_shared(nbytes)
             raise
-        # Frames that somebody still reads are part of these bytes.
+        # Frames that are still referenced keep the mapping, and so the claim.
         weakref.finalize(arena.bytes, self._budget.give_back_shared, nbytes).atexit = False
         return arena, fd
 
 
 def _socket() -> socket.socket:
-    """Return a new socket. Raises OSError on systems other than Linux, which lack what else is used here."""
+    """Return a new socket. Raises OSError on systems other than Linux, which lack the calls used here."""
     if not (hasattr(os, "memfd_create") and hasattr(select, "epoll")):
-        raise OSError(errno.ENOSYS, "this system has no memory without a name")
+        raise OSError(errno.ENOSYS, "this system has no anonymous shared memory (memfd)")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _can_be_read(fd: int) -> bool:
-    """Say whether something has come to a descriptor."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
@@ -765,7 +786,7 @@ def _name(run: int) -> bytes:
 
 
 def process_at(end: socket.socket) -> int:
-    """Return the number of the process at the other end. Raises PermissionError if it belongs to another user."""
+    """Return the pid of the process at the other end. Raises PermissionError if it belongs to another user."""
     pid, user, _ = _CREDENTIALS.unpack(
         end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

@@ -14,32 +14,32 @@ from kvstore_server.transport.arena import Leases, SharedArena, _extent
 
 _log = logging.getLogger(__name__)
 _NUMBER = 40
-"""A place is named by its offset and, from this bit on, the number of the memory in which it is."""
+"""A place is an offset with, from this bit on, the number of its memory."""
 _FIRST_WEIGHTS = 1 << 20
-"""The first number of memory that is not a channel's own, but holds weights, or is a staging buffer."""
+"""First number of memories that do not belong to a channel: exported weights and staging buffers."""
 _SEAL_FUTURE_WRITE = 0x10
 
 
 class WeightExports:
-    """A server's weights in memory that all its workers can read and none can change.
+    """Shared memory for a server's weights, mapped read-only by its workers.
 
-    They count as what the tables need, wherever they lie, so nothing is claimed for their memory.
+    It is counted as memory of the tables, so nothing is claimed for it here.
 
     Args:
-        leases: Is told which weights somebody reads.
+        leases: Is told which weights are being read.
     """
 
     def __init__(self, leases: Leases) -> None:
         self.leases = leases
         self.fds: dict[int, int] = {}
-        """Number of a memory → its descriptor."""
+        """Number → the descriptor of the memory."""
         self._places: dict[int, tuple[int, int]] = {}
-        """The number → its address and size."""
+        """Number → (address, size)."""
         self._last = _FIRST_WEIGHTS
         self._has_said_why = False
 
     def make(self, nbytes: int) -> Tensor | None:
-        """Make memory for weights, zero, which is forgotten when nobody refers to it; None where that is impossible."""
+        """Allocate zeroed memory for weights, freed with the last reference; None if that is not possible."""
         try:
             fd = os.memfd_create("kvstore-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -50,7 +50,7 @@ class WeightExports:
             arena = SharedArena(os.dup(fd))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS,
                         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)  # fmt: skip
-        except (OSError, ValueError) as error:  # an older system, or not so much memory
+        except (OSError, ValueError) as error:  # an older kernel, or too little memory
             os.close(fd)
             self._say_why(error)
             return None
@@ -61,21 +61,24 @@ class WeightExports:
         return arena.numbers
 
     def _say_why(self, error: Exception) -> None:
-        """Say once why workers are sent weights that they could have read in their place."""
+        """Log once why weights are sent to workers on this host."""
         if not self._has_said_why:
-            _log.warning("workers of this host are sent weights, and cannot map them: %s", error)
+            _log.warning("weights are sent to workers on this host, because they cannot map them: %s", error)
         self._has_said_why = True
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that lie here one behind the other; None where they do not."""
+        """Return the place of pieces that are contiguous in exported memory; None if they are not."""
         first, end = _extent(pieces)
-        for number, (address, nbytes) in self._places.copy().items():  # one may be forgotten meanwhile
+        for number, (
+            address,
+            nbytes,
+        ) in self._places.copy().items():  # finalizers may remove entries meanwhile
             if address <= first <= end <= address + nbytes:
                 return first - address | number << _NUMBER
         return None
 
     def close(self) -> None:
-        """Close the descriptors; the memory stays for those who have it."""
+        """Close the descriptors; mappings of the memory stay valid."""
         for number in list(self.fds):
             self._forget(number)
 
@@ -86,28 +89,28 @@ class WeightExports:
 
 
 class StagingBuffer:
-    """A server's memory in which a worker makes what the server reads in its place.
+    """A shared staging buffer: the worker writes, the server reads in place.
 
     Args:
-        reads: Has a place for each message of which the server may still read.
+        reads: Contains a place for each message that the server may still be reading.
     """
 
     def __init__(self, fd: int, number: int, reads: Collection[int]) -> None:
         self.fd = fd
-        """Open as long as this object is there."""
+        """Open as long as this object exists."""
         weakref.finalize(self, os.close, fd).atexit = False
         self.arena = SharedArena(os.dup(fd), number)
         self._reads = reads
         self.is_lost = False
-        """Nobody tells any more what the server still reads."""
+        """It is no longer known what the server is reading."""
 
     @property
     def is_free(self) -> bool:
-        """Whether the server has read all that it was sent, so that it may be written."""
+        """Whether the server has read everything it was sent, so that the buffer may be written."""
         return not (self._reads or self.is_lost)
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:
-        """Return the place of pieces that lie here one behind the other; None where they do not."""
+        """Return the place of pieces that are contiguous in this buffer; None if they are not."""
         first, end = _extent(pieces)
         begin = first - self.arena.numbers.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
@@ -116,10 +119,12 @@ class StagingBuffer:
 
 
 class StagingBufferRequest:
-    """A staging buffer that a worker has asked for."""
+    """A worker's request for a staging buffer."""
 
     def __init__(self) -> None:
         self.staging_buffer: StagingBuffer | None = None
-        """Set once the server has made it; stays None where it has no memory, or another was asked for meanwhile."""
+        """Set once the server has made it; stays None if it has no memory, or another buffer was requested
+        meanwhile.
+        """
         self.is_sent = False
-        """Whether the server will hear of it."""
+        """Whether the request was sent."""

@@ -1,4 +1,8 @@
-"""Which pages of a mapping a process has written, by the kernel's page map or by userfaultfd."""
+"""Find the pages of a mapping that a process has written, by the kernel's page map or by userfaultfd.
+
+Workers map weights privately (copy-on-write) from files, so a page that the process wrote is no longer the file's
+page: the page map shows that. userfaultfd's asynchronous write protection finds such pages faster, on newer kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,9 @@ _FIXED = getattr(mmap, "MAP_FIXED", 0x10)
 _DONTNEED, _POPULATE_READ = 4, 22
 _FROM_FILE = 1 << 61
 _IS_THERE = 3 << 62
-"""In memory, or in swap."""
+"""The page is in memory, or in swap."""
 _MOVED = 64 << 20
-"""The bytes that are moved at once."""
+"""Bytes moved at a time."""
 _PAGE_MAP = "/proc/self/pagemap"
 _ENTRY = 8
 _SYSCALL = {"x86_64": 323, "aarch64": 282}
@@ -31,7 +35,7 @@ _API, _REGISTER, _PROTECT = (
 )
 _VERSION = 0xAA
 _PASSES_WRITES = 1 << 15
-"""A write to a protected page is noted, and waits for nobody."""
+"""Asynchronous mode: a write to a protected page is recorded and does not block."""
 _MODE_OF_WRITES = 2
 _IS_PROTECTED = 1
 _SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
@@ -40,18 +44,14 @@ _AT_ONCE = 512
 
 
 def _neighbours(pages: Any) -> list[Any]:
-    """Put (ascending) pages together that lie side by side."""
+    """Group (ascending) pages into contiguous runs."""
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
 def put_pages(
     address: int, nbytes: int, fd: int, offset: int, protection: int, is_shared: bool = False
 ) -> None:
-    """Map pages of a file, or with -1 empty ones, in the place of others; privately, unless they are to be shared.
-
-    Raises:
-        OSError: the system refuses.
-    """
+    """Map pages of a file, or empty ones if `fd` is -1, over existing pages. Raises OSError if the system refuses."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -63,7 +63,7 @@ def put_pages(
 
 
 class _System:
-    """Calls of the system that Python's own `mmap` does not make. Raises OSError where they do not work."""
+    """System calls that Python's `mmap` lacks. Raises OSError if they do not work here."""
 
     def __init__(self) -> None:
         if mmap.PAGESIZE != PAGE:
@@ -74,7 +74,7 @@ class _System:
         self._page_map = os.open(_PAGE_MAP, os.O_RDONLY)
         weakref.finalize(self, os.close, self._page_map).atexit = False
         self._written: WrittenPages | None = None
-        """Finds pages that were written in less time; None where the page map has to."""
+        """Finds written pages faster than the page map; None if it is not available."""
         try:
             self._written = WrittenPages(self._page_map)
             self._check()
@@ -83,7 +83,7 @@ class _System:
             self._check()
 
     def map(self, address: int, nbytes: int, fd: int, offset: int) -> None:
-        """Put pages of a file, or with -1 empty ones, in the place of others."""
+        """Map pages of a file, or empty ones if `fd` is -1, over existing pages, privately."""
         if nbytes <= 0:
             return
         put_pages(address, nbytes, fd, offset, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -91,22 +91,22 @@ class _System:
             self._watch(address, nbytes)
 
     def _watch(self, address: int, nbytes: int) -> None:
-        """Populate pages that show a file, and note from now on which are written."""
-        self._madvise(address, nbytes, _POPULATE_READ)  # older systems do not know it
+        """Fault in pages of a file, and record writes to them from now on."""
+        self._madvise(address, nbytes, _POPULATE_READ)  # older kernels ignore it
         try:
             if self._written is not None:
                 self._written.watch(address, nbytes)
-        except OSError:  # no memory, or too many mappings
+        except OSError:  # out of memory, or too many mappings
             self._written = None
 
     def forget(self, address: int, nbytes: int) -> None:
-        """Give pages that are this process's own up for those of the file."""
+        """Replace this process's private pages by those of the file."""
         if self._madvise(address, nbytes, _DONTNEED):
-            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be given up")
+            raise OSError(ctypes.get_errno(), f"{nbytes} bytes cannot be discarded")
         self._watch(address, nbytes)
 
     def own_pages(self, address: int, nbytes: int) -> Any:
-        """List the pages, from an address on, that may not be those of the file any more."""
+        """List the pages from an address on that may differ from the file's."""
         if self._written is not None:
             return self._written.among(address, nbytes)
         data = os.pread(self._page_map, nbytes // PAGE * _ENTRY, address // PAGE * _ENTRY)
@@ -116,7 +116,7 @@ class _System:
         return np.flatnonzero((entries & np.uint64(_IS_THERE) != 0) & (entries & np.uint64(_FROM_FILE) == 0))
 
     def _check(self) -> None:
-        """Prove with two pages that what a process writes to is seen."""
+        """Verify with two pages that writes are detected, and that others' writes are visible."""
         fd = os.memfd_create("kvtrainer-probe", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, 2 * PAGE)
@@ -125,49 +125,48 @@ class _System:
                 self._watch(address, 2 * PAGE)
                 probe[PAGE] = 1
                 os.pwrite(fd, b"\1", 0)
-                is_shown = probe[0] == 1  # not where a process has its memory locked: it has copies at once
+                is_shown = probe[0] == 1  # False if memory is locked (mlockall), which copies pages at once
                 seen = self.own_pages(address, 2 * PAGE).tolist()
         finally:
             os.close(fd)
         if seen != [1] or not is_shown:
-            raise OSError(f"{_PAGE_MAP} does not tell which pages were written")
+            raise OSError(f"{_PAGE_MAP} does not show which pages were written")
 
 
 class WrittenPages:
-    """Notes the pages that a process has written since they were last protected.
+    """Records which pages a process has written since they were last protected.
 
-    To look at the page map takes the system a look at every page. Pages that are protected by `userfaultfd`, whose
-    first write it lets pass and notes, are found in a twentieth of the time. That takes Linux 6.7, and a process that
-    may call it.
+    Reading the page map inspects every page. With userfaultfd write protection in asynchronous mode (Linux 6.7 or
+    newer, and a process that may use it), written pages are found in a twentieth of the time.
 
     Args:
         page_map: Descriptor of this process's page map.
 
     Raises:
-        OSError: this system cannot do it, or this process may not.
+        OSError: The kernel does not support it, or the process may not use it.
     """
 
     def __init__(self, page_map: int) -> None:
         number = _SYSCALL.get(os.uname().machine)
         if number is None:
-            raise OSError("the number of a call of the system is not known here")
+            raise OSError("the number of the userfaultfd system call is not known on this machine")
         library: Any = ctypes.CDLL(None, use_errno=True)
         self._guard: int = library.syscall(number, _USER_MODE_ONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if self._guard < 0:
-            raise OSError(ctypes.get_errno(), "pages cannot be watched")
+            raise OSError(ctypes.get_errno(), "userfaultfd is not available")
         weakref.finalize(self, os.close, self._guard).atexit = False
         self._page_map = page_map
         self._found = np.empty((_AT_ONCE, 3), np.uint64)
-        """Address, end and kind of pages that lie side by side."""
+        """(address, end, kind) of contiguous pages."""
         self._call(_API, "3Q", _VERSION, _PASSES_WRITES, 0)
 
     def watch(self, address: int, nbytes: int) -> None:
-        """Note from now on what is written to pages of a mapping. Forget what was before."""
+        """Record writes to the pages of a mapping from now on; forget earlier ones."""
         self._call(_REGISTER, "4Q", address, nbytes, _MODE_OF_WRITES, 0)
         self._call(_PROTECT, "3Q", address, nbytes, _IS_PROTECTED)
 
     def among(self, address: int, nbytes: int) -> Any:
-        """List the pages that were written, from an address on."""
+        """List the pages from an address on that were written."""
         found: list[Any] = []
         at, end = address, address + nbytes
         while at < end:
@@ -185,6 +184,6 @@ class WrittenPages:
 
 
 def _all_of(firsts: Any, counts: Any) -> Any:
-    """List so many numbers from each first one on."""
+    """Return the ranges [first, first + count), concatenated."""
     ends = np.cumsum(counts)
     return np.repeat(firsts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
