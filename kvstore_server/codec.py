@@ -1,8 +1,16 @@
-"""Gradient compression: how the numbers of one slice become fewer bytes, and what is kept back meanwhile.
+"""Gradient compression: the elements of one slice become fewer bytes, and what is lost is kept for the next push.
 
-Every codec but 'none' rounds, and keeps what it rounded away in a residual beside the gradient, which the
-sender adds to its next gradient (error feedback): nothing is lost, it only arrives later. Nothing here knows a
-message, a key or a rank.
+A codec encodes flat gradients to bytes and decodes them. Every codec but 'none' is lossy: what it rounds away goes
+into a residual, which the sender adds to its next gradient (error feedback; Seide et al., 1-bit SGD, 2014). So nothing
+is lost, it only arrives later. The residual belongs to the caller; codecs are stateless, apart from scratch memory.
+
+Elements are processed in blocks, so that intermediate results stay in a cache: `Codec.encode` adds the residual block
+by block, and subclasses only implement `_quantise` and `_dequantise` for one block. Encoding is bit-identical however
+a gradient is cut, as long as every piece but the last is a multiple of `unit` elements.
+
+Invariants: after `encode`, decoded bytes + next residual = gradient + residual, up to rounding in the compute dtype.
+Non-finite values raise instead of poisoning the residual forever. Payloads from peers go through `check_payload`
+before they are decoded. Nothing here knows a message, a key or a rank.
 """
 
 from __future__ import annotations
@@ -34,13 +42,14 @@ Numbers: TypeAlias = NDArray[Any]
 Bytes: TypeAlias = NDArray[np.uint8]
 
 BLOCK = 1 << 18
-"""Elements that are worked on at a time, rounded up to whole units: a slice. Intermediate results of fewer would stay
-in a faster cache, but every call has its price, which is more than what that gains (benchmarks/compression.py)."""
+"""Elements processed at a time, rounded up to whole units. Smaller blocks would fit into a faster cache, but the
+overhead of more calls costs more than that gains (benchmarks/compression.py).
+"""
 
 
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a dtype name of the Plan."""
+    """Return the torch dtype for a dtype name of the plan."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -48,45 +57,45 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(name: str) -> torch.dtype:
-    """Return the dtype to sum, compress and apply gradients of a Plan's dtype in."""
+    """Return the dtype in which gradients of a dtype are summed, compressed and applied."""
     dtype = torch_dtype(name)
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Turns flat gradients into bytes and back. A codec keeps no state: the residual is the caller's.
+    """Encodes flat gradients to bytes and decodes them. Stateless: the residual belongs to the caller.
 
-    The numbers are those of one key or slice, float16, bfloat16, float32 or float64, on the CPU. Arithmetic is done in
-    the gradient's compute dtype: float64 for float64, float32 for the others. A gradient may be encoded piece by piece:
-    where every piece but the last has a multiple of `unit` elements, the pieces' bytes are the whole's. Callers give
-    tensors of the sizes and dtypes that are stated here; what peers send goes through `check_payload` first.
+    Gradients are those of one key or slice, in float16, bfloat16, float32 or float64, on the CPU. Arithmetic is in the
+    compute dtype: float64 for float64, float32 for all others. A gradient may be encoded in pieces: if every piece but
+    the last is a multiple of `unit` elements, the bytes are those of the whole. Sizes and dtypes of arguments are not
+    checked; payloads of peers must pass `check_payload` first.
 
-    Subclasses are frozen dataclasses whose fields are the options that `compression_params` may name.
+    Subclasses are frozen dataclasses; their fields are the options that `compression_params` may contain.
     """
 
     name: ClassVar[str]
     """The `type` in compression_params."""
     unit: ClassVar[int] = 8
-    """The number of elements that are encoded together."""
+    """How many elements are encoded together."""
     largest: ClassVar[float] = math.inf
-    """The largest number that can be sent; of a larger one the residual keeps the rest."""
+    """The largest magnitude that can be encoded; the excess of larger elements stays in the residual."""
 
     _memory: dict[str, Numbers] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def spec(self) -> dict[str, Any]:
-        """Return the codec as plain numbers; `make_codec` rebuilds it from them. Equal specs mean equal codecs."""
+        """Return the options as plain values for `make_codec`. Equal specs mean equal codecs."""
         return {"type": self.name, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}}
 
     def is_exact(self, dtype: str) -> bool:
-        """Tell whether gradients of `dtype` travel without loss. They need no residual then."""
+        """Return whether gradients of `dtype` are encoded without loss, so that they need no residual."""
         return False
 
     def residual_dtype(self, dtype: str) -> torch.dtype | None:
-        """Return the dtype of the residual of gradients of `dtype`; None: they have none. A new residual is zero.
+        """Return the dtype of the residual of gradients of `dtype`; None if they need none. A new residual is zero.
 
         Raises:
-            ConfigurationError: gradients of that dtype cannot be encoded.
+            ConfigurationError: Gradients of that dtype cannot be encoded.
         """
         check.one_of("the dtype of compressed gradients", dtype, ITEM_SIZE)
         return None if self.is_exact(dtype) else compute_dtype(dtype)
@@ -96,26 +105,26 @@ class Codec(ABC):
         """Return the size in bytes of `numel` encoded elements of `dtype`."""
 
     def itemsize(self, dtype: str) -> int | None:
-        """Return the bytes of each encoded element of `dtype`; None where elements are not encoded one by one."""
+        """Return the bytes of one encoded element; None if elements are not encoded one by one."""
         return None
 
     @torch.no_grad()
     def encode(
         self, grad: Tensor, residual: Tensor | None, out: Tensor, next_residual: Tensor | None
     ) -> None:
-        """Encode `residual + grad` into `out`, and keep the rest as the next residual.
+        """Encode `residual + grad` into `out`, and write what is lost into `next_residual`.
 
         Args:
-            grad: flat; not changed.
-            residual: flat, as long as `grad`, of `residual_dtype`; None where that is None. It stays as it is, so that
-                a push that was never applied can be taken back or made anew.
+            grad: Flat; not changed.
+            residual: Flat, as long as `grad`, of `residual_dtype`, or None if that is None. Not changed, so that a
+                push that was never applied can be repeated or dropped.
             out: uint8, `encoded_nbytes` long; overwritten. Unused bits of the last byte are zero.
-            next_residual: like `residual`, in other memory; overwritten.
+            next_residual: Like `residual`, in other memory; overwritten.
 
         Raises:
-            NonFiniteGradientError: `residual + grad` is not finite somewhere. Few bits cannot say so and the
-                residual would stay poisoned for ever, so `out` and `next_residual` are not to be used. Where
-                `is_exact`, such values travel as they are instead.
+            NonFiniteGradientError: An element of `residual + grad` is not finite, which few bits cannot represent and
+                which would poison the residual forever. `out` and `next_residual` are then invalid. Exact codecs
+                encode such values.
         """
         if residual is None or next_residual is None:
             out.copy_(grad.contiguous().view(torch.uint8))
@@ -124,6 +133,8 @@ class Codec(ABC):
         blocks = self._blocks(out, str(grad.dtype).removeprefix("torch."), len(kept))
         with self._spare(kept) as spare, np.errstate(over="ignore", invalid="ignore"):
             for start, end, codes in blocks:
+                # The fast path assumes that all elements are finite and not too large. If not, clip and move the
+                # excess to the residual.
                 total = np.add(kept[start:end], given[start:end], sums[start:end])
                 if not self._quantise(total, codes, spare[: end - start]):
                     np.add(kept[start:end], given[start:end], total)
@@ -135,13 +146,13 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode(self, payload: Tensor, dtype: str, out: Tensor) -> None:
-        """Overwrite `out` with what `payload` says.
+        """Decode `payload` into `out`.
 
         Args:
-            payload: uint8, what `encode` wrote for `out.numel()` elements of `dtype`; see `check_payload`.
-            dtype: of the gradient that was encoded.
-            out: flat, of `dtype` or of its compute dtype, which holds exactly what the sender took out of its
-                residual; half precision rounds that.
+            payload: uint8, as encoded for `out.numel()` elements of `dtype`; see `check_payload`.
+            dtype: The dtype of the encoded gradient.
+            out: Flat, of `dtype` or its compute dtype. The compute dtype holds exactly what the sender took out of its
+                residual; half precision rounds it.
         """
         if out.dtype != compute_dtype(dtype):
             out.copy_(self._decoded(payload, dtype, len(out)))
@@ -152,7 +163,7 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, dtype: str, out: Tensor) -> None:
-        """Add what `payload` says to `out`; otherwise as `decode`."""
+        """Add the decoded `payload` to `out`; otherwise like `decode`."""
         if out.dtype != compute_dtype(dtype):
             out.add_(self._decoded(payload, dtype, len(out)))
             return
@@ -173,15 +184,15 @@ class Codec(ABC):
 
     @abstractmethod
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
-        """Write the bytes of one block to `codes`. Leave in `total` what they do not say.
+        """Encode one block into `codes`, and leave in `total` what is lost.
 
-        `spare` is memory like that of `total`, to be overwritten. Returns False, whatever was written, if a number is
-        not finite or exceeds `largest`, and True if there is none; otherwise either.
+        `spare` is scratch memory like `total`. Must return False if an element is not finite or exceeds `largest`;
+        what was written is then ignored. May also return False otherwise, which takes the slow path.
         """
 
     @abstractmethod
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        """Overwrite `values`, of the compute dtype, with a block of gradients of `dtype`."""
+        """Decode a block of gradients of `dtype` into `values`, of the compute dtype."""
 
     def _decoded(self, payload: Tensor, dtype: str, numel: int) -> Tensor:
         values = torch.empty(numel, dtype=compute_dtype(dtype), device="cpu")
@@ -189,7 +200,7 @@ class Codec(ABC):
         return values
 
     def _blocks(self, payload: Tensor, dtype: str, numel: int) -> Iterator[tuple[int, int, Bytes]]:
-        """First element, end and bytes of each block."""
+        """Yield first element, end and bytes of each block."""
         step, data = self._step(), payload.numpy()
         for start in range(0, numel, step):
             end = min(start + step, numel)
@@ -197,14 +208,15 @@ class Codec(ABC):
             yield start, end, data[first : first + self.encoded_nbytes(end - start, dtype)]
 
     def _step(self) -> int:
-        """Return the number of elements of a block: BLOCK, in whole units."""
         return -(-BLOCK // self.unit) * self.unit
 
     @contextmanager
     def _spare(self, like: Numbers) -> Iterator[Numbers]:
-        """Lend memory for one block, which is kept for the next call: fresh memory takes longer than what is done."""
+        """Borrow scratch memory for one block. It is kept for the next call, because allocating takes longer than the
+        work.
+        """
         size, kind = min(len(like), self._step()), like.dtype.char
-        spare = self._memory.pop(kind, None)  # so that no other thread takes it meanwhile
+        spare = self._memory.pop(kind, None)  # so that another thread does not get it, too
         if spare is None or len(spare) < size:
             spare = np.empty(size, kind)
         yield spare
@@ -212,25 +224,24 @@ class Codec(ABC):
 
 
 def _check_finite(total: Numbers, grad: Tensor, start: int) -> None:
-    """Raise NonFiniteGradientError if a sum of the block from `start` is not finite."""
     wrong = np.flatnonzero(~np.isfinite(total))
     if len(wrong):
         at = start + int(wrong[0])
         raise NonFiniteGradientError(
-            f"a gradient cannot be compressed: with what was kept back it is {total[wrong[0]]} at element {at} of "
+            f"a gradient cannot be compressed: with its residual it is {total[wrong[0]]} at element {at} of "
             f"{len(grad)} (the gradient there is {grad[at].item()}). Lower the learning rate, clip gradients or "
             "scale the loss down; without compression_params such values reach the weights"
         )
 
 
 def _is_finite(left: Numbers) -> bool:
-    """Tell whether what is left of some numbers is finite: where their sum is, each of them is."""
+    """Return whether all elements are finite, by their sum: a sum is finite only if every element is."""
     return math.isfinite(torch.from_numpy(left).sum().item())
 
 
 @dataclass(frozen=True)
 class NoCompression(Codec):
-    """Gradients travel as they are, infinities and NaNs too."""
+    """No compression; infinities and NaNs are sent, too."""
 
     name: ClassVar[str] = "none"
 
@@ -252,11 +263,10 @@ class NoCompression(Codec):
 
 @dataclass(frozen=True)
 class HalfPrecision(Codec):
-    """Rounds to a half-precision type (float64 by way of float32); the residual keeps the rounding errors.
+    """Rounds to a half-precision dtype (float64 via float32); the residual keeps the rounding errors.
 
-    What exceeds the type's largest number (65504 for float16) is sent as that number rather than as an
-    infinity; the residual keeps the rest, and sends it along with the next gradients. Gradients that are of
-    the type already travel as they are.
+    Elements beyond the largest number of the dtype (65504 for float16) are sent as that number instead of infinity,
+    and the residual sends the rest with later gradients. Gradients of that dtype are sent unchanged.
     """
 
     wire: ClassVar[torch.dtype]
@@ -300,11 +310,11 @@ class BFloat16(HalfPrecision):
 
 @dataclass(frozen=True)
 class EightBit(Codec):
-    """Sends each element as a whole number, −127 to 127, times a scale. 1,024 elements share one.
+    """Sends each element as an integer, −127 to 127, times a scale that 1,024 elements share.
 
-    The scale is a 127th of the largest magnitude among them, so that one goes as ±127; others are rounded to nearest,
-    ties to even, and the residual keeps the rounding errors. 1,024 elements are their scale as float32, and a byte for
-    each. Where the largest magnitude is less than 2⁻¹¹⁹, the scale is 0 and all is kept back.
+    The scale is 1/127 of their largest magnitude, which is sent as ±127; others are rounded to nearest, ties to even,
+    and the residual keeps the rounding errors. Layout: the scale as float32, then one byte for each element. If the
+    largest magnitude is below 2⁻¹¹⁹, the scale is 0 and everything stays in the residual.
     """
 
     name: ClassVar[str] = "int8"
@@ -341,13 +351,13 @@ class EightBit(Codec):
             scale = _scale(scales)
             if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.view(np.int8).min() < -127:
                 raise ProtocolError(
-                    "a payload holds a scale or a number that 'int8' never sends; it was not written by an 'int8' "
+                    "a payload has a scale or a number that 'int8' never sends; it was not written by an 'int8' "
                     "codec, or was damaged on the way"
                 )
 
 
 def _rows(values: Numbers, codes: Bytes, unit: int, bits: int) -> Iterator[tuple[Numbers, Bytes, Bytes]]:
-    """Yield whole units together, then what is left: the values by unit, the bytes of their scales, their codes."""
+    """Yield the complete units as one matrix, then the rest: values by unit, bytes of the scales, codes."""
     whole, nbytes = len(values) // unit, 4 + unit * bits // 8
     for start, count, size in ((0, whole, unit), (whole, 1, len(values) - whole * unit)):
         if count and size:
@@ -362,29 +372,29 @@ def _scale(scales: Bytes) -> NDArray[np.float32]:
 
 
 def _shaped(numel: int) -> Numbers:
-    """Make an array of so many elements that takes no memory. Only its shape matters."""
+    """Return an array that has the length `numel` but no memory, for its shape."""
     return np.broadcast_to(np.float32(0), numel)
 
 
 def _times(rows: Numbers, factors: Numbers, out: Numbers) -> None:
-    """Multiply each row by a factor of its own; numpy takes three times as long."""
+    """Multiply each row by its factor; numpy takes three times as long."""
     torch.mul(torch.from_numpy(rows), torch.from_numpy(factors), out=torch.from_numpy(out))
 
 
 _FLOAT32 = torch.finfo(torch.float32)
 
 Tables = dict[str, NDArray[Any]]
-"""Compute dtype, as numpy's character → a row for each of the 256 bytes: the numbers that its elements decode to."""
+"""Compute dtype, as numpy's character → for each of the 256 bytes the numbers that its elements decode to."""
 
 
 @dataclass(frozen=True)
 class TwoBit(Codec):
-    """Sends ±threshold or nothing for each element, and takes it out of the residual.
+    """Sends +threshold, −threshold or nothing for each element, and subtracts it from the residual.
 
-    With r the residual plus the gradient: r ≥ threshold is sent as 11, r ≤ −threshold as 10, the rest as 00.
+    With r = residual + gradient: r ≥ threshold is sent as 11, r ≤ −threshold as 10, others as 00.
 
     Raises:
-        ConfigurationError: the threshold is not a positive number that float32 can hold.
+        ConfigurationError: The threshold is not a positive number that float32 can hold.
     """
 
     name: ClassVar[str] = "2bit"
@@ -417,7 +427,7 @@ class TwoBit(Codec):
         lone = payload & ~(payload >> 1) & 0b01010101
         if lone.any():
             raise ProtocolError(
-                f"byte {torch.nonzero(lone)[0].item()} of a payload holds the code 01, which '2bit' never sends; "
+                f"byte {torch.nonzero(lone)[0].item()} of a payload has the code 01, which '2bit' never sends; "
                 "it was not written by a '2bit' codec, or was damaged on the way"
             )
 
@@ -426,9 +436,9 @@ class TwoBit(Codec):
 class Ternary(Codec):
     """Sends each element as −1, 0 or 1 times a scale that 1,024 elements share.
 
-    What is above 0.7 times their mean magnitude is sent as ±1, and the scale is the mean magnitude of that, which is
-    close to the least squared error (Li and Liu, Ternary Weight Networks, 2016). Zeros stay zeros, and the residual
-    keeps the rest. 1,024 elements are their scale as float32, and two bits for each, coded as by '2bit'.
+    Elements above 0.7 times their mean magnitude are sent as ±1, and the scale is the mean magnitude of those, which
+    is close to the least squared error (Li and Liu, Ternary Weight Networks, 2016). Zeros stay zeros, and the residual
+    keeps the rest. Layout: the scale as float32, then two bits for each element, coded like '2bit'.
     """
 
     name: ClassVar[str] = "ternary"
@@ -441,16 +451,19 @@ class Ternary(Codec):
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
         for part, scales, numbers in _rows(total, codes, self.unit, 2):
+            # 1. The threshold of each unit.
             values = np.abs(part, spare[: part.size].reshape(part.shape))
             sums = values.sum(1, keepdims=True)
             is_fine &= bool(sums.max() <= self.largest)
             limit = sums * part.dtype.type(0.7 / part.shape[1])
+            # 2. Encode the signs, and read back what was sent.
             above, below = flags = np.empty((2, len(part), 4 * numbers.shape[1]), np.bool_)
             flags[:, :, part.shape[1] :] = False
             np.greater(part, limit, above[:, : part.shape[1]])
             np.less(part, -limit, below[:, : part.shape[1]])
             numbers[:] = _two_bits(above, below)
             self._signs(numbers, values)
+            # 3. The scale is the mean magnitude of the elements sent.
             sent, count = (np.einsum("ij,ij->i", values, other)[:, None] for other in (part, values))
             scale = (sent / np.maximum(count, 1)).astype(np.float32)
             scales[:] = scale.view(np.uint8)
@@ -464,7 +477,7 @@ class Ternary(Codec):
             _times(part, _scale(scales), part)
 
     def _signs(self, numbers: Bytes, values: Numbers) -> None:
-        """Overwrite `values`, a row for each unit, with −1, 0 and 1, as their codes say."""
+        """Decode codes to −1, 0 and 1, one row for each unit."""
         row = values.shape[1]
         if row % 4:
             _look_up(_SIGNS[values.dtype.char], numbers[0], values[0])
@@ -477,20 +490,20 @@ class Ternary(Codec):
             scale = _scale(scales)
             if not ((scale >= 0) & (scale <= self.largest)).all() or (numbers & ~(numbers >> 1) & 0x55).any():
                 raise ProtocolError(
-                    "a payload holds a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
+                    "a payload has a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
                     "codec, or was damaged on the way"
                 )
 
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """Sends +1 or −1 for each element, and takes it out of the residual.
+    """Sends +1 or −1 for each element, and subtracts it from the residual.
 
-    With r the residual plus the gradient: r > threshold is sent as 1, the rest as 0. Nothing is scaled, and zero
-    cannot be said: what had no gradient, padding too, decodes to alternating ones.
+    With r = residual + gradient: r > threshold is sent as 1, others as 0. There is no scale, and zero cannot be
+    represented: elements without gradient, padding included, decode to alternating signs.
 
     Raises:
-        ConfigurationError: the threshold is not a number that float32 can hold.
+        ConfigurationError: The threshold is not a number that float32 can hold.
     """
 
     name: ClassVar[str] = "1bit"
@@ -516,7 +529,7 @@ class OneBit(Codec):
 
 
 def _tables(values: Sequence[float]) -> Tables:
-    """Return the numbers that each byte stands for. A code of the fewest bits that hold it means `values[code]`."""
+    """Return what each byte decodes to, if a code of as few bits as possible means `values[code]`."""
     width = (len(values) - 1).bit_length()
     shifts = np.arange(8 - width, -1, -width)
     codes = np.arange(256)[:, None] >> shifts & len(values) - 1
@@ -525,12 +538,14 @@ def _tables(values: Sequence[float]) -> Tables:
 
 _FOUR = np.dtype("<u4")
 _SIDE_BY_SIDE = {code: np.uint32(code * 0x40100401 % 2**32) for code in (2, 3)}
-"""Four bytes that are 0 or 1, as one number, times this: the highest byte has the code for each 1, side by side."""
+"""Multiplying four bytes of 0 or 1, as one integer, by this puts the code for each 1 side by side into the highest
+byte.
+"""
 _SIGNS = _tables((0.0, 0.0, -1.0, 1.0))
 
 
 def _two_bits(above: NDArray[np.bool_], below: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return the bytes of four elements each: 11 for those above, 10 for those below, else 00."""
+    """Return the codes of four elements in each byte: 11 for those above, 10 for those below, otherwise 00."""
     return (above.view(_FOUR) * _SIDE_BY_SIDE[3] + below.view(_FOUR) * _SIDE_BY_SIDE[2]) >> 24
 
 
@@ -544,14 +559,14 @@ def _look_up(table: NDArray[Any], codes: Bytes, values: Numbers) -> None:
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Sends the elements of largest magnitude as they are, and keeps the others back.
+    """Sends the elements of largest magnitude exactly, and keeps the others in the residual.
 
-    Of every 65,536 elements, and of what is left behind the last of them, a share of `ratio` is sent, rounded up; of
-    equal magnitudes those that come first. A share is its numbers in the compute dtype, in ascending order of their
-    positions, and those positions as uint16.
+    Of every 65,536 elements, and of the rest after the last of them, a share of `ratio` is sent, rounded up; among
+    equal magnitudes the first ones are. Layout: the elements in the compute dtype, in ascending order of position,
+    then the positions as uint16.
 
     Raises:
-        ConfigurationError: the ratio is not a number from 1/65,536 to a quarter.
+        ConfigurationError: The ratio is not a number from 1/65,536 to 1/4.
     """
 
     name: ClassVar[str] = "topk"
@@ -570,11 +585,11 @@ class TopK(Codec):
         return self.unit
 
     def _count(self, numel: int) -> int:
-        """Return the number of elements that are sent of `numel` in one unit."""
+        """Return how many of `numel` elements in one unit are sent."""
         return min(math.ceil(self.ratio * numel), numel)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
-        # Without the sign, a float's bits as a whole number are in the order of magnitudes, NaNs too.
+        # Without its sign bit, a float's bits compare as an integer in the order of magnitudes, NaNs largest.
         whole = np.dtype(f"i{total.itemsize}")
         magnitudes = np.bitwise_and(total.view(whole), np.iinfo(whole).max, spare.view(whole))
         chosen = _largest(magnitudes, self._count(len(total)))
@@ -596,27 +611,27 @@ class TopK(Codec):
             ascends = bool((positions[1:] > positions[:-1]).all())
             if not ascends or positions[-1] >= end - start or not np.isfinite(sent).all():
                 raise ProtocolError(
-                    f"a payload does not name finite numbers at ascending positions below {end - start}, as 'topk' "
+                    f"a payload does not contain finite numbers at ascending positions below {end - start}, as 'topk' "
                     "does; it was not written by a 'topk' codec, or was damaged on the way"
                 )
 
     def _read(self, codes: Bytes, dtype: torch.dtype) -> tuple[Numbers, NDArray[np.uint16]]:
-        """Return the numbers of one unit and their positions."""
         size = len(codes) // (dtype.itemsize + 2) * dtype.itemsize
         return codes[:size].view(f"<f{dtype.itemsize}"), codes[size:].view("<u2")
 
 
 def _largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
-    """Positions of the `count` largest numbers, ascending; of equal ones those that come first."""
+    """Return the positions of the `count` largest numbers, ascending; among equal ones the first."""
     near = np.arange(0)
     sample = magnitudes[::_SAMPLED]
-    # Nearly always there are enough numbers above this one of the sample, and few; otherwise all are looked at.
+    # Estimate a bound from a sample: nearly always, enough but few elements are above it. Otherwise use all of them.
     share = count / _SAMPLED
     rank = len(sample) - math.ceil(share + 4 * math.sqrt(share) + 2)
     if rank > 0:
         near = np.flatnonzero(magnitudes > np.partition(sample, rank)[rank])
     if len(near) < count:
         near = np.arange(len(magnitudes))
+    # Of the candidates take those above the count-th largest, and fill up with ties.
     among = magnitudes[near]
     edge = np.partition(among, len(among) - count)[len(among) - count]
     is_chosen = among > edge
@@ -627,7 +642,7 @@ def _largest(magnitudes: NDArray[Any], count: int) -> NDArray[np.intp]:
 
 
 _SAMPLED = 64
-"""One number of so many is looked at to find out which may be among the largest."""
+"""One element in this many is sampled."""
 
 
 _CODECS = {
@@ -640,11 +655,11 @@ def make_codec(params: Mapping[str, Any] | None) -> Codec:
 
     Args:
         params: `type`: 'none', '1bit', '2bit', 'ternary', 'int8', 'fp16', 'bf16' or 'topk', in any case; `threshold`
-            for '1bit' and '2bit' (0.5), `ratio` for 'topk' (0.01). None: no compression.
+            for '1bit' and '2bit' (default 0.5), `ratio` for 'topk' (default 0.01). None: no compression.
 
     Raises:
-        UnknownNameError: there is no such type; lists the valid ones.
-        ConfigurationError: not a mapping, no type, an entry that the type does not know, or a bad number.
+        UnknownNameError: There is no such type; the error lists the valid ones.
+        ConfigurationError: `params` is not a mapping, has no type or an unknown entry, or a number is out of range.
     """
     if params is None:
         return NoCompression()

@@ -1,7 +1,16 @@
-"""The socket and clock of a server, around what answers requests; the only file here, beside `tcp`, that knows ZeroMQ.
+"""The process side of a server: its socket, its clock and its main loop, around a service that answers requests.
 
-One ROUTER socket, one thread. Sends never block: what a peer does not take is kept in a queue of its own, so a
-stopped worker delays nobody. Weights that wait there are no copies; the service asks `Leases` before it writes to them.
+`Server` owns one ZeroMQ ROUTER socket and one thread. Each turn of `run` receives for a bounded time, lets the service
+answer, ticks the service every TICK seconds, and retries replies that slow peers have not accepted yet. Workers on the
+same host may use a shared-memory channel instead of the socket (`transport.channel`). This file and `transport.tcp`
+are the only ones that know ZeroMQ.
+
+Invariants:
+
+- Sends never block. What a peer does not accept is queued in its `Backlog`, so a stopped worker delays no other.
+- Queued weights are not copied. `Leases` records them, and the service does not write weights that are leased.
+- No peer gets all of the server's time or memory: turns, frames and the backlog are bounded.
+- If the server itself was stopped for a while, silent workers are not blamed for it (`excuse_silence`).
 """
 
 from __future__ import annotations
@@ -48,37 +57,38 @@ from kvstore_server.transport.tcp import prepare
 _log = logging.getLogger(__name__)
 
 TICK = 0.1
-"""Seconds between two looks at deadlines."""
+"""Seconds between checks of deadlines."""
 STANDSTILL = 1.0
-"""A turn of the loop that takes longer, in seconds, means that the server itself was stopped or very busy."""
+"""If a turn of the loop takes longer than this (seconds), the server itself was stopped or very busy."""
 TURN = 0.05
-"""Seconds after which no more messages are taken in a turn of the loop; none of them takes much longer by itself."""
+"""Seconds after which a turn receives no more messages; a single message does not take much longer."""
 _BURST = 1024
-"""Frames of one message that are taken between two looks at the time."""
+"""Frames of one message that are received between two checks of the clock."""
 _PORTION = 64 << 20
-"""Bytes that are sent in a turn of the loop; the rest waits, as it was when it was asked for."""
+"""Bytes sent in one turn; the rest is queued."""
 _MUCH = 32 << 20
-"""Bytes of refused messages after which their memory goes back to the system, which takes a moment."""
+"""After this many bytes of refused messages, free memory is returned to the system, which takes a moment."""
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
-"""As plain numbers, which take a fraction of the time of names."""
+"""Plain ints; ZeroMQ's enum members take several times as long to combine."""
 _MOST_COPIES = 4
 _LEAST, _OF_PART = 4096, 256
-"""Bytes that take about as long as what is done once for each message, and for each part of it."""
+"""The fixed cost of a message, and of each of its parts, expressed in bytes."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
 _LAST_WORDS = 1.0
-"""Seconds that queued replies get at least when the server ends."""
+"""The least time in seconds for queued replies to leave when the server ends."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where a server listens, and how much it keeps for slow peers.
+    """Where a server listens, and how much it queues for slow peers.
 
     Args:
         bind: Address to listen on; port 0 lets the system choose.
-        drain_timeout: Seconds that rounds which have begun get to finish after SIGTERM.
-        max_backlog: Bytes that may wait for one slow peer; if more do when there is news for it, they are dropped.
-        max_message_bytes: Largest message, of those that may be larger than a few frames.
+        drain_timeout: Seconds that open rounds get to finish after SIGTERM.
+        max_backlog: Bytes that may be queued for one slow peer. If more are queued when another reply comes, they are
+            dropped.
+        max_message_bytes: Largest message of those kinds that may have many frames.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -105,14 +115,14 @@ class Service(Protocol):
 def make_server(
     config: EngineConfig, options: ServerOptions, clock: Callable[[], float] = time.monotonic
 ) -> Server:
-    """Return a server of a store; it listens. Raises ConfigurationError as `Server`."""
+    """Return a server of a store that listens already. Raises ConfigurationError like `Server`."""
     leases = Leases()
     engine = Engine(config, leases, clock)
     engine.budget.available = available_memory
     try:
         listener = Listener(config.run, engine.is_session, engine.budget, leases, engine.look_at)
     except OSError as error:
-        _log.warning("workers of this host cannot share memory with this server: %s", error)
+        _log.warning("workers on this host cannot share memory with this server: %s", error)
         listener = None
     return Server(engine, options, leases, clock, listener, engine.name_of)
 
@@ -121,12 +131,12 @@ class Server:
     """Serves one service until it is told to stop.
 
     Args:
-        leases: Is told which buffers of the service wait to be sent.
-        listener: Finds workers of this host, which then send and get messages through shared memory.
-        name_of: Says for the debug log which worker has a routing id.
+        leases: Is told which buffers of the service are queued.
+        listener: Accepts shared-memory channels of workers on this host.
+        name_of: Returns the worker that has a routing id, for the debug log.
 
     Raises:
-        ConfigurationError: the address is taken, or not one of this machine.
+        ConfigurationError: The address is in use, or does not belong to this machine.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class Server:
         listener: Listener | None = None,
         name_of: Callable[[bytes], Peer] = lambda _: Peer(),
     ) -> None:
+        # 1. What is served, and to whom.
         self.service = service
         self._options = options
         self._clock = clock
@@ -146,22 +157,26 @@ class Server:
         self._listener = listener
         self._channels = {} if listener is None else listener.channels
         self._debug_log = debug_log("kvstore_server.debug")
-        """Where to log messages; None unless that logger shows debug lines."""
+        """The debug log for messages; None unless that logger shows debug lines."""
         self._name_of = name_of
+        # 2. Outgoing: what is queued, and how much this turn may still send.
         self._backlog: dict[bytes, Backlog] = {}
         self._budget = _PORTION
         """Bytes that may still be sent in this turn."""
         self._copies: dict[tuple[int, int], tuple[Tensor, zmq.Frame]] = {}
-        """Address and size of what several workers are sent → that, and the copy that the socket reads."""
+        """(address, size) of a payload that several workers get → the payload, and the frame with a copy for the
+        socket.
+        """
+        # 3. Incoming: the frames received so far. The socket delivers nothing else before a message is complete.
         self._frames: list[zmq.Frame] = []
-        """Those of a message, its sender's name first; until all are here the socket gives nothing of others."""
+        """Frames of the message being received, its sender's routing id first."""
         self._long: LongMessage | None = None
-        """The message, once it has more frames than most may have."""
+        """That message, once it has more frames than most kinds may have."""
         self._incoming_since = 0.0
         self._refused = 0
-        """Bytes of messages that were refused, whose memory the C library has kept since."""
+        """Bytes of refused messages since the last time that free memory was returned."""
         self.is_stop_requested = False
-        """The server has been asked to stop."""
+        # 4. Stopping, and the socket itself.
         self._until: Callable[[float], bool] = lambda _now: False
         self._drain_until = float("inf")
         self._context = zmq.Context()
@@ -176,13 +191,13 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
-                f"cannot listen on {options.bind}: {error}; is another process there, or is this not an address of "
-                "this machine?"
+                f"cannot listen on {options.bind}: {error}; does another process use this address, or does it not "
+                "belong to this machine?"
             ) from None
 
     @property
     def endpoint(self) -> str:
-        """The address on which the server listens, with the port that the system chose."""
+        """The address on which the server listens, with the actual port."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def request_stop(self) -> None:
@@ -190,23 +205,25 @@ class Server:
         self.is_stop_requested = True
 
     def stop_when(self, condition: Callable[[float], bool]) -> None:
-        """Have the server stop as if asked to when `condition` holds at a tick; it is given the time."""
+        """Stop the server once `condition(now)` is true at a tick."""
         self._until = condition
 
     @torch.no_grad()
     def run(self) -> None:
-        """Serve until `request_stop`; returns when rounds that had begun are over and replies are sent.
+        """Serve until `request_stop`, then until open rounds have ended and replies were sent.
 
-        Rounds that are not over by the end of the drain timeout fail with ServerStoppingError, and so does what a
-        worker that has not left asks for next.
+        Rounds that are still open after the drain timeout fail with ServerStoppingError; so do later requests of
+        workers.
         """
         next_tick = looked = self._clock()
         num_ended = 0
+        # 1. When stopping, leave as soon as the service is idle, or at the drain deadline.
         while True:
             if self.service.is_stopping:
                 is_drained = self.service.is_idle() and not self._backlog
                 if is_drained or self._clock() >= self._drain_until:
                     break
+            # 2. Receive. If replies are queued, poll only briefly before trying them again.
             timeout = (0.005 if self._budget > 0 else 0.0) if self._backlog else TICK
             self._budget = _PORTION
             for ready, _ in self._poller.poll(int(timeout * 1000)):
@@ -214,10 +231,12 @@ class Server:
                     self._receive()
                 elif self._listener is not None:
                     self._listener.receive(self._answer)
+            # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
                 self.service.excuse_silence(now)
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
+            # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now
             if now >= next_tick:
                 if self._listener is not None:
@@ -228,19 +247,18 @@ class Server:
                     num_ended, self._refused = self.service.num_ended, 0
                     return_free_memory()
                 self.is_stop_requested |= self._until(now)
+            # 5. Send what is queued, and begin to stop if asked to.
             if self._backlog:
                 self._retry_backlog()
             if self.is_stop_requested and not self.service.is_stopping:
-                _log.info(
-                    "stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout
-                )
+                _log.info("stopping; waiting up to %g s for open rounds to end", self._options.drain_timeout)
                 self.service.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
         self._budget = _PORTION
         self._send_all(self.service.abandon(self._clock()))
 
     def close(self) -> None:
-        """Give the socket back; replies that are still queued get what is left of the drain timeout to leave."""
+        """Close the socket. Queued replies get the rest of the drain timeout, at least a second, to leave."""
         left = self._drain_until - self._clock() if self.service.is_stopping else 0.0
         self._socket.close(linger=int(1000 * max(left, _LAST_WORDS)))
         if self._listener is not None:
@@ -250,19 +268,16 @@ class Server:
     def _set_options(self) -> None:
         socket = self._socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that was cut comes back as the same peer
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its routing id
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         socket.setsockopt(zmq.RCVHWM, 1000)
-        socket.setsockopt(zmq.SNDHWM, 32)  # of up to 1 MiB each: they are copies
+        socket.setsockopt(zmq.SNDHWM, 32)  # copies, of up to 1 MiB each
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         prepare(socket, self._options.bind)
         socket.setsockopt(zmq.BACKLOG, 512)
 
     def _receive(self) -> None:
-        """Take messages from the socket until the turn is over.
-
-        Of a long message so many frames are taken at once that the others get their turn.
-        """
+        """Receive messages until the turn is over. Of a long message, a bounded number of frames at a time."""
         end = self._clock() + TURN
         while (now := self._clock()) < end:
             for _ in range(_BURST):
@@ -284,10 +299,10 @@ class Server:
                     self._incoming_since = now
 
     def _answer(self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True) -> None:
-        """Let the service answer a message; send the answers, or let them wait.
+        """Let the service answer a message, and send or queue the replies.
 
         Args:
-            is_shared: It came through shared memory.
+            is_shared: The message came through shared memory.
         """
         nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
@@ -303,7 +318,8 @@ class Server:
         if self._debug_log is not None:
             self._debug_log.message("received", self._name_of(peer), request.number, body)
         if is_shared and isinstance(body, m.Contribute) and body.form not in (b"", PACKED_ROWS):
-            # What a codec reads is checked now, and must still hold when it is used. Of rows the ids are copied.
+            # The sender could still change its memory. What a codec reads must stay as it was checked, so it is
+            # copied; of rows only the ids matter, which are copied when they are read.
             own = tuple(payload.clone() for payload in body.payloads)
             request = request._replace(body=replace(body, payloads=own))
         replies = self.service.handle(peer, request, self._clock())
@@ -311,15 +327,14 @@ class Server:
             self._refused += nbytes
         if isinstance(body, m.GetStatus):
             replies = [self._with_own_facts(one) for one in replies]
-        del request, body  # so that a worker hears with the answer that nobody reads its memory any more
+        # Drop the references first, so that a reply over the channel already returns the message's memory to the
+        # worker.
+        del request, body
         if replies:
             self._send_all(replies)
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
-        """Add to facts about the service what this process knows of itself.
-
-        Its age, its CPU time, and bytes that wait here for slow readers.
-        """
+        """Add this process's age, CPU time and queued bytes to a status."""
         if not isinstance(out.reply.body, m.Status):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])
@@ -331,7 +346,7 @@ class Server:
         return out._replace(reply=m.Reply(out.reply.number, m.Status({**out.reply.body.values, **own})))
 
     def _send_all(self, replies: Iterable[m.Outgoing]) -> None:
-        """Send replies, or let them wait: for a slow peer, behind others, or because the turn has sent enough."""
+        """Send replies, or queue them: for a slow peer, behind other replies, or because this turn has sent enough."""
         self._copies.clear()
         for peer, reply in packed(self._news(replies) if self._backlog else replies, self._portion):
             waiting = self._backlog.get(peer)
@@ -346,14 +361,16 @@ class Server:
                 self._debug_log.message("queued", self._name_of(peer), reply.number, reply.body)
 
     def _news(self, replies: Iterable[m.Outgoing]) -> list[m.Outgoing]:
-        """Drop from replies weights that wait for their peer. A repeated request asks for them again."""
+        """Remove weights that are queued for their peer already, because the request was repeated."""
         news = []
         for out in replies:
             waiting = self._backlog.get(out.peer)
             if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
-                continue  # it is a copy: who reads none of them may have one, and ask again
+                continue  # a worker that still needs this copy asks again
             if waiting is not None and waiting.nbytes > self._options.max_backlog:
-                _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
+                _log.error(
+                    "a peer does not read its replies; the %d bytes queued for it are dropped", waiting.nbytes
+                )
                 self._drop_backlog(out.peer)
             elif waiting is not None:
                 out = m.Outgoing(out.peer, waiting.without_coming(out.reply))
@@ -361,12 +378,12 @@ class Server:
         return news
 
     def _portion(self, peer: bytes) -> int:
-        """Bytes of data that a message to a worker may bring."""
+        """The most data in one message to a peer, in bytes."""
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
     def _try_send(self, peer: bytes, reply: m.Reply, waiting: Backlog | None = None) -> _Sent:
-        """Send a reply, which may be the oldest of those that wait."""
+        """Try to send one reply, which may be the oldest of `waiting`."""
         body = reply.body
         channel = None if isinstance(body, m.SliceState) else self._channels.get(peer)
         try:
@@ -387,11 +404,11 @@ class Server:
             _log.info("a peer went away before its reply")
             return _Sent.NEVER
         except (BrokenPipeError, ConnectionResetError):
-            return _Sent.LATER  # what it said before it ended the channel has yet to be read
+            return _Sent.LATER  # its messages before the break are still to be read
         except OSError:
             if channel is None or self._listener is None:
                 raise
-            self._listener.drop(peer)  # ended by the worker, which may have others
+            self._listener.drop(peer)  # the worker closed it; it may have others
             return _Sent.LATER
         self._budget -= _size_of(reply)
         if self._debug_log is not None:
@@ -399,7 +416,7 @@ class Server:
         return _Sent.NOW
 
     def _hand_over(self, peer: bytes, frames: Sequence[Frame], payloads: Sequence[Tensor]) -> None:
-        """Give the socket a copy of a message; of a long payload one for all workers that are sent it one by one."""
+        """Pass a message to the socket. A long payload is copied once for all workers that get it in a row."""
         *head, last = frames
         is_long = len(payloads) == 1 == len(head) and payloads[0].nbytes >= SENT_ALONE
         if is_long:
@@ -411,7 +428,7 @@ class Server:
         send(last, _NOW, copy=not is_long)
 
     def _copy_of(self, payload: Tensor, frame: Frame) -> zmq.Frame:
-        """Copy the frame of a payload, unless that was done just now."""
+        """Copy the frame of a payload, unless it was copied just before."""
         where = payload.data_ptr(), payload.nbytes
         if where not in self._copies:
             if len(self._copies) == _MOST_COPIES:
@@ -420,21 +437,23 @@ class Server:
         return self._copies[where][1]
 
     def _retry_backlog(self) -> None:
-        """Send a portion of what waits, a message to each peer in turn."""
+        """Send a portion of what is queued, one message for each peer in turn."""
         self._copies.clear()
         peers = list(self._backlog)
         while peers and self._budget > 0:
             peers = [peer for peer in peers if self._budget > 0 and self._retry(peer)]
 
     def _retry(self, peer: bytes) -> bool:
-        """Send the oldest reply that waits for a peer, which goes to the end of the queue; return whether more may."""
+        """Send the oldest reply queued for a peer, and move the peer to the end; return whether it may get more
+        now.
+        """
         waiting = self._backlog[peer]
         waiting.divide(self._portion(peer))
         reply = waiting.replies[0]
         sent = self._try_send(peer, reply, waiting)
         if sent is _Sent.LATER:
             channel = self._channels.get(peer)
-            is_state = isinstance(reply.body, m.SliceState)  # which goes over ZeroMQ
+            is_state = isinstance(reply.body, m.SliceState)  # state is sent over ZeroMQ
             return channel is not None and not is_state and channel.make_room(waiting.nbytes)
         if sent is _Sent.NEVER:
             self._drop_backlog(peer)
@@ -453,7 +472,7 @@ class Server:
 
 
 class _Sent(Enum):
-    """The fate of a message: the socket took it, the peer is slow, or the peer is gone."""
+    """The result of trying to send: sent, the peer is slow, or the peer is gone."""
 
     NOW = auto()
     LATER = auto()
@@ -462,17 +481,17 @@ class _Sent(Enum):
 
 @dataclass
 class Backlog:
-    """Replies that a peer has not been sent yet, oldest first; each is encoded when it is its turn."""
+    """Replies queued for one peer, oldest first. Each is encoded when it is about to be sent."""
 
     replies: deque[m.Reply] = field(default_factory=deque)
     nbytes: int = 0
     _coming: set[tuple[int, int, int]] = field(default_factory=set)
-    """(request number, slot, version) of weights."""
+    """(request number, slot, version) of queued weights."""
     _frames: list[Any] | None = None
 
     @property
     def has_state(self) -> bool:
-        """True while optimizer state waits here."""
+        """Whether optimizer state is queued."""
         return any(isinstance(reply.body, m.SliceState) for reply in self.replies)
 
     def append(self, reply: m.Reply) -> None:
@@ -481,7 +500,7 @@ class Backlog:
         self._coming.update(_keys(reply))
 
     def divide(self, most: int) -> None:
-        """Divide the oldest reply into messages of at most so many bytes of data."""
+        """Split the oldest reply into messages of at most `most` bytes of data."""
         first = self.replies[0]
         bodies = divided(first.body, most)
         if len(bodies) > 1:
@@ -491,7 +510,6 @@ class Backlog:
             self._frames = None
 
     def frames(self) -> Sequence[Any]:
-        """Return the frames of the oldest reply."""
         if self._frames is None:
             self._frames = encode(self.replies[0])
         return self._frames
@@ -503,7 +521,7 @@ class Backlog:
         return reply
 
     def without_coming(self, reply: m.Reply) -> m.Reply:
-        """Return the reply without weights that wait here already. A repeated request asks for them again."""
+        """Return the reply without weights that are queued already, because its request was repeated."""
         if not isinstance(reply.body, m.Weights):
             return reply
         news = [at for at, key in enumerate(_keys(reply)) if key not in self._coming]
@@ -513,12 +531,11 @@ class Backlog:
 
 
 def _payloads_of(reply: m.Reply) -> Sequence[Tensor]:
-    """Return the buffers of the store that a reply reads from, one for each part."""
     return reply.body.payloads if isinstance(reply.body, m.Weights) else ()
 
 
 def _size_of(reply: m.Reply) -> int:
-    """Estimate the cost of a reply in bytes. What is done once, and for each part, counts as bytes."""
+    """Estimate the cost of a reply in bytes, with the fixed cost of the message and of each part."""
     body = reply.body
     if isinstance(body, m.Weights):
         return _LEAST + _OF_PART * len(body.payloads) + sum(map(_nbytes_of, body.payloads))
@@ -533,14 +550,15 @@ def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
 def packed(
     replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
 ) -> list[m.Outgoing]:
-    """Join what goes to one request into few messages; order within a request is kept.
+    """Join replies to the same request into few messages, in order.
 
     Args:
-        portion: Bytes of data that a message to a peer may bring.
+        portion: Returns the most data, in bytes, that a message to a peer may contain.
     """
     weights: dict[tuple[bytes, int], list[m.Outgoing]] = {}
     done: dict[tuple[bytes, int], list[m.Matrix]] = {}
-    found: list[m.Outgoing] = []  # what is said about a round (Absent, Done) goes ahead of its weights
+    # 1. Sort them by kind. What is said about a round (Absent, Done) goes before its weights.
+    found: list[m.Outgoing] = []
     for out in replies:
         body, where = out.reply.body, (out.peer, out.reply.number)
         if isinstance(body, m.Weights):
@@ -549,10 +567,12 @@ def packed(
             done.setdefault(where, []).append(body.rounds)
         else:
             found.append(out)
+    # 2. One Done message for each request, within the limit of keys.
     for (peer, number), several in done.items():
         rounds = np.concatenate(several)
         for at in range(0, len(rounds), KEYS_PER_MESSAGE):
             found.append(m.Outgoing(peer, m.Reply(number, m.Done(rounds[at : at + KEYS_PER_MESSAGE]))))
+    # 3. Join weights, and split them to the size that the peer accepts.
     queues: list[list[m.Outgoing]] = []
     for (peer, number), outs in weights.items():
         first: Any = outs[0].reply.body
@@ -564,5 +584,5 @@ def packed(
         payloads = tuple([payload for body in bodies for payload in body.payloads])
         whole = m.Weights(parts, payloads, all([body.zero_copy for body in bodies]), places)
         queues.append([m.Outgoing(peer, m.Reply(number, body)) for body in divided(whole, portion(peer))])
-    # In turn, so that all get on, and what several are sent is sent to all while it is in a cache.
+    # 4. Interleave the peers: all make progress, and a slice that several get is sent while it is in the cache.
     return found + [one for turn in zip_longest(*queues) for one in turn if one is not None]

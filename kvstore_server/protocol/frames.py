@@ -1,7 +1,7 @@
-"""Messages as bytes: one frame of a header and a body, and for data one of raw payloads.
+"""The wire format: messages as frames, one with header and body, and for data one with the raw payloads.
 
     header       magic "KV", protocol version, kind, session, request number, run id     (32 bytes, little-endian)
-    body         control kinds: one msgpack list (`control`); data kinds as below, numbers of 64 bits in all of them
+    body         control kinds: one msgpack list (`control`); data kinds as below, in 64-bit numbers
 
     contribute   numbers of pushes and commits, rescale, timeout, hold; the matrix of pushes; that of commits
                  then, unless all are empty, msgpack [form, hyper-parameters, absent keys] | the payloads
@@ -10,10 +10,11 @@
     held         table, round, is finite; then (slice, partial norm) of each slice
     weights      number of places; the matrix of places; that of parts | the payloads
     done         number of rounds; the matrix of rounds
-    state        msgpack [table, slice, summary, size] | the bytes in pieces
+    state        msgpack [table, slice, summary, size] | the bytes in chunks
 
-Everything is checked before it is used: a message that does not fit raises ProtocolError, never anything else.
-Nothing here opens a socket.
+Everything from a peer is checked before use: bytes that do not fit raise ProtocolError, never anything else. Sizes are
+bounded by the frame that names them, so no message makes the receiver allocate more than it sent. Payloads are passed
+through without a copy where possible. Nothing here opens a socket.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from kvstore_server.errors import ProtocolError, VersionMismatchError, to_wire
 from kvstore_server.protocol import messages as m
 
 Frame = bytes | bytearray | memoryview | Any
-"""Has a buffer of bytes; a frame of ZeroMQ as well."""
+"""Anything with a buffer of bytes, ZeroMQ frames included."""
 MAX_FRAME = 1024 * 1024 + 64 * 1024
-"""No frame is larger; servers set it as ZMQ_MAXMSGSIZE."""
+"""The largest frame; servers set it as ZMQ_MAXMSGSIZE."""
 MAX_PAYLOAD = 1024 * 1024
 SENT_ALONE = 64 * 1024
-"""A slice of at least this many bytes has a message of its own, whose bytes are copied with no others."""
+"""A slice of at least this many bytes gets a message of its own, so that it is not copied together with others."""
 KEYS_PER_MESSAGE = 4096
-"""No message of ours names more keys, slices or tables; servers refuse those with more than --max-message-keys."""
+"""The most keys, slices or tables in our messages; servers refuse more than --max-message-keys."""
 _MAGIC = b"KV"
 _HEADER = struct.Struct("<2sBB4xQQQ")
 MOST_FRAMES = 2
-"""Of any message but a State, whose bytes come in pieces of MAX_PAYLOAD."""
+"""For all kinds but a State, whose bytes are sent in chunks of MAX_PAYLOAD."""
 _WORD = np.dtype("<i8")
 _CONTRIBUTE = struct.Struct("<qqddd")
 _RESOLVE = struct.Struct("<qqqdd")
@@ -59,18 +60,20 @@ _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
 
 def encode(message: m.Request | m.Reply) -> list[Frame]:
-    """Return the frames of a message; a payload that stands alone is passed through, not copied. As `encode_parts`."""
+    """Return the frames of a message. A single payload is passed through without a copy. Raises like
+    `encode_parts`.
+    """
     frames, payloads = encode_parts(message)
     return frames if payloads is None else [*frames, _joined(payloads)]
 
 
 def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
-    """Return a message's frames, and apart from them its payloads.
+    """Return a message's frames, and separately its payloads.
 
-    A reply that no frame can hold becomes the failure to send it.
+    A reply that does not fit into a frame is replaced by a failure that says so.
 
     Raises:
-        ProtocolError: one of the frames of a request would be too large.
+        ProtocolError: A frame of a request would be too large.
     """
     body: Any = message.body
     kind = _KINDS.get(type(body))
@@ -91,19 +94,17 @@ def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Te
         return encode_parts(m.Reply(message.number, m.Failed(*to_wire(error))))
     head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, code, session, message.number, run)
     if isinstance(body, m.Failed) and body.code == VersionMismatchError.__name__:
-        return [head, *frames], None  # up to version 15 a header is a frame of its own
+        return [head, *frames], None  # up to version 15 the header was a frame of its own
     payloads = body.payloads if isinstance(body, m.Contribute | m.Weights) else None
     return [head + frames[0], *frames[1:]], payloads
 
 
 def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
-    """Rebuild a message from its frames: run, session, number and body, as of a Request.
-
-    A reply has neither run nor session; both are 0.
+    """Decode frames to run, session, request number and body. Run and session of a reply are 0.
 
     Raises:
-        VersionMismatchError: the peer speaks another protocol version.
-        ProtocolError: anything else about the bytes is wrong.
+        VersionMismatchError: The peer speaks another protocol version.
+        ProtocolError: The bytes are wrong in any other way.
     """
     head = memoryview(frames[0]) if frames else memoryview(b"")
     try:
@@ -128,11 +129,12 @@ def decode(frames: Sequence[Frame]) -> tuple[int, int, int, Any]:
 
 
 class LongMessage:
-    """A request of more frames than any but a State may have; what is too much is counted, and not kept.
+    """A message with more frames than any kind but a State may have. Frames of a refused message are counted, not
+    kept.
 
     Args:
-        frames: Those that have come.
-        max_bytes: Of all frames together.
+        frames: The frames received so far.
+        max_bytes: The limit for all frames together.
     """
 
     def __init__(self, frames: Sequence[Frame], max_bytes: int) -> None:
@@ -140,7 +142,7 @@ class LongMessage:
         self._frames: list[Frame] = []
         self._count = 0
         self.nbytes = 0
-        """Bytes of the frames that were kept at any time."""
+        """Bytes of frames kept, at the highest."""
         self._is_refused = (
             len(frames[0]) < _HEADER.size or memoryview(frames[0])[3] != _KINDS[m.SliceState].code
         )
@@ -148,7 +150,6 @@ class LongMessage:
             self.take(frame)
 
     def take(self, frame: Frame) -> None:
-        """Add a frame; of a message that is refused already it is not even looked at."""
         self._count += 1
         if not self._is_refused:
             self._frames.append(frame)
@@ -159,7 +160,9 @@ class LongMessage:
             self._frames.clear()
 
     def decode(self) -> tuple[int, int, int, Any]:
-        """Decode all frames together, as `decode`; raises ProtocolError where there were too many, too."""
+        """Decode the complete message, like `decode`. Raises ProtocolError, too, if it had too many frames or
+        bytes.
+        """
         if not self._is_refused:
             return decode(self._frames)
         raise ProtocolError(
@@ -169,22 +172,25 @@ class LongMessage:
 
 
 def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
-    """Divide slices, or new weights, into messages of at most so many bytes; commits go with the last one.
+    """Split slices or new weights into messages of at most `most` bytes; commits are in the last one.
 
-    In messages of MAX_PAYLOAD a large slice is alone, for then it is not copied together with others.
+    In messages of MAX_PAYLOAD a large slice is alone, so that it is not copied together with others.
     """
     if not isinstance(body, m.Contribute | m.Weights):
         return [body]
+    # 1. The common case: everything fits into one message.
     sizes = body.parts[:, 3] if isinstance(body, m.Weights) else body.pushes[:, 3]
     if len(sizes) < 2:
         return [body]
     alone = SENT_ALONE if most == MAX_PAYLOAD else most
     if len(sizes) <= KEYS_PER_MESSAGE and sizes.sum() <= most and sizes.max() < alone:
         return [body]
+    # 2. Group the slices, and cut the payloads accordingly.
     cuts = list(_groups(sizes.tolist(), most, alone))
     payloads: list[Sequence[Tensor]] = [body.payloads[cut] for cut in cuts]
     if len(body.payloads) < len(sizes):
         payloads = list(_cut(body.payloads, [int(sizes[cut].sum()) for cut in cuts]))
+    # 3. Build the messages.
     if isinstance(body, m.Weights):
         rows = zip(cuts, payloads, strict=True)
         bodies = [m.Weights(body.parts[cut], tuple(own), body.zero_copy) for cut, own in rows]
@@ -198,7 +204,7 @@ def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
 
 
 def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
-    """Group slices of so many bytes, in order; those from `alone` on by themselves."""
+    """Group slices of these sizes, in order; slices of at least `alone` bytes get groups of their own."""
     first, nbytes = 0, 0
     for at, size in enumerate(sizes):
         is_full = nbytes + size > most or at - first == KEYS_PER_MESSAGE
@@ -210,7 +216,7 @@ def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
 
 
 def _cut(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Cut payloads into groups of so many bytes."""
+    """Cut payloads into groups of these sizes in bytes."""
     left = deque(payloads)
     for size in sizes:
         own: list[Tensor] = []
@@ -258,19 +264,19 @@ _CONTROL: tuple[type[Any], ...] = (
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}
-"""Name and declared type of each value of a message."""
+"""(name, declared type) of each field of a message."""
 
 
 def pack_control(value: Any) -> bytes:
-    """msgpack with this protocol's settings: lists, maps with string keys, numbers, strings, bytes."""
+    """Encode as msgpack with this protocol's settings: lists, maps with string keys, numbers, strings, bytes."""
     return bytes(msgpack.packb(value, use_bin_type=True))
 
 
 def unpack_control(data: bytes | memoryview) -> Any:
-    """Inverse of `pack_control` with every size bounded by the frame itself.
+    """Inverse of `pack_control`. Every size is bounded by the frame.
 
     Raises:
-        ProtocolError: the bytes are not msgpack, nest too deep or hold anything but plain values.
+        ProtocolError: The bytes are not msgpack, nest too deeply or contain other than plain values.
     """
     try:
         return msgpack.unpackb(
@@ -288,10 +294,10 @@ def unpack_control(data: bytes | memoryview) -> Any:
 
 
 def decode_control(kind: int, data: memoryview) -> Any:
-    """Rebuild a control message.
+    """Decode a control message.
 
     Raises:
-        ProtocolError: the kind is unknown or the bytes do not fit it.
+        ProtocolError: The kind is unknown, or the bytes do not fit it.
     """
     if kind >= len(_CONTROL):
         raise ProtocolError(f"unknown kind of message: {kind}")
@@ -299,7 +305,7 @@ def decode_control(kind: int, data: memoryview) -> Any:
     values = unpack_control(data)
     if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
         raise ProtocolError(
-            f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
+            f"a {cls.__name__} message must have {len(_FIELDS[cls])} values, got {values!r:.80}"
         )
     values = [_freeze(value) for value in values]
     for (name, declared), value in zip(_FIELDS[cls], values, strict=True):
@@ -312,7 +318,7 @@ def decode_control(kind: int, data: memoryview) -> Any:
         )
     if isinstance(message, m.Hello) and not _is_identified(message):
         raise ProtocolError(
-            f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
+            f"Hello must have a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
         )
     return message
 
@@ -321,7 +327,7 @@ _SCALARS: dict[str, Any] = {"int": int, "str": str, "float": (float, int), "byte
 
 
 def _is_of_type(value: Any, declared: str) -> bool:
-    """Tell whether a value is of a type as messages declare them; numbers are finite, those in tuples of 64 bits."""
+    """Return whether a value has a declared type. Floats must be finite, and ints in tuples fit into 64 bits."""
     expected: Any = _SCALARS.get(declared) or (tuple if declared.startswith("tuple") else dict)
     if not isinstance(value, expected) or (isinstance(value, bool) and declared != "bool"):
         return False
@@ -340,7 +346,7 @@ def _is_identified(hello: m.Hello) -> bool:
 
 
 _MAX_DIMS, _MAX_SIZE = 64, 1 << 48
-"""Of a shape: more than any tensor has; without a limit, their product alone would take minutes."""
+"""Limits for shapes, more than any tensor has; without them, multiplying sizes could take minutes."""
 
 
 def _is_spec(spec: Any) -> bool:
@@ -378,17 +384,18 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     nbytes, begin = len(body), _CONTRIBUTE.size
     if nbytes < begin:
         raise ProtocolError(f"a contribution cannot have a body of {nbytes} bytes")
+    # Check the sizes before reading the matrices, which are views of the frame.
     num_pushes, num_commits, rescale, timeout, hold = _CONTRIBUTE.unpack_from(body)
     split = begin + _WORD.itemsize * m.PUSH_WORDS * num_pushes
     size = split + _WORD.itemsize * m.COMMIT_WORDS * num_commits
     if num_pushes < 0 or num_commits < 0 or size > nbytes:
         raise ProtocolError(
-            f"a contribution of {nbytes} bytes cannot hold {num_pushes} slices and {num_commits} commits"
+            f"a contribution of {nbytes} bytes cannot contain {num_pushes} slices and {num_commits} commits"
         )
     if not 0 <= timeout < math.inf or math.isinf(rescale):
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
     if not hold >= 0:
-        raise ProtocolError(f"a commit wants a norm of type {hold}, which there is not")
+        raise ProtocolError(f"a commit wants a norm of type {hold}; it must be 0 or more")
     pushes = np.ndarray((num_pushes, m.PUSH_WORDS), _WORD, body, begin)
     commits = np.ndarray((num_commits, m.COMMIT_WORDS), _WORD, body, split)
     if np.bitwise_or.reduce(commits[:, 5]) & ~m.ALL_FLAGS:
@@ -399,7 +406,6 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
 
 
 def _decode_extra(packed: memoryview) -> tuple[bytes, bytes, tuple[tuple[int, int], ...]]:
-    """Return what few contributions have: a form, hyper-parameters, absent keys."""
     extra = unpack_control(packed)
     if not (isinstance(extra, list) and list(map(type, extra)) == [bytes, bytes, list]):
         raise ProtocolError("a contribution must name [form, hyper-parameters, absent keys]")
@@ -433,26 +439,26 @@ def _encode_held(held: m.Held) -> list[bytes]:
 def _decode_held(frames: Sequence[Frame]) -> m.Held:
     body = memoryview(frames[0])
     if len(body) < _HELD.size or (len(body) - _HELD.size) % _PARTIAL.itemsize:
-        raise ProtocolError(f"a held message of {len(body)} bytes holds no whole number of partial norms")
+        raise ProtocolError(f"a held message of {len(body)} bytes has no whole number of partial norms")
     table, number, is_finite = _HELD.unpack_from(body)
     partials = np.frombuffer(body, _PARTIAL, offset=_HELD.size).tolist()
     return m.Held(table, number, tuple(partials), bool(is_finite))
 
 
 def _encode_rows(body: m.Weights | m.Done) -> list[bytes]:
-    """Make one frame of the places and parts of weights, or of rounds that are done."""
+    """Encode the places and parts of weights, or the rounds of a Done, as one frame."""
     rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
     return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
 
 
 def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
-    """Rebuild weights, which have a frame of payloads, or rounds that are done."""
+    """Decode weights, which have a frame of payloads, or a Done, which has none."""
     body, is_done = memoryview(frames[0]), len(frames) == 1
     nbytes, begin, row = len(body), _ROWS.size, _WORD.itemsize * m.PART_WORDS
     [num_rows] = _ROWS.unpack_from(body) if nbytes >= begin else [-1]
     split = begin + _WORD.itemsize * m.PLACE_WORDS * num_rows
     if num_rows < 0 or nbytes < split or (nbytes - split) % row or (is_done and nbytes > split):
-        raise ProtocolError(f"a body of {nbytes} bytes cannot begin with {num_rows} places, or rounds")
+        raise ProtocolError(f"a body of {nbytes} bytes cannot begin with {num_rows} places or rounds")
     rows = np.ndarray((num_rows, m.PLACE_WORDS), _WORD, body, begin)
     if is_done:
         return m.Done(rows)
@@ -467,7 +473,7 @@ def _encode_pull(pull: m.Pull) -> list[bytes]:
 def _decode_pull(frames: Sequence[Frame]) -> m.Pull:
     body = memoryview(frames[0])
     if not body or len(body) % _WORD.itemsize:
-        raise ProtocolError(f"a pull of {len(body)} bytes is no timeout and whole numbers of tables")
+        raise ProtocolError(f"a pull of {len(body)} bytes is not a timeout and a whole number of tables")
     timeout, *tables = struct.unpack(f"<d{len(body) // _WORD.itemsize - 1}q", body)
     if not math.isfinite(timeout):
         raise ProtocolError(f"a pull has timeout {timeout}; it must be finite")
@@ -487,14 +493,16 @@ def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
         raise ProtocolError("a state message must begin with [table, index, summary, size]")
     data = b"".join(frames[1:])
     if len(data) != head[3]:
-        raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
+        raise ProtocolError(f"a state message names {head[3]} bytes and contains {len(data)}")
     return m.SliceState(head[0], head[1], head[2], data)
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
-    """Return the bytes of a payload frame. Raises ProtocolError where the sizes of its pieces do not add up to it."""
+    """Return the bytes of a payload frame. Raises ProtocolError if the sizes of its pieces do not add up to its
+    size.
+    """
     total = len(frame)
-    listed = sizes.tolist()  # as Python's numbers, whose sum cannot wrap around to the right one
+    listed = sizes.tolist()  # Python ints: their sum cannot overflow to the right one
     if min(listed, default=0) < 0 or sum(listed) != total:
         raise ProtocolError(f"the payload has {total} bytes, the body names {sum(listed)}")
     return (
@@ -505,28 +513,28 @@ def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
 
 
 def _joined(payloads: Sequence[Tensor]) -> Frame:
-    """Several payloads as one frame; a single one is passed through."""
+    """Concatenate payloads into one frame; a single one is passed through."""
     if not payloads:
         return b""
     if len(payloads) == 1:
         [whole] = payloads
     elif len({payload.dtype for payload in payloads}) == 1:
-        whole = torch.cat(list(payloads))  # asking each of many small tensors for its bytes would cost more
+        whole = torch.cat(list(payloads))  # viewing many small tensors as bytes would cost more
     else:
         whole = torch.cat([payload.view(torch.uint8) for payload in payloads])
     return whole.view(torch.uint8).numpy().data
 
 
 class _Kind(NamedTuple):
-    """How messages of one kind look as bytes."""
+    """The encoding of one kind of message."""
 
     code: int
     num_frames: int
     """0: one or more."""
     encode: Callable[[Any], Sequence[Frame]]
-    """Into the body, and other frames than that of payloads."""
+    """Encodes the body and all frames but the payloads."""
     decode: Callable[[Sequence[Frame]], Any]
-    """From the body and the other frames."""
+    """Decodes the body and the other frames."""
 
 
 _KINDS: dict[type[Any], _Kind] = {

@@ -1,26 +1,27 @@
-"""What workers and servers say to each other, as plain values.
+"""The messages between workers and servers, as plain values.
 
 A round of one table, seen from a worker:
 
-    Contribute           slices, each with a generation (a higher one replaces a lower one), and with the last of them a
-                         commit: from there on the first one wins
-    Weights or Done      withheld until every member has committed and the round was applied
-    Failed               or: the round failed for every member, with one and the same error
+    Contribute           slices, each with a generation (a higher one replaces a lower one), and with the last of them
+    a
+                         commit; after it, slices cannot be replaced any more
+    Weights or Done      sent once every member has committed and the round was applied
+    Failed               or: the round failed, with the same error for every member
 
-Where every member has announced its commit before it gave its slices, Weights of some slices come while others are
-still on their way; if what they come from is taken back, they come again, with a higher version.
+If every member has declared its commit before giving its slices, Weights of some slices are sent while others are
+still on their way. If the round is rolled back, they are sent again with a higher version.
 
-If the commits say so, the round is held between the two: what is summed is measured, and applied when that is decided.
+If the commits ask for it, the round is held: the sum is measured, and applied after a decision.
 
-    Held                 when every member has committed: partial norms of what lies on this server
-    Resolve              what every member makes of the partial norms of all servers; the first one counts
+    Held                 once every member has committed: partial norms of the slices on this server
+    Resolve              each member's decision from the partial norms of all servers; the first one counts
 
-A contribution is identified by (namespace, rank, table, round, slice): sending it twice has no further effect. The
-session says who speaks: a newer process of the same rank shuts an older one out. Round 0 is the initialisation,
-in which only rank 0's values count.
+A contribution is identified by (namespace, rank, table, round, slice): repeating it has no effect. The session says
+who sends: a newer process of the same rank fences the older one. Round 0 initialises a table; only rank 0's values
+count.
 
-A server numbers the tables of a namespace, and all of their slices that it holds: their *slots*. Whatever concerns many
-tables or slices travels as one matrix with a row for each. How the messages look as bytes is the business of `frames`.
+A server numbers the tables of a namespace and all slices of them that it has, their *slots*. Whatever concerns many
+tables or slices is one matrix with a row for each. `frames` defines the encoding.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 SECRET_BYTES = 16
 """Length of a routing id and of a nonce."""
 MAX_SOCKETS = 8
-"""Sockets that one session may have."""
+"""The most sockets of one session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a session: one rank of one namespace on one server. Repeated, it is answered with the same session."""
+    """Opens a session: one rank of one namespace on one server. A repeated Hello gets the same session."""
 
     namespace: str
     rank: int
@@ -52,45 +53,45 @@ class Hello:
     server: int
     num_servers: int
     capability: str
-    """Instruction set of the worker's CPU; bits are only the same between equal ones."""
+    """Instruction set of the worker's CPU. Results are bit-identical only between equal ones."""
     address: str
     """`host:pid`, for error messages."""
     nonce: bytes
-    """Random, of the process: by this a Hello that comes again is known."""
+    """Random, per process: identifies a repeated Hello."""
     sockets: tuple[bytes, ...]
-    """Routing ids of all sockets that speak in this session; random too."""
+    """Routing ids, also random, of all sockets that may send in this session."""
     mode: str = "sync"
-    """When a contribution counts: "sync", "async" or "ssp"; the same for all ranks of the namespace."""
+    """The consistency mode: "sync", "async" or "ssp"; the same for all ranks of the namespace."""
     staleness: int = 0
     """With "ssp": by how many updates a rank may be ahead of the slowest one."""
     slow_down: bool = False
     """Whether the learning rate of a contribution is divided by its staleness; not with "sync"."""
     by_host: bool = False
-    """Whether a rank may give the sum of all ranks of its host, which then give nothing; only with "sync"."""
+    """Whether one rank may give the sum of all ranks of its host, and the others nothing; only with "sync"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Declares a table: its keys, from which both sides derive the same Plan.
+    """Declares a table: its keys, from which both sides derive the same plan.
 
-    Answered by Registered; or, while the server needs more keys, by Info with the number of "keys" that it has.
+    Answered by Registered; while the server needs more keys, by Status with the number of "keys" that it has.
     """
 
     table: str
     specs: tuple[tuple[str, tuple[int, ...], str, int, bool], ...]
-    """(key, shape, dtype, group, is row-sparse) of each key, or of a portion of them."""
+    """(key, shape, dtype, group, is row-sparse) of each key, or of some of them."""
     whole_keys: bool
-    """Whether every key lies whole on one server."""
+    """Whether every key is on a single server."""
     first: int = 0
     """The index of the first of these keys in the table."""
     total: int = -1
     """How many keys the table has; -1: these."""
     digest: str = ""
-    """The plan's; a server that has the table with this one needs no keys."""
+    """The plan's digest; a server that has a table with the same one needs no keys."""
     one_server: bool = False
-    """Whether the whole table lies on one server."""
+    """Whether the whole table is on one server."""
     delta_form: bytes = b""
-    """How new weights come back: msgpack of the `Codec.spec()` of their changes; empty: as they are."""
+    """The encoding of new weights: msgpack of the `Codec.spec()` of their changes; empty: plain."""
 
 
 (
@@ -109,31 +110,34 @@ class Register:
 ALL_FLAGS = (1 << 11) - 1
 """Flags of a commit.
 
-WANTS_WEIGHTS: it is answered with the new weights. VETOES: this rank's gradients are not finite, so the round ends
-without an update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no
-optimizer runs; every rank must say so. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks
-have said so. WANTS_DELTA: only what has changed since its version is wanted: rows, or changes in the table's form.
-WANTS_HALF: new weights may come as bfloat16. ANEW: slices of generation 0, which this rank pushed before it knew what
-it would give, do not count. MAPS_WEIGHTS: of slices that this worker can map it only wants to know where they are; in
-synchronous rounds. KNOWS_PLACES: it still maps all slices that ever have a place, where these were. ANNOUNCES: this
-commits nothing; it says what the commit will say, and which generations of slices will not be replaced: those that its
-pushes name, which bring no bytes, and one generation for all others. It is not answered by itself. MAY_CHANGE: so far
-that is only to be expected, because the rank still computes; another announcement, or the commit, says what is so."""
+WANTS_WEIGHTS: answer with the new weights. VETOES: this rank's gradients are not finite, so the round ends without an
+update, on every server and for every rank. ASSIGNS: the lowest rank's values replace the weights and no optimizer
+runs; every rank must set it. HAS_JOINED: this rank has no more data, and contributes nothing until all ranks have
+joined. WANTS_DELTA: send only what has changed since this rank's version: rows, or changes in the table's form.
+WANTS_HALF: new weights may be sent as bfloat16. DISCARD_EAGER: ignore slices of generation 0, which this rank pushed
+before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the places of slices that can be
+mapped (synchronous rounds). KNOWS_PLACES: it still maps all slices that ever had a place, at the places it was told.
+ANNOUNCES: this is not a commit but declares one in advance, with the generations of slices that will not be replaced:
+the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
+MAY_CHANGE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
+"""
 
 PART = 32
-"""A part of a slice is named by the slot and, from this bit on, by the element of the slice before which it ends."""
+"""A part of a slice is named by the slot and, from this bit on, the element of the slice at which it ends
+(exclusive).
+"""
 PUSH_WORDS, COMMIT_WORDS, PART_WORDS, PLACE_WORDS = 4, 6, 4, 3
 STILL = -1
-"""The place of slices that are where they were."""
+"""Stands for the known place of slices that have not moved."""
 
 
 def place_of(word: int) -> tuple[int, int]:
-    """Return the slot of a record, and the element before which its part ends; 0: it means all."""
+    """Return the slot of a record, and the element at which its part ends; 0 for the whole slice."""
     return word & (1 << PART) - 1, word >> PART
 
 
 def matrix(rows: Sequence[Sequence[int]], words: int) -> Matrix:
-    """Make a matrix of rows of so many numbers, of which there may be none."""
+    """Return a matrix with rows of `words` numbers; there may be no rows."""
     return np.array(rows, np.int64).reshape(-1, words)
 
 
@@ -142,51 +146,52 @@ NO_PARTS, NO_PLACES = matrix((), PART_WORDS), matrix((), PLACE_WORDS)
 
 @dataclass(slots=True, eq=False)
 class Contribute:
-    """Slices of a rank for open rounds, and rounds to which it has given all it will.
+    """Slices of a rank for open rounds, and the rounds that the rank commits.
 
     Without commits it is not answered. Commits are answered when their rounds are over.
     """
 
     pushes: Matrix
-    """(slot, round, generation, bytes) of each slice. A part of one, see `PART`, comes by itself, in order."""
+    """(slot, round, generation, bytes) of each slice. A part of a slice, see `PART`, is sent alone, and in order."""
     payloads: tuple[Tensor, ...]
-    """Flat: the bytes of the slices in this order, each in one of them: whole slots with their padding, unless there is
-    a `form`."""
+    """Flat: the bytes of the slices in order, each within one payload: whole slots with their padding, unless there is
+    a `form`.
+    """
     commits: Matrix
     """(table, round, slices given, sum of their generations, version, flags) of each round.
 
-    By the two sums a server knows if it lacks one of the slices. The version is that of the weights that this rank
-    computed with; -1 where it has none of this server."""
+    The count and the sum tell a server whether a slice is missing. The version is that of the weights that this rank
+    computed with; -1 if it has none of this server.
+    """
     form: bytes = b""
-    """How the payloads are to be read, if not as plain numbers: msgpack of `Codec.spec()` or of {"type": "rows"}."""
+    """The encoding of the payloads: msgpack of `Codec.spec()` or of {"type": "rows"}; empty: plain numbers."""
     hyper: bytes = b""
-    """msgpack of the hyper-parameters from this round on; empty when nothing changed."""
+    """msgpack of the hyper-parameters from this round on; empty if unchanged."""
     absent: tuple[tuple[int, int], ...] = ()
     """(table, key by index) of what this rank leaves out of these rounds."""
     rescale: float | None = None
-    """Factor of this contribution in the sum; None means the optimizer's own rescale_grad."""
+    """Factor of this contribution in the sum; None: the optimizer's rescale_grad."""
     timeout: float = 600.0
-    """Seconds that this rank is ready to wait for the others."""
+    """Seconds that this rank waits for the others."""
     hold: float = 0.0
-    """Above 0: the sums are kept and their partial norms of this type are told, until a Resolve says what becomes of
-    them."""
+    """Above 0: hold the sums and send their partial norms of this type, until a Resolve decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """What becomes of the sum of a round that is held; the first one counts, for all ranks.
+    """Decides what happens to the sum of a held round; the first one counts, for all ranks.
 
-    Never answered by itself: the commits are. One for a round that is over has no effect.
+    It is not answered; the commits are. After the round is over it has no effect.
     """
 
     table: int
     round: int
     coef: float
-    """What the sum is multiplied by."""
+    """Factor of the sum."""
     clip_value: float | None
-    """The limit of the magnitude of each element, after that."""
+    """Then the limit of the magnitude of each element."""
     skip: bool
-    """The round ends without an update."""
+    """End the round without an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +202,14 @@ class Abort:
     round: int
     reason: str
     undo: bool
-    """Take the round back if it was applied. Only for a round that another server has failed: then no member
-    can have finished it. Without that, a member that was told of new weights would never hear that they are gone."""
+    """Undo the round if it was applied. Only for a round that another server has failed, so that no member can have
+    finished it: otherwise a member that was sent the new weights would not learn that they are gone.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks for the present weights of whole tables."""
+    """Requests the current weights of whole tables."""
 
     tables: tuple[int, ...]
     timeout: float = 600.0
@@ -212,14 +218,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullRows:
-    """Asks for some rows of a key, as many as fit into a message; answered by Weights, one part with their values.
+    """Requests some rows of a key, as many as fit into a message; answered by Weights, one part with their values.
 
-    Rows of keys that follow side by side count as those of the key.
+    Rows of a row group count as rows of its first key.
     """
 
     table: int
     key: int
-    """By index."""
+    """Index of the key."""
     ids: bytes
     """int64, distinct and ascending, counted from the first row of the key on this server."""
     timeout: float
@@ -227,15 +233,14 @@ class PullRows:
 
 @dataclass(frozen=True, slots=True)
 class ShowRows:
-    """Asks where the slices of row-sparse keys of a table are; answered by Weights, with the places of those that can
-    be mapped."""
+    """Requests the places of a table's row-sparse slices; answered by Weights, with those that can be mapped."""
 
     table: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetOptimizer:
-    """Names the optimizer of the namespace; all ranks that set one must set the same."""
+    """Sets the optimizer of the namespace; all ranks that set one must set the same."""
 
     spec: bytes
     """msgpack of `Optimizer.spec()`."""
@@ -243,9 +248,8 @@ class SetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Waits for all ranks of the namespace at one barrier, where each gives bytes.
-
-    Those that read get the bytes of all.
+    """Waits for all ranks of the namespace at one barrier, where each gives bytes. Ranks that read get those of
+    all.
     """
 
     sequence: int
@@ -256,7 +260,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Asks for the optimizer state of one slice; answered by State."""
+    """Requests the optimizer state of one slice; answered by SliceState."""
 
     table: int
     index: int
@@ -264,7 +268,7 @@ class GetState:
 
 @dataclass(frozen=True, slots=True)
 class SliceState:
-    """The optimizer state of a slice: as a request it replaces the state, as a reply it answers GetState."""
+    """The optimizer state of a slice. As a request it replaces the state, as a reply it answers GetState."""
 
     table: int
     index: int
@@ -278,12 +282,12 @@ class Heartbeat:
     """Says that this rank is alive; the answer, Pending, says the same of the server."""
 
     report: bytes = b""
-    """msgpack of what the process tells about itself, name → number; empty: what it told last still holds."""
+    """msgpack of name → number that the process reports about itself; empty: unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Asks, in no session, for what a server does; answered by Info."""
+    """Requests the status of a server, without a session; answered by Status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,39 +296,39 @@ class Leave:
 
     reason: str
     is_clean: bool
-    """Whether the worker left because it was done; if not, it counts as dead from now on."""
+    """True if the worker has finished; otherwise it counts as dead from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Asks for the server's counters and for the members of this namespace."""
+    """Requests the server's counters and the members of this namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Asks a function that the server has loaded; answered by Info, once for each request number."""
+    """Calls a function that the server has loaded; answered by Status, once for each request number."""
 
     head: int
     """Which function."""
     body: bytes
-    """What it is given: UTF-8."""
+    """Its argument, UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Tells the server to record what it does for this namespace, or asks for that."""
+    """Controls the recording of what the server does for this namespace, or requests the recorded events."""
 
     action: str
     """"run", "stop", "pause", "resume", "fetch" or "finish"."""
     categories: tuple[str, ...] = ()
-    """With "run": what is recorded."""
+    """With "run": what to record."""
     start: int = 0
-    """With "fetch": the number of the first event that is wanted."""
+    """With "fetch": the number of the first event requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinJob:
-    """Tells the scheduler of a job that a process is there; answered by Pending until it can begin, then by Info."""
+    """Tells the scheduler of a job that a process is there; answered by Pending until it can begin, then by Status."""
 
     role: str
     """"server" or "worker"."""
@@ -333,9 +337,9 @@ class JoinJob:
     rank: int
     """The rank that the process must have; -1 for any."""
     task: int
-    """Orders processes without a rank; -1 where the launcher gives no such number."""
+    """Orders processes without a rank; -1 if the launcher gives no such number."""
     host: str
-    """Orders the others, with the next two: the host's name."""
+    """The host's name; orders the others, with the next two."""
     started: int
     """When the process was started there, in any unit."""
     pid: int
@@ -345,7 +349,7 @@ class JoinJob:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Tells the scheduler where a server of its job listens; answered by Pending until all do, then by Info."""
+    """Tells the scheduler where a server of its job listens; answered by Pending until all do, then by Status."""
 
     address: str
 
@@ -357,59 +361,62 @@ class Welcome:
     run: int
     session: int
     spread_from: int = 0
-    """As of EngineConfig; the least of all servers counts."""
+    """See `EngineConfig`; the smallest of all servers counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Answers Register; `next_round` is above 0 when the table lives on from an earlier process.
+    """Answers Register; `next_round` is above 0 if the table existed before this process.
 
-    Without synchronous rounds the worker goes on with the greatest number that a server says.
+    In asynchronous modes the worker continues with the largest number of all servers.
     """
 
     table: int
     slot: int
-    """The number of its first slice there; the others follow in the order of the Plan."""
+    """The number of the table's first slice on this server; the others follow in the order of the plan."""
     next_round: int
 
 
 WHOLE, ROWS, VALUES, HALF, DELTA = range(5)
-"""What the payload of a part is: the whole slice; rows that changed, as `rows` packs them, of as many slices as it says
-(empty where none changed in any slice that the key has there); just the values of the rows that were asked for; the
-whole slice, of a wider type, rounded to bfloat16; or changes of the slice since the worker's version, one behind the
-other, encoded as the table's `delta_form` says."""
+"""The contents of a part: WHOLE, the whole slice; ROWS, changed rows as packed by `rows`, of as many slices as it says
+(empty if none changed in any slice of the key on this server); VALUES, only the values of the requested rows; HALF,
+the whole slice rounded to bfloat16; DELTA, changes of the slice since the worker's version, one after the other,
+encoded in the table's `delta_form`.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Answers commits that wanted weights, a Pull or PullRows; with places alone, ShowRows."""
+    """Answers commits that wanted weights, a Pull or PullRows; with places only, ShowRows."""
 
     parts: Matrix
-    """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`; the version is the number of updates
-    that went into its table."""
+    """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`. The version is the number of
+    updates of its table.
+    """
     payloads: tuple[Tensor, ...]
-    """Flat: the bytes of the parts in this order, each in one of them: plain numbers where the kind is WHOLE."""
+    """Flat: the bytes of the parts in order, each within one payload; plain numbers if the kind is WHOLE."""
     zero_copy: bool = False
-    """Nothing of this changes before the worker contributes again, so that it may be read where it lies. Not sent."""
+    """Nothing of this changes before the worker contributes again, so it may be read in place. Not sent."""
     places: Matrix = field(default_factory=lambda: NO_PLACES)
-    """(slot, version, place) of each slice that a worker maps: where in which of the server's memories it begins.
+    """(slot, version, place) of each mapped slice: where it begins, in which of the server's memories.
 
-    For a worker that knows the places one slice of each table stands for all that have one, with the place STILL."""
+    For a worker that knows the places, one slice of each table stands for all that have one, with the place STILL.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Done:
-    """Answers commits of rounds that were applied: ahead of the weights, or alone where none were wanted."""
+    """Answers commits of applied rounds: before the weights, or alone if none were wanted."""
 
     rounds: Matrix
-    """(table, round, version) each; the version is that of the weights right after it."""
+    """(table, round, version) of each; the version is that right after the round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Answers the commits of a round that is held: the sum is here, and is not applied before a Resolve comes.
+    """Answers the commits of a held round: its sum is complete, and is applied after a Resolve.
 
-    It is said again when a commit is repeated, also after the round was applied.
+    Sent again when a commit is repeated, also after the round was applied.
     """
 
     table: int
@@ -417,12 +424,12 @@ class Held:
     partials: tuple[tuple[int, float], ...]
     """(slice, partial norm) of every slice here that any rank contributed to; see `norms`."""
     is_finite: bool
-    """Whether all elements of them are."""
+    """Whether all their elements are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Comes before the Weights or Done of a round that left keys out. No rank gave any of these (by index)."""
+    """Precedes the Weights or Done of a round that left keys out: the keys (by index) that no rank gave."""
 
     table: int
     round: int
@@ -431,9 +438,8 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Vetoed:
-    """Comes before the Done of a round that was not applied. Some ranks had gradients that are not finite.
-
-    Without ranks it was held, and a Resolve said so.
+    """Precedes the Done of a round that was not applied: the ranks with non-finite gradients; empty if a Resolve
+    skipped it.
     """
 
     table: int
@@ -443,19 +449,23 @@ class Vetoed:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """Comes before the Weights or Done of a rank that has joined: the hyper-parameters of the round, and its end."""
+    """Precedes the Weights or Done of a rank that has joined: the effective hyper-parameters, and whether joining is
+    over.
+    """
 
     table: int
     round: int
     hyper: bytes
-    """msgpack, as a commit's; empty when no rank sent any."""
+    """msgpack, like a commit's; empty if no rank sent any."""
     is_over: bool
-    """All ranks have joined: this round changed nothing, and from the next one on all take part again."""
+    """All ranks have joined: this round changed nothing, and all take part again from the next one on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Refuses a commit of which slices never arrived: send again what was given of these, then commit again."""
+    """Refuses a commit whose slices have not all arrived: send what was given of these slots again, then commit
+    again.
+    """
 
     table: int
     round: int
@@ -467,9 +477,9 @@ class Pending:
     """Answers a Heartbeat, and a repeated commit or Gather that still waits: the server is alive."""
 
     waiting_for: tuple[int, ...]
-    """The first ones of them."""
+    """The first of the ranks waited for."""
     why: str = field(default="", compare=False)
-    """For people: what waits for whom, and when those were last heard; empty when nothing waits."""
+    """For people: what waits for which ranks, and when those were last heard from; empty if nothing waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +495,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Answers Gather: the bytes of all ranks, in rank order; nothing where they are not read."""
+    """Answers Gather: the bytes of all ranks, in rank order; empty if they are not read."""
 
     parts: tuple[bytes, ...]
 
@@ -539,10 +549,10 @@ ReplyBody: TypeAlias = (
 
 
 class Request(NamedTuple):
-    """A message from a worker: who it is from, and the number under which it wants to be answered."""
+    """A message from a worker: the sender, and the number under which it expects the answer."""
 
     run: int
-    """The server process that the worker believes it talks to; 0 in Hello."""
+    """The server process that the worker expects; 0 in Hello."""
     session: int
     number: int
     body: RequestBody
@@ -556,7 +566,7 @@ class Reply(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A reply and the peer to which it goes."""
+    """A reply and its receiver."""
 
     peer: bytes
     reply: Reply

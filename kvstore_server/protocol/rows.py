@@ -1,17 +1,18 @@
-"""What is given to a slice: plain numbers, what a codec wrote, or some rows of some of its keys; as bytes and back.
+"""Payloads of a slice: plain numbers, bytes of a codec, or some rows of some of its keys; to bytes and back.
 
-Rows, in a contribution or as new values, are
+Rows, in a contribution or as new values, are encoded as
 
     head      int32: number of segments that follow; number of slices
     segments  int32 each: position in the slice, number of rows (or elements), form, 0
     parts     of each segment, by its form. 0: ids as int32, then values; 1: one bit for each row, then values, where
               that is shorter; 2: all numbers of the segment
 
-Of the other segments there is nothing. A key that has slices of its own gives the first of them what it has for several
-neighbours on a server, as many as the head says, so that rows of a key take one message where they fit into one. New
-values may be of several keys that lie side by side, whose rows then count as those of one. Each part begins at a
-multiple of 8 bytes. However many rows there are, the bytes exceed those of the dense slices by no more than a frame
-allows.
+Segments that are not listed have nothing. A key with slices of its own may put rows of several adjacent slices on a
+server into one payload, which belongs to the first of them; the head says how many. So rows of a key take one message
+if they fit. New values may be rows of a row group, counted as rows of its first key. Each part begins at a multiple of
+8 bytes. The bytes never exceed those of the dense slices by more than a frame allows.
+
+Ids from a peer are copied and checked (distinct, ascending, in range); values are views of the received bytes.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ from kvstore_server.plan import SIZES, Ints, Plan, Slice
 from kvstore_server.protocol.frames import pack_control
 
 PACKED_ROWS = pack_control({"type": "rows"})
-"""What takes the place of a codec's description for such payloads."""
+"""Stands for a codec's description in messages whose payloads are rows."""
 _NO_SLICES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class CompressedPayload(NamedTuple):
-    """A compressed payload and how to read it."""
+    """Bytes of a codec, with the codec that decodes them."""
 
     codec: Codec
     data: Tensor
     """uint8, as long as the codec says."""
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
-        """Decode some elements of a gradient of `dtype`, those that there are; None if they cannot be by themselves."""
+        """Decode elements of a gradient of `dtype`, as far as present; None if the codec cannot decode single
+        elements.
+        """
         size = self.codec.itemsize(dtype)
         if size is None:
             return None
@@ -57,25 +60,24 @@ class RowSet(NamedTuple):
     """Some rows of a key, or of a block of its rows."""
 
     ids: Tensor
-    """int64, distinct and ascending, counted from the first row of the key, or of the block."""
+    """int64, distinct and ascending, counted from the first row of the key or block."""
     values: Tensor
     """(number of ids, elements of a row)."""
 
 
 Parts: TypeAlias = Mapping[int, RowSet | Tensor]
-"""Position of a segment in the slice → some rows of it, or all its numbers, flat: a slice, given in parts."""
+"""Position of a segment in the slice → some rows of it, or all its elements, flat."""
 Payload: TypeAlias = Tensor | CompressedPayload | Parts
 """What a rank gives to a slice: plain numbers, compressed ones, or some parts."""
 _IDS, _BITS, _ALL = range(3)
 _INT, _BYTE = np.dtype("<i4"), np.dtype(np.uint8)
 _PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
-"""Numbers of so many bytes, which numpy reads for torch: it has no bfloat16."""
+"""Unsigned integers by size, as which numpy reads elements for torch: it has no bfloat16."""
 
 
 def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
-    """Write parts of a slice, or rows of several from it on, as one uint8 tensor.
-
-    Slices are of one key, or of keys that lie side by side.
+    """Encode parts of a slice, or rows of `slices` slices from it on (of one key or row group), as one uint8
+    tensor.
     """
     head = [len(parts), slices]
     body: list[np.ndarray[Any, Any]] = []
@@ -83,6 +85,7 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
         if isinstance(part, Tensor):
             head += [position, part.numel(), _ALL, 0]
             body.append(_raw(part))
+            # A bit for each row is shorter than int32 ids if more than 1/32 of the rows are listed.
             continue
         block, ids = plan.joined_rows(piece.segments[position].key).blocks[piece.server], part.ids.numpy()
         first, count = block.order[piece.index], len(ids)
@@ -103,21 +106,23 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
 
 
 def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = False) -> tuple[Parts, int]:
-    """Read what `encode_rows` has written; nothing large is copied.
+    """Decode what `encode_rows` wrote; values are views.
 
     Args:
-        is_joined: Rows may be of several keys that lie side by side.
+        is_joined: The rows may be of a row group.
 
     Returns:
-        The parts, and the number of slices that they are of.
+        The parts, and the number of slices that they belong to.
 
     Raises:
-        ProtocolError: the bytes do not fit the slice.
+        ProtocolError: The bytes do not fit the slice.
     """
+    # 1. The head.
     reader = _Reader(data)
     count, slices = reader.take(_INT, 2).tolist()
     if not 0 < count <= len(piece.segments):
         raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
+    # 2. Each segment, checked against the plan before anything is read.
     parts: dict[int, RowSet | Tensor] = {}
     for position, size, form, _ in reader.take(_INT, 4 * count).reshape(-1, 4).tolist():
         if not 0 <= position < len(piece.segments) or position in parts:
@@ -137,22 +142,23 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
             parts[position] = RowSet(ids, reader.numbers(piece.dtype, size * width).view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
+    # 3. Nothing may be left over.
     if reader.at != len(data):
         raise ProtocolError(f"a row-sparse slice has {len(data)} bytes, {reader.at} of them are named")
     return parts, slices
 
 
 def num_slices(data: Tensor) -> int:
-    """Return the number of slices that rows are of."""
+    """Return the number of slices that encoded rows belong to."""
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
 def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None) -> CompressedPayload | Parts:
-    """View bytes as what a codec reads, or without one as some rows. Nothing large is copied.
+    """Interpret bytes as a codec's payload, or as rows if there is no codec. Values are views.
 
     Raises:
-        ProtocolError: rows are malformed, or no codec of that kind wrote the bytes.
-        ShapeMismatchError: the payload has another size than the slice compressed.
+        ProtocolError: Rows are malformed, or the codec cannot have written the bytes.
+        ShapeMismatchError: The size is not that of the compressed slice.
     """
     if codec is None:
         return decode_rows(plan, piece, payload.numpy().data)[0]
@@ -162,47 +168,44 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None)
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {payload.nbytes} bytes "
             f"compressed by {codec.spec()}"
         )
-    codec.check_payload(payload, piece.dtype, piece.used)  # in the middle of an update it would be too late
+    codec.check_payload(
+        payload, piece.dtype, piece.used
+    )  # now, because during an update it would be too late
     return CompressedPayload(codec, payload)
 
 
 def payload_nbytes(payload: Payload) -> int:
-    """Return the bytes of what a rank gave to a slice."""
     if isinstance(payload, Mapping):
         return sum(one.nbytes for one in _tensors_of(payload))
     return payload.data.nbytes if isinstance(payload, CompressedPayload) else payload.nbytes
 
 
 def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
-    """Count the rows of a segment and of its key's next slices on its server together.
-
-    Raises:
-        ProtocolError: it has no rows, or there are not so many slices.
-    """
+    """Return the rows of a segment and its key's next slices. Raises ProtocolError if it has none, or fewer slices."""
     segment = piece.segments[position]
     spec = plan.specs[segment.key]
     places = plan.joined_rows(segment.key) if is_joined else plan.rows(segment.key)
     block = places.blocks.get(piece.server)
     if block is None:
-        raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} takes no rows")
+        raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} has no rows to give")
     first = block.order[piece.index]
     if not 0 < slices <= len(block.pieces) - first:
         raise ProtocolError(
-            f"{slices} slices from {piece.index} on are not all here, or not all of {spec.key!r}"
+            f"{slices} slices from {piece.index} on are not all on this server, or not all of {spec.key!r}"
         )
     return int(block.starts[first + slices] - block.starts[first])
 
 
 class _Reader:
-    """Reads bytes from front to back. All raise ProtocolError if what is asked for is not there."""
+    """Reads bytes front to back. Raises ProtocolError at the end of the data."""
 
     def __init__(self, data: memoryview) -> None:
         self.at = 0
-        """Where what is next begins."""
+        """Offset of the next part."""
         self._data = data
 
     def take(self, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
-        """View the next so many numbers."""
+        """Return a view of the next `count` numbers."""
         size = dtype.itemsize * count
         if size > len(self._data) - self.at:
             raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
@@ -211,11 +214,11 @@ class _Reader:
         return found
 
     def numbers(self, dtype: str, count: int) -> Tensor:
-        """View the next so many numbers as a tensor."""
+        """Return a view of the next `count` numbers as a tensor."""
         return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
 
     def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:
-        """Copy ids of rows, so that no later write of the peer changes what is checked."""
+        """Copy ids of rows and check them; a copy, because the peer could change them after the check."""
         if as_bits:
             bits = self.take(_BYTE, -(-num_rows // 8))
             [ids] = np.unpackbits(bits, count=num_rows, bitorder="little").nonzero()
@@ -229,18 +232,18 @@ class _Reader:
 
 
 def are_rows(ids: Ints, num_rows: int) -> bool:
-    """Tell whether ids are distinct, ascending and of so many rows."""
+    """Return whether ids are distinct, ascending and below `num_rows`."""
     return not len(ids) or bool(ids[0] >= 0 and ids[-1] < num_rows and (ids[1:] > ids[:-1]).all())
 
 
 def _raw(values: Tensor) -> np.ndarray[Any, Any]:
-    # numpy has no bfloat16.
+    # View the bits as integers, because numpy has no bfloat16.
     plain = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
     return np.ascontiguousarray(plain.numpy())
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
-    """Cut rows at starts, the first of which is 0. Each part is counted from its start."""
+    """Split rows at `starts`, the first of which is 0; ids of each part are counted from its start."""
     if len(starts) == 1:
         return [rows]
     device = rows.ids.device
@@ -253,7 +256,7 @@ def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
 def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
     """Distribute rows of keys over their slices: slice → position of the segment → its rows.
 
-    Every slice of a key gets an entry, with no rows where none are in it: the key has taken part there too.
+    Every slice of a key gets an entry, possibly without rows: the key takes part there, too.
     """
     found: dict[int, dict[int, RowSet]] = {}
     for key, (ids, values) in rows.items():
@@ -271,16 +274,17 @@ def pack_rows(
     absent: frozenset[int],
     overrides: Mapping[int, Tensor] = _NO_SLICES,
 ) -> dict[int, Tensor]:
-    """Write rows of keys for their servers, as few messages as have room for them.
+    """Encode rows of keys for their servers, in as few messages as they fit into.
 
     Args:
-        arenas: All numbers of the other keys, as the plan lays them out.
-        absent: The keys of which there is nothing.
-        overrides: Slices (by index) whose numbers are not in the arenas.
+        arenas: All elements of the other keys, laid out by the plan.
+        absent: Keys that are left out.
+        overrides: Slices (by index) whose elements are not in the arenas.
 
     Returns:
-        The slice that each message goes with → its bytes.
+        The slice that each message belongs to → its bytes.
     """
+    # 1. Group the rows by the message, named by its first slice.
     found: dict[int, tuple[dict[int, RowSet | Tensor], int]] = {}
     for key, (ids, values) in rows.items():
         places, numbers = plan.rows(key), ids.numpy()
@@ -290,6 +294,7 @@ def pack_rows(
             for first, end, part in block.cut(own):
                 some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
                 found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
+    # 2. Add the elements of dense keys in the same slices, and encode.
     packed = {}
     for index, (parts, slices) in found.items():
         piece = plan.slices[index]
@@ -304,7 +309,7 @@ def pack_rows(
 
 
 def same_payload(a: object, b: object) -> bool:
-    """Tell whether two payloads of one slice are the same contribution."""
+    """Return whether two payloads of one slice are the same contribution."""
     if isinstance(a, CompressedPayload) and isinstance(b, CompressedPayload):
         return a.codec == b.codec and torch.equal(a.data, b.data)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -321,8 +326,8 @@ def _tensors_of(parts: Parts) -> list[Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors on the CPU hold the same bits, in the same shape; eight bytes at a time."""
-    if a.shape != b.shape or not a.numel():  # an empty tensor may have strides that no view as bytes allows
+    """Return whether two tensors on the CPU have the same shape and bits; compares eight bytes at a time."""
+    if a.shape != b.shape or not a.numel():  # strides of an empty tensor may not allow a view as bytes
         return a.shape == b.shape
     mine, theirs = (one.contiguous().view(-1).view(torch.uint8).numpy() for one in (a, b))
     body = len(mine) // 8 * 8
