@@ -1,8 +1,15 @@
-"""Updates of neighbouring elements, of some rows of a key, and of one whole key.
+"""Apply optimizer updates to runs of elements, to some rows of a key, and to whole keys.
 
-A run is flat memory of whole 64-byte lines that is updated alike. Fused kernels round the tail of a vector differently
-from its body, so gathered rows, which are no multiple of a line, go through scratch with zeros behind it. Then the bits
-of an element do not depend on where the vector around it was cut. Callers have turned autograd off.
+A run is flat memory in whole 64-byte lines that is updated with the same options. `apply_update` is the one place
+where an optimizer is called. It prepares what the optimizer's class needs (float32 weights for half-precision ones,
+clipping, scaling, trees in the state), calls `Optimizer.update`, and checks what an unknown optimizer left in the
+state.
+
+Fused kernels round the tail of a vector differently from its body. So runs are whole lines, and gathered rows are
+copied to scratch memory that is padded with zeros; then no bit depends on where the vector around an element was cut.
+For the same reason unverified optimizers get blocks that torch does not split between threads (`_update_in_blocks`).
+
+Callers have turned autograd off.
 """
 
 from __future__ import annotations
@@ -31,23 +38,23 @@ from kvstore_server.optimizer.trees import flatten, is_composed, is_plain_leaf, 
 from kvstore_server.plan import ALIGNMENT
 
 Room = Callable[[str, Tensor], Tensor]
-"""(name, something of its dtype) → a flat entry of zeros for all elements of a key."""
+"""(name, a tensor of the dtype) → a flat, zeroed entry for all elements of a key."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _BLOCK = 32768
-"""Elements up to which torch does not share an elementwise operation among threads (its grain size). Where it
-does, the shares end anywhere, and operations such as pow or sigmoid round the end of a share differently."""
+"""Up to this many elements (torch's grain size) an elementwise operation runs on one thread. Longer ones are split
+anywhere, and operations such as pow or sigmoid round the end of a share differently.
+"""
 _UNIT = 64
-"""Elements whose multiples torch's vector loops cover without a rest, which is rounded like the end of a share."""
+"""torch's vector loops cover multiples of this without a remainder, which would be rounded differently."""
 
 
 def is_half(weight: Tensor) -> bool:
-    """Tell whether an update of `weight` is computed in float32 and then rounded."""
     return weight.dtype in _HALF
 
 
 def follow(master: Tensor, weight: Tensor) -> Tensor:
-    """Return `master`, changed in place where the weights are not its rounding: they were replaced, and win."""
+    """Return `master`, after copying weights into it that were replaced (that are not its rounding)."""
     replaced = master.to(weight.dtype) != weight
     if replaced.any():
         master.copy_(torch.where(replaced, weight.to(master.dtype), master))
@@ -63,27 +70,28 @@ def apply_update(
     padding: Callable[[], Iterable[slice]] = tuple,
     scale: float = 1.0,
 ) -> None:
-    """Apply one update to elements, or to a key. A key where it is needed whole, or its gradient is sparse.
+    """Apply one update to a run of elements, or to a whole key (if the optimizer needs that, or the gradient is
+    sparse).
 
     Args:
-        weight: updated in place. Of an elementwise optimizer flat, whole lines, whose padding is zero and stays so; a
-            key in its own shape, contiguous, which `optimizer.check_key` lets pass.
-        grad: of the same shape, float64 for float64 weights, else float32; rescaled; its padding is zero. It may be
-            overwritten, unless the optimizer `takes_pieces` and nothing is clipped. Where
-            `optimizer.takes_sparse(hyper)`, it may be a coalesced sparse tensor of a key with one sparse dimension;
-            where it `takes_pieces`, there may be several.
-        state: of these elements or this key, updated in place: plain values, and tensors with one number per element,
-            or of any shape for a key. Trees are as `flatten` has them.
-        hyper: the optimizer's numbers with multipliers applied; no tensors. A key has its name as 'key'; an optimizer
-            that is `positioned` needs 'key' and 'first'.
-        padding: finds the parts of `weight` that are padding.
-        scale: of a flat gradient, which is multiplied by it first.
+        weight: Updated in place. For an elementwise optimizer: flat, in whole lines, with zero padding that stays
+            zero. A key has its own shape, is contiguous, and was accepted by `optimizer.check_key`.
+        grad: Of the same shape, rescaled, with zero padding; float64 for float64 weights, otherwise float32. May be
+            overwritten, unless the optimizer `takes_pieces` and nothing is clipped. May be a coalesced sparse tensor
+            with one sparse dimension if `optimizer.takes_sparse(hyper)`, and `Pieces` if it `takes_pieces`.
+        state: Of these elements or this key, updated in place: plain values, and tensors with one number per element,
+            or of any shape for a key. Trees are stored as by `flatten`.
+        hyper: The options with multipliers applied; no tensors. A key has its name as 'key'; an optimizer that is
+            `positioned` needs 'key' and 'first'.
+        padding: Returns the parts of `weight` that are padding.
+        scale: A factor to multiply a flat gradient by first.
 
     Raises:
-        OptimizerError: the optimizer put something else than such tensors and plain values into the state.
-        Exception: whatever a user-defined optimizer raises; weights and state are then half updated.
+        OptimizerError: The optimizer put something else than such tensors and plain values into the state.
+        Exception: Whatever a user-defined optimizer raises; weights and state are then half updated.
     """
-    if weight.numel():  # torch's matrix classes fail where there is nothing to update
+    if weight.numel():  # torch's matrix classes fail on empty keys
+        # 1. Prepare weights, step number and clipping.
         is_sparse = isinstance(grad, Tensor) and grad.is_sparse
         target, is_flat = weight, optimizer.elementwise and not is_sparse
         if weight.dtype in _HALF:
@@ -102,6 +110,7 @@ def apply_update(
             grad, scale = joined(grad, scale).add_(target, alpha=hyper["weight_decay"]), 1.0
             numbers["weight_decay"] = 0.0
         is_plain = scale == 1.0 and bound is None
+        # 2. Update: in blocks, unless the optimizer reads its tensors only once or takes the gradient in pieces.
         is_here = is_flat and weight.device.type == "cpu"
         given: Any = grad
         if is_here and not (optimizer.takes_pieces or (optimizer.one_pass and is_plain)):
@@ -122,8 +131,8 @@ def apply_update(
                 shape, values = target.shape if is_flat else None, flatten(values)
                 values = {n: _entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
             state.values = values
+        # 3. Clear the padding, which an unverified optimizer, or 0 / 0 if eps is 0, may have changed.
         if is_flat and (not optimizer.verified or hyper.get("eps") == 0):
-            # An optimizer that is not ours, or 0 / 0 where eps is 0, may have changed it.
             for part in padding():
                 target[part].zero_()
         if target is not weight:
@@ -132,7 +141,7 @@ def apply_update(
 
 
 def _wide(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
-    """Return the float32 weights to update in place of half-precision ones."""
+    """Return the float32 weights to update instead of half-precision ones."""
     if not optimizer.multi_precision:
         optimizer.warn_of_low_precision(weight.dtype)
         return weight.float()
@@ -151,12 +160,13 @@ def _update_in_blocks(
 ) -> None:
     """Update a run in blocks that stay in the cache.
 
-    Of an optimizer that is not verified bits could depend on where a vector ends, so all that are given to it are whole
-    units that torch does not share among threads.
+    Bits of an unverified optimizer could depend on where a vector ends. So it gets blocks of whole units that torch
+    does not split between threads, padded with zeros if needed.
     """
     length = CACHED if optimizer.verified else _BLOCK
     former = state.values if state.step else {}
     result: Values = {}
+    # 1. Cut the block out of weights, gradient and state.
     for offset in range(0, weight.numel(), length):
         part = slice(offset, offset + length)
         count = weight[part].numel()
@@ -173,9 +183,11 @@ def _update_in_blocks(
             numbers = {**numbers, "first": numbers["first"] + (offset and length)}
         if not optimizer.verified:
             values = unflatten(values)
+        # 2. Update it.
         optimizer.update(padded, padded_grad, values, numbers)
         if not optimizer.verified:
             values = flatten(values)
+        # 3. Copy back what is not a view: padded weights, and entries of the state.
         if spare:
             weight[part].copy_(padded[:count])
         for name, value in values.items():
@@ -194,20 +206,17 @@ def _update_in_blocks(
 def _entry(
     optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """Check an entry that an optimizer made; copy it if it lies in the memory of a tensor it was borrowed.
+    """Check an entry that an optimizer put into its state, and copy it if it shares memory with a tensor it was lent.
 
-    Args:
-        shape: Of the weights, where all tensors must have it or no dimension.
-
-    Raises:
-        OptimizerError: it is no such tensor and no plain value, or has a reserved name.
+    Raises OptimizerError if it is not a tensor or plain value that can be stored. `shape` is what all tensors but 0-d
+    ones must have; None: any.
     """
     fits = is_plain_leaf(value)
     got = type(value).__name__
     if isinstance(value, Tensor) and is_composed(value):
         raise OptimizerError(
-            f"optimizer {optimizer.registered_name} put a tensor of class {got} into its state as {name!r}, which is "
-            "made of several tensors and can be kept in no store; give the Trainer update_on_kvstore=False"
+            f"optimizer {optimizer.registered_name} put a tensor of class {got} into its state as {name!r}, which "
+            "consists of several tensors and cannot be kept in a store; give the Trainer update_on_kvstore=False"
         )
     if isinstance(value, Tensor):
         fits = not value.is_sparse and (not value.dim() or shape in (None, value.shape))
@@ -239,27 +248,25 @@ def update_rows(
 ) -> None:
     """Update a key, or a block of its rows, once. The gradient is zero outside `rows`.
 
-    Three ways, chosen by the optimizer: torch's sparse-capable classes get a sparse tensor; a lazy update runs on the
-    rows that are present alone; an optimizer of whole keys that does neither gets a dense gradient.
+    The optimizer decides how: torch's sparse-capable classes get a sparse tensor; a lazy update runs only on the rows
+    present; other optimizers of whole keys get a dense gradient.
 
     Args:
-        weight: of at least one dimension, contiguous, updated in place.
-        rows: distinct, ascending ids of rows, int64; as `coalesce_rows` returns them. None at all still count
-            as an update.
-        grad_rows: one row for each id, of any shape with the elements of a row; float64 for float64 weights, else
-            float32; rescaled. It may be overwritten.
-        state: of this key, updated in place; what has a number per element has the shape of the key.
-        hyper: as for `apply_update`.
-        room: makes entries that a lazy update begins.
+        weight: Of at least one dimension, contiguous, updated in place.
+        rows: Distinct, ascending ids, int64, as from `coalesce_rows`. No rows still count as an update.
+        grad_rows: One row for each id, rescaled; float64 for float64 weights, otherwise float32. May be overwritten.
+        state: Of this key, updated in place; entries with a number per element have the shape of the key.
+        hyper: As for `apply_update`.
+        room: Allocates entries that a lazy update adds.
 
     Raises:
-        OptimizerError, Exception: as `apply_update` does.
+        OptimizerError, Exception: Like `apply_update`.
     """
     grad_rows = grad_rows.reshape(len(rows), *weight.shape[1:])
     if optimizer.takes_sparse(hyper):
         if 1 in grad_rows.shape:
-            # A dimension of size 1 may have any stride, as in an expanded gradient, and torch's addition of sparse
-            # tensors goes wrong with those.
+            # A dimension of size 1 may have any stride, as in an expanded gradient, for which torch's addition of
+            # sparse tensors gives wrong results.
             empty = torch.empty(grad_rows.shape, dtype=grad_rows.dtype, device=grad_rows.device)
             grad_rows = empty.copy_(grad_rows)
         sparse = torch.sparse_coo_tensor(
@@ -280,15 +287,12 @@ def update_rows(
 
 
 def takes_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Tell whether an update by rows differs from one by a gradient filled with zeros.
-
-    It takes a sparse tensor then, or gathers these rows and updates nothing else.
-    """
+    """Return whether updating by rows gives another result than a dense gradient with zeros in all other rows."""
     return optimizer.takes_sparse(hyper) or (optimizer.updates_rows(hyper) and not optimizer.positioned)
 
 
 def moves_only_rows(optimizer: Optimizer, hyper: Hyper) -> bool:
-    """Tell whether `update_rows` surely leaves the weights of all other rows alone."""
+    """Return whether `update_rows` is known to leave the weights of all other rows unchanged."""
     if optimizer.takes_sparse(hyper):
         # The momentum of torch's SGD moves all rows that ever had a gradient.
         return isinstance(optimizer, TorchOptimizer) and not hyper.get("momentum")
@@ -304,8 +308,8 @@ def _update_lazily(
     hyper: Hyper,
     room: Room,
 ) -> None:
-    """Update the rows that are present as a key of their own."""
-    if not state.step:  # the state before the first update is that of all rows
+    """Update the rows present as if they were a whole key."""
+    if not state.step:  # create_state gets the whole key
         whole = weight.float() if is_half(weight) else weight
         if optimizer.multi_precision and whole is not weight and state.master is None:
             state.master = whole
@@ -319,7 +323,7 @@ def _update_lazily(
     if len(rows):
         hyper = optimizer.hyper_for_rows(weight if state.master is None else state.master, grad_rows, hyper)
         at_once = len(rows)
-        if optimizer.verified:  # so many that they stay in the cache
+        if optimizer.verified:  # in blocks that stay in the cache
             at_once = max(CACHED // max(weight[0].numel(), 1), 1)
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
@@ -336,7 +340,7 @@ def _update_some(
     hyper: Hyper,
     room: Room,
 ) -> None:
-    """Gather some rows, update them and put them back; the number of updates stays."""
+    """Gather some rows, update them and scatter them back, without counting the update."""
     kept, master = state.values, state.master
     count, unit = grad_rows.numel(), ALIGNMENT // weight.element_size()
     length = -(-count // unit) * unit if optimizer.elementwise else 0
@@ -365,7 +369,7 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 def _new_entry(
     optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
 ) -> Tensor:
-    """Return an entry that a lazy update began, with zeros in rows not updated."""
+    """Return a new entry for the whole key, with zeros in rows that were not updated."""
     if optimizer.elementwise:
         return room(name, value).view(weight.shape)
     if len(value) != count:

@@ -1,8 +1,15 @@
-"""The base of every optimizer: its options and their checks, its learning rate, and the update that subclasses define.
+"""The base class of all optimizers: options and their checks, the learning rate, and the interface of an update.
 
-An optimizer here holds numbers only. Its state (momentum, averages) lies beside the weights, in `state.States`, so the
-same object serves a parameter server and a trainer's own process. An option has the name of its group key, which is
-torch's; Gluon's spelling is accepted beside it.
+An optimizer object only holds options. Its state (momentum, averages) is stored beside the weights (`state.States`),
+so one class serves servers and in-process Trainers. Options are named like torch's group keys; Gluon's spelling is
+accepted, too (`canonical_options`).
+
+`Optimizer` is public: users subclass it. A subclass names its options in `defaults` and defines `update`; class
+attributes tell the store how it may be called (`elementwise`, `positioned`, `may_raise`, …). `spec` describes an
+optimizer as plain values, which is how it travels to servers and into files.
+
+Options are checked when an optimizer is created and, because kernels also refuse some combinations, by a trial update
+(`try_out`): an update that raises midway on a server could not be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from kvstore_server.optimizer.compat import MXNET1, PREFIX, parameter_names, rel
 from kvstore_server.optimizer.lr_scheduler import LRScheduler, as_scheduler
 
 ALIASES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
-"""Gluon's spelling of an option -> the name of the group key, which is torch's."""
+"""Gluon's spelling of an option → the group key, which is torch's."""
 
 _GLUONS = {key: gluon for gluon, key in ALIASES.items()} | {"betas": "beta1 and beta2"}
 _NEVER_NEGATIVE = frozenset({"weight_decay", "clip_gradient", "momentum", "eps"})
@@ -37,10 +44,10 @@ def canonical_options(
     who: str,
     others: Sequence[str] = ("rescale_grad", "multi_precision"),
 ) -> dict[str, Any]:
-    """Return `options` under the names of group keys; `others` are no group keys and only listed.
+    """Return `options` under the names of group keys; `others` are valid, too, but only listed in messages.
 
     Raises:
-        ConfigurationError: an option is unknown, or given under two spellings.
+        ConfigurationError: An option is unknown, or given under two spellings.
     """
     result: dict[str, Any] = {}
     betas: dict[int, Any] = {}
@@ -56,6 +63,7 @@ def canonical_options(
             raise ConfigurationError(f"{who} was given {name!r} under two spellings; give it once")
         else:
             result[name] = value
+    # Gluon's beta1 and beta2 are one option, betas, in torch.
     if betas and "betas" in result:
         pair = result["betas"]
         is_pair = isinstance(pair, list | tuple) and len(pair) == 2
@@ -73,7 +81,9 @@ def _both_spellings(key: str) -> str:
 
 
 def capability() -> str:
-    """Name the instruction set of torch's kernels, as `x86_64/AVX2`; bits are the same only on equal ones."""
+    """Return the instruction set of torch's kernels, as `x86_64/AVX2`; results are bit-identical only between equal
+    ones.
+    """
     return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -84,97 +94,105 @@ StateValue = Any
 Values = dict[str, StateValue]
 """The entries of an optimizer's state by name."""
 Hyper = Mapping[str, Any]
-"""The numbers of an update under torch's group keys, multipliers applied."""
+"""The options of an update under torch's group keys, multipliers applied."""
 
 _COMMON: Mapping[str, Any] = {"lr": 0.01, "weight_decay": 0.0, "clip_gradient": None}
 MAX_COUNT = 2**63 - 1
 _ORDINARY = 1e9
-"""Up to there float32 holds all that formulas make of a few numbers."""
+"""Up to this magnitude of options, float32 can represent what formulas compute from them."""
 _TRIED_KEPT = 64
 _LINE = 16
-"""Elements of float32 in a line, for which kernels have vectors."""
+"""Elements of float32 in a 64-byte line, for which kernels use vectors."""
 _OURS = f"{__package__}."
 _OTHERS = ("rescale_grad", "multi_precision", "lr_scheduler", "begin_num_update", "aggregate_num", "compat")
-"""The options that are no group keys."""
+"""Options that are not group keys."""
 
 
 class Optimizer:
     """Base class of Gluon's optimizers and of user-defined ones.
 
-    A subclass names its own options, with their defaults, in `defaults` and defines `update`; `register` it
-    to use it by name and on a server. Options are accepted under Gluon's and under torch's spelling
-    (`learning_rate` or `lr`, `wd` or `weight_decay`, `beta1` and `beta2` or `betas`, `epsilon` or `eps`).
+    A subclass names its own options, with their defaults, in `defaults` and defines `update`; `register` it to use it
+    by name and on a server. Options are accepted under Gluon's and under torch's spelling (`learning_rate` or `lr`,
+    `wd` or `weight_decay`, `beta1` and `beta2` or `betas`, `epsilon` or `eps`).
 
     Args:
-        learning_rate: step size; may be negative. Default 0.01, or the class's own. Beside a `lr_scheduler` it
-            replaces the scheduler's `base_lr`, with a warning in the log; by default the scheduler keeps its own.
-        lr_scheduler: an LRScheduler, or a function of the number of updates, from which the learning rate
-            then comes; see `learning_rate`.
-        begin_num_update: how many updates every key counts as having had before its first one here.
-        aggregate_num: MXNet's number of tensors per kernel call, an integer or math.inf; only remembered.
-        compat: of Gluon's optimizers, whose numbers and defaults count: "mxnet1" is MXNet 1.9.1, "mxnet2" is 2.x.
-            By default what the environment variable KVSTORE_COMPAT says, or else "mxnet2".
-        param_idx2name: with "mxnet1", in a store: the parameter's name of each key. As in MXNet 1.9.1 keys whose names
-            end in neither _weight nor _gamma (with `lars` all but _weight) get no weight decay, and `lars` knows by it
-            whose rate it must not scale.
-        options: `wd` (0.0), `rescale_grad` (1.0: every gradient is multiplied by it), `clip_gradient` (None,
-            or the bound on each element of the rescaled gradient), `multi_precision` (False; True keeps a
-            float32 copy of half-precision weights) and the class's own options.
+        learning_rate: Step size; may be negative. Default 0.01, or the class's own. With an `lr_scheduler` it replaces
+            the scheduler's `base_lr`, which is logged as a warning; by default the scheduler keeps its own.
+        lr_scheduler: An LRScheduler, or a function of the number of updates, that determines the learning rate.
+        begin_num_update: How many updates every key counts as having had before its first one.
+        aggregate_num: MXNet's number of tensors per kernel call, an integer or math.inf; only stored.
+        compat: For Gluon's optimizers, whose formulas and defaults apply: "mxnet1" is MXNet 1.9.1, "mxnet2" is 2.x.
+            Default: the environment variable KVSTORE_COMPAT, or else "mxnet2".
+        param_idx2name: With "mxnet1", in a store: the parameter's name for each key. As in MXNet 1.9.1, keys whose
+            names end in neither _weight nor _gamma (with `lars`: not in _weight) get no weight decay, and `lars` finds
+            by them the keys whose rate it must not scale.
+        options: `wd` (0.0), `rescale_grad` (1.0; a factor of every gradient), `clip_gradient` (None, or the bound on
+            each element of the rescaled gradient), `multi_precision` (False; True keeps a float32 copy of
+            half-precision weights) and the class's own options.
 
     Raises:
-        ConfigurationError: an option is unknown, is given under both spellings, or has an impossible value;
-            nothing has changed then.
+        ConfigurationError: An option is unknown, is given under both spellings, or has an impossible value; nothing
+            has changed then.
     """
 
     name: ClassVar[str]
-    """Name to register under; the class's name in lower case when a class does not set it itself."""
+    """Name to register under; by default the class's name in lower case."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """The class's own options with their defaults; subclasses inherit them."""
     elementwise: bool = True
-    """Whether each element's update needs nothing but that element's weight, gradient and state. Otherwise every
-    key is updated on its own and lies whole on one server; see `update`."""
+    """Whether the update of an element only needs that element's weight, gradient and state. Otherwise each key is
+    updated as a whole and is on a single server; see `update`.
+    """
     clips: ClassVar[bool] = True
     """Whether gradients are clipped to `clip_gradient` before `update`."""
     delay_state: ClassVar[str | None] = None
-    """The name of the state that holds the weights that a gradient was computed with; None: there is none such."""
+    """The name of the state that holds the weights that a gradient was computed with; None if there is no such
+    state.
+    """
     positioned: ClassVar[bool] = False
-    """Whether `update` must know where the elements belong: `hyper` then has 'key', the name of their one key,
-    and 'first', the place of the first element in that key."""
+    """Whether `update` needs the positions of the elements: `hyper` then has 'key', the name of their one key, and
+    'first', the index of the first element in that key.
+    """
     never_negative: ClassVar[frozenset[str]] = frozenset()
-    """Group keys of the class that must not be negative; weight_decay, clip_gradient, momentum, eps never may."""
+    """Group keys of the class that must not be negative; weight_decay, clip_gradient, momentum and eps never
+    may be.
+    """
     fractions: ClassVar[frozenset[str]] = frozenset()
-    """Group keys of the class that must be at least 0 and less than 1; betas always must."""
+    """Group keys of the class that must be at least 0 and less than 1; betas always must be."""
     may_raise: bool = True
-    """Whether `update` can raise on valid input, so that the state must be kept for a rollback."""
+    """Whether `update` may raise on valid input, so that the state must be kept for a rollback."""
     verified: bool = False
-    """Tests show that zero padding stays zero and that bits do not depend on where a vector is cut."""
+    """Whether tests show that zero padding stays zero and that bits do not depend on where a vector is cut."""
     one_pass: bool = False
-    """Whether `update` goes over its tensors once, so that it need not be given them in parts that fit the cache."""
+    """Whether `update` reads its tensors only once, so that it need not be called in parts that fit the cache."""
     mxnet1: ClassVar[Mapping[str, Any] | None] = None
-    """The options that MXNet 1.9.1 has another default for, or alone; None: it has no such optimizer."""
+    """Options with another default in MXNet 1.9.1, or only there; None: it has no such optimizer."""
     mxnet1_aliases: ClassVar[Mapping[str, str]] = {}
-    """MXNet 1.9.1's word for an option -> the one of 2.x."""
+    """MXNet 1.9.1's name of an option → that of 2.x."""
     mxnet1_clips_decay: ClassVar[bool] = False
-    """Whether MXNet 1.9.1 adds weight decay to the gradient before it clips, and not after."""
+    """Whether MXNet 1.9.1 adds weight decay to the gradient before clipping instead of after."""
     mxnet1_decayed: ClassVar[tuple[str, ...]] = ("_weight", "_gamma")
-    """How names of parameters end that MXNet 1.9.1 decays; see `param_idx2name`."""
+    """Endings of the names of parameters that MXNet 1.9.1 decays; see `param_idx2name`."""
     takes_pieces: ClassVar[bool] = False
-    """Whether `update` never writes to the gradient, and takes it as `Pieces`, too. A subclass that does not say so
-    itself counts as one that does not."""
+    """Whether `update` never writes to the gradient and also accepts it as `Pieces`. Not inherited: a subclass must
+    declare it itself.
+    """
 
     hyper: dict[str, Any]
-    """The live numbers under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
+    """The current options under torch's group keys ('lr', 'weight_decay', 'momentum', ...); may be replaced."""
     rescale_grad: float
     multi_precision: bool
     lr_scheduler: LRScheduler | None = None
     begin_num_update: int = 0
     aggregate_num: float = 1
     is_mxnet1: bool = False
-    """Whether the numbers are those of MXNet 1.9.1."""
+    """Whether formulas and defaults are those of MXNet 1.9.1."""
     param_idx2name: Mapping[str, str] = MappingProxyType({})
-    """MXNet 1.9.1's name of each key; empty where it was not given."""
+    """MXNet 1.9.1's name of each key; empty if not given."""
     num_update: int = 0
-    """Updates so far, `begin_num_update` included, for `lr_scheduler`; whoever applies the updates keeps it."""
+    """Updates so far, `begin_num_update` included, for `lr_scheduler`; the caller that applies updates
+    maintains it.
+    """
     _said_low_precision: bool = False
     _tried: frozenset[Any] | set[Any] = frozenset()
     """What `try_out` need not try again."""
@@ -183,7 +201,7 @@ class Optimizer:
         super().__init_subclass__(**arguments)
         own = vars(cls)
         cls.name = own.get("name") or cls.__name__.lower()
-        # One derived from a class that takes pieces may have another `update`.
+        # A class derived from one that takes pieces may have another `update`.
         cls.takes_pieces = bool(own.get("takes_pieces"))
 
     def __init__(
@@ -217,10 +235,7 @@ class Optimizer:
 
     @property
     def registered_name(self) -> str:
-        """The name under which this optimizer travels to a server.
-
-        With MXNet 1.9.1's numbers "mxnet1:" stands before it.
-        """
+        """The name of this optimizer on servers and in files, with the prefix "mxnet1:" for MXNet 1.9.1's formulas."""
         name: str = getattr(type(self), "name", "optimizer")
         return PREFIX + name if self.is_mxnet1 else name
 
@@ -232,11 +247,11 @@ class Optimizer:
         return float(self.hyper["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate; the next update uses it.
+        """Change the learning rate for the next update.
 
         Raises:
-            SchedulerInUseError: the learning rate comes from a scheduler.
-            ConfigurationError: it is not a finite number, or the class allows no negative one.
+            SchedulerInUseError: The learning rate comes from a scheduler.
+            ConfigurationError: It is not a finite number, or the class allows no negative one.
         """
         if self.lr_scheduler is not None:
             raise SchedulerInUseError(
@@ -260,17 +275,16 @@ class Optimizer:
 
     @property
     def clip_gradient(self) -> float | None:
-        """Bound on each element of the rescaled gradient; None where there is none (always for torch's)."""
+        """Bound on each element of the rescaled gradient; None if there is no bound (always for torch's)."""
         bound: float | None = self.hyper.get("clip_gradient")
         return bound
 
     def spec(self) -> dict[str, Any]:
-        """Describe this optimizer as plain numbers and names; `create_from_spec` rebuilds it.
-
-        `num_update` is progress, not description, and left out.
+        """Describe this optimizer as plain values; `create_from_spec` rebuilds it. Progress (`num_update`) is not
+        included.
 
         Raises:
-            ConfigurationError: `lr_scheduler` is code that cannot travel.
+            ConfigurationError: `lr_scheduler` is code, which cannot be sent.
         """
         described: dict[str, Any] = {
             "name": self.registered_name,
@@ -289,62 +303,64 @@ class Optimizer:
         return described
 
     def plain_hyper(self) -> dict[str, Any]:
-        """Return the options that a group may set, their present values as plain numbers."""
+        """Return the current values of the options that a group may set, as plain values."""
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def without_scheduler(self) -> Optimizer:
-        """Return a copy that has no scheduler, which may be code."""
+        """Return a copy without the scheduler, which may be code."""
         alone = copy.copy(self)
         alone.lr_scheduler = None
         return alone
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether a row-sparse gradient updates only its rows: the others get no weight decay and no momentum.
+        """Return whether a row-sparse gradient updates only its rows: others get neither weight decay nor momentum.
 
-        Otherwise it counts as a dense one that is zero elsewhere. `hyper` is as for `update`.
+        Otherwise it counts as a dense gradient with zeros elsewhere. `hyper` is as for `update`.
         """
         return False
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether `update` wants row-sparse gradients of keys as sparse tensors."""
+        """Return whether `update` wants row-sparse gradients of keys as sparse tensors."""
         return False
 
     def decay_factor(self, key: str) -> float:
-        """Return what a key's weight decay is multiplied by; see `param_idx2name`."""
+        """Return the factor of a key's weight decay; see `param_idx2name`."""
         name = self.param_idx2name.get(key)
         return 1.0 if name is None or name.endswith(self.mxnet1_decayed) else 0.0
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
-        """Add what `update` must know of the whole key when it is given some rows; see `updates_rows`."""
+        """Add what `update` needs to know of the whole key when it only gets some rows; see `updates_rows`."""
         return hyper
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
-        """Raise ConfigurationError, naming the key, if it cannot be updated; most optimizers update any."""
+        """Raise ConfigurationError, naming the key, if it cannot be updated. Most optimizers can update any key."""
 
     def try_out(self, hyper: Hyper) -> None:
-        """Try updates of ours or torch's with numbers. Raise ConfigurationError if one breaks off.
+        """Try updates with these options; raise ConfigurationError if one fails. Only for our and torch's optimizers.
 
-        Nobody could take an update back that breaks off in the middle, and what kernels refuse depends on how numbers
-        come together: a learning rate may be too great for float32 only when it is corrected for a bias. An optimizer
-        that may raise in any case is not tried out, nor is one that users wrote, though it be derived from one of ours:
-        it may count its updates, draw random numbers, or know nothing of a key like this one.
+        An update that fails midway could not be undone, and what kernels refuse depends on combinations of options: a
+        learning rate may be too large for float32 only after bias correction. Not tried are optimizers that may raise
+        anyway, and user-defined ones, derived from ours or not: they may count their updates, draw random numbers, or
+        not know such a key.
 
         Args:
-            hyper: As for `update`, without what that adds. What is no option, as the parameters of a group, is ignored.
+            hyper: As for `update`, without what that adds. Entries that are not options, such as a group's parameters,
+                are ignored.
         """
         if self.may_raise or not type(self).__module__.startswith(_OURS):
             return
-        # A live group has its parameters, too, and what schedules note there: to read weights takes long.
+        # 1. Options only (a live group also has its parameters), reduced to what matters; each combination once.
         hyper = {name: value for name, value in hyper.items() if name in self._option_names}
         odd = tuple([(name, _oddity(value)) for name, value in hyper.items()])
         if odd in self._tried:
             return
+        # 2. Two updates of a copy: the first creates state, the second uses it.
         probe = copy.copy(self)
         probe.mute()
         shape = (_LINE,) if self.elementwise else (1, _LINE)
         state = Values()
         try:
-            # Whatever a script has made the default: it may be a device without numbers, or a narrow dtype.
+            # A script may have set any default device or dtype, even one without data.
             with torch.no_grad(), torch.device("cpu"):
                 weight = torch.ones(shape, dtype=torch.float32, device="cpu")
                 for step in (1, 2):
@@ -356,7 +372,7 @@ class Optimizer:
             raise ConfigurationError(
                 f"{self.registered_name} cannot update with {given}: {type(error).__name__}: {error}"
             ) from error
-        # Groups differ in what is odd, which hardly ever changes; a number that is odd may change in each step.
+        # 3. Remember it. What is unusual about a group rarely changes, but may change in each step.
         self._tried = {*self._tried, odd} if len(self._tried) < _TRIED_KEPT else {odd}
 
     @cached_property
@@ -364,11 +380,11 @@ class Optimizer:
         return frozenset(self._valid_options())
 
     def mute(self) -> None:
-        """Say nothing in the log; for an optimizer that only tries something out."""
+        """Stop logging warnings; for a copy that only tries something."""
         self._said_low_precision = True
 
     def warn_of_low_precision(self, dtype: torch.dtype) -> None:
-        """Warn once that updates of half-precision weights may be lost. They have no float32 copy."""
+        """Warn once that updates of half-precision weights without a float32 copy may be lost."""
         if not self._said_low_precision:
             self._said_low_precision = True
             _log.warning(
@@ -385,16 +401,18 @@ class Optimizer:
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
         """Apply one update to `weight` and `state` in place.
 
-        `weight` and `grad` are flat, both float32 or both float64, and hold neighbouring elements of one or
-        several keys, with zeros between and after them; `grad` is already rescaled and clipped, and may be
-        overwritten. A state entry may be changed in place or assigned anew; it is a tensor of the shape of `weight`, a
-        0-d one, a number, a text, bytes, None, or a dict, list or tuple of such. The names 'step' and 'master' are
-        reserved. `hyper` holds `self.hyper` with the multipliers applied to 'lr' and 'weight_decay', and 'step':
-        which update of these keys this is, the first being begin_num_update + 1; also 'key' and 'first' for a
-        class that is `positioned`. The result for an element must not depend on its neighbours.
+        `weight` and `grad` are flat, both float32 or both float64, and contain adjacent elements of one or several
+        keys, with zeros between and after them. `grad` is already rescaled and clipped, and may be overwritten. The
+        result for an element must not depend on its neighbours.
 
-        With `elementwise = False`, `weight` and `grad` are one whole key in its own shape instead, tensors in
-        the state are of any shape, `hyper` also has 'key', its name, and elements may depend on one another.
+        A state entry may be changed in place or replaced. It is a tensor of the shape of `weight`, a 0-d one, a
+        number, a text, bytes, None, or a dict, list or tuple of such. The names 'step' and 'master' are reserved.
+
+        `hyper` has `self.hyper` with multipliers applied to 'lr' and 'weight_decay', and 'step', the number of this
+        update of these keys, from begin_num_update + 1; also 'key' and 'first' for a class that is `positioned`.
+
+        With `elementwise = False`, `weight` and `grad` are one whole key in its own shape instead, state tensors may
+        have any shape, `hyper` also has 'key', its name, and elements may depend on each other.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update(weight, grad, state, hyper)")
 
@@ -408,14 +426,16 @@ class Optimizer:
         return valid
 
     def _take_compat(self, compat: str | None, options: dict[str, Any]) -> None:
-        """Decide whose numbers count; move what MXNet 1.9.1 alone has, or calls otherwise, in `options`."""
-        # The environment is no word about an optimizer that has one set of numbers.
+        """Choose the release whose formulas apply, and convert options that only MXNet 1.9.1 has or names
+        differently.
+        """
+        # The environment variable does not apply to an optimizer that has only one set of formulas.
         has_say = compat is not None or self.mxnet1 is not None
         is_mxnet1 = has_say and release_of_process(compat) == MXNET1
         if is_mxnet1 and self.mxnet1 is None:
             raise ConfigurationError(
                 f"MXNet 1.9.1 has no optimizer {self.registered_name!r}, so compat='mxnet1' means nothing; leave it "
-                "out, which gives the only numbers that there are"
+                "out"
             )
         self.is_mxnet1 = is_mxnet1
         if not is_mxnet1:
@@ -429,7 +449,7 @@ class Optimizer:
                 options[ours] = options.pop(theirs)
 
     def _take_common(self, options: dict[str, Any]) -> None:
-        """Move the two options that are no group keys from `options` to attributes."""
+        """Move the two options that are not group keys from `options` to attributes."""
         self.rescale_grad = self._checked("rescale_grad", options.pop("rescale_grad", 1.0), 1.0)
         self.multi_precision = self._checked("multi_precision", options.pop("multi_precision", False), False)
 
@@ -454,7 +474,7 @@ class Optimizer:
         return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
     def _follow(self, scheduler: LRScheduler, lr: float | None) -> None:
-        """Take the learning rate from `scheduler`; `lr`, where given, becomes its base_lr."""
+        """Take the learning rate from `scheduler`; `lr`, if given, becomes its base_lr."""
         if lr is not None and lr != scheduler.base_lr:
             former, scheduler.base_lr = scheduler.base_lr, lr
             _log.warning(
@@ -469,19 +489,19 @@ class Optimizer:
 
 
 def _oddity(value: Any) -> Any:
-    """Reduce an option to what decides whether it can break an update off: of ordinary numbers, type and whether 0."""
+    """Reduce an option to what can make an update fail; ordinary numbers to their type and whether they are 0."""
     if type(value) in (float, int) and abs(value) <= _ORDINARY:
         return type(value), value != 0
     return tuple(map(_oddity, value)) if isinstance(value, tuple | list) else (type(value), repr(value))
 
 
 def count_dtype() -> torch.dtype:
-    """Return the dtype in which kernels are told the number of an update: the default, unless too narrow."""
+    """Return the dtype of step counts for kernels: the default dtype, unless it is too narrow."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 def plain_value(value: Any) -> Any:
-    """Return what msgpack carries without change: a number for a 0-d tensor, a list for a tuple."""
+    """Return what msgpack can represent: a number for a 0-d tensor, a list for a tuple."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, tuple | list):

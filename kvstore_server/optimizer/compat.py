@@ -1,8 +1,8 @@
-"""Which release of MXNet a Gluon optimizer takes its numbers from.
+"""The release of MXNet that a Gluon optimizer follows.
 
 MXNet 2.x is the default. 1.9.1, the last stable release, has other defaults and, in some optimizers, another formula.
-An optimizer with 1.9.1's numbers travels and is saved under its name with a prefix, "mxnet1:sgd", so two workers, or
-a file and a Trainer, that disagree find out.
+An optimizer that follows 1.9.1 is sent and saved under its name with a prefix, "mxnet1:sgd", so that two workers, or a
+file and a Trainer, that disagree are detected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ VARIABLE = "KVSTORE_COMPAT"
 
 
 def release(given: Any, environ: Mapping[str, str]) -> str:
-    """Return the release whose numbers count.
-
-    That is `given`, or else the variable's, or else MXNet 2.x.
+    """Return the release to follow: `given`, or else the environment variable's, or else MXNet 2.x.
 
     Raises:
-        ConfigurationError: there is no such release.
+        ConfigurationError: There is no such release.
     """
     if given is not None:
         return check.one_of("compat", given, RELEASES)
@@ -36,12 +34,11 @@ def release(given: Any, environ: Mapping[str, str]) -> str:
 
 
 def release_of_process(given: Any) -> str:
-    """`release` with the environment of this process."""
     return release(given, os.environ)
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return an optimizer's name without its prefix, and the release that it means."""
+    """Return an optimizer's name without its prefix, and the release that the prefix means."""
     is_prefixed = name.lower().startswith(PREFIX)
     return (name[len(PREFIX) :], MXNET1) if is_prefixed else (name, None)
 
@@ -50,7 +47,7 @@ def parameter_names(given: Any, who: str) -> dict[str, str]:
     """Check MXNet's `param_idx2name`; return the name of each key, whose index may be an integer.
 
     Raises:
-        ConfigurationError: it is no dict of keys and names.
+        ConfigurationError: It is not a dict of keys and names.
     """
     is_fit = isinstance(given, Mapping) and all(
         (check.is_integer(key) or isinstance(key, str)) and isinstance(name, str)

@@ -1,16 +1,19 @@
-"""Gluon's optimizers whose update is elementwise, numerically those of MXNet 2.x.
+"""Gluon's elementwise optimizers, numerically those of MXNet 2.x.
 
-In the formulas g = grad + wd * w, grad has been rescaled and clipped on entry (MXNet's order), t is the number of the
-key's update, and Adam and its relatives have the averages `m = beta1 * m + (1 - beta1) * g` and
-`v = beta2 * v + (1 - beta2) * g**2`. MXNet adds epsilon outside the bias correction, torch inside; torch's kernels get
-an epsilon that makes up for it.
+In the formulas g = grad + wd * w, grad is already rescaled and clipped (MXNet's order), and t is the number of the
+key's update. Adam and its relatives have the averages `m = beta1 * m + (1 - beta1) * g` and `v = beta2 * v + (1 -
+beta2) * g**2`. MXNet adds epsilon outside the bias correction, torch inside; torch's kernels get an epsilon that
+compensates for that.
 
 Where MXNet 1.9.1 differs (`is_mxnet1`), a class says how: `mxnet1` has the defaults, `mxnet1_clips_decay` the order of
 clipping and decay, and `update` the formula.
 
-Momentum with the learning rate inside, `m = momentum * m - lr * g`, weighs former gradients with the rates they came
-with. Multiplying m by new / old when the rate changes gives them the new one, which is what torch's form has always;
-Detectron does it at jumps of the rate, and so does `momentum_correction`.
+Momentum with the learning rate inside, `m = momentum * m - lr * g`, weights earlier gradients by the rates of their
+time. Multiplying m by new / old when the rate changes gives them the new rate, which is what torch's form always does;
+Detectron does so at jumps of the rate, and so does `momentum_correction`.
+
+The classes use torch's fused CPU kernels where one computes the same formula, and otherwise separate operations; tests
+compare their bits with a reference.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from kvstore_server.optimizer.base import MAX_COUNT, Hyper, Optimizer, StateValu
 from kvstore_server.optimizer.rows import Gradient, aligned_fragments, bound_of
 
 _TINY = 1e-10
-"""What Detectron divides by at least when it compares two rates."""
+"""Detectron divides by at least this when it compares two rates."""
 
 
 def state_tensor(state: dict[str, StateValue], name: str, weight: Tensor) -> Tensor:
-    """Return the entry `name` of the state; zeros like `weight` where it has none yet."""
+    """Return the state entry `name`; zeros like `weight` if it does not exist yet."""
     value = state.get(name)
     if not isinstance(value, Tensor):
         value = state[name] = torch.zeros_like(weight)
@@ -52,11 +55,11 @@ def fused_sgd(
 ) -> None:
     """`w -= lr * (grad + wd * w)`.
 
-    With a buffer and g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's
-    `w -= momentum * b + g`. The learning rate is inside the buffer, as in MXNet; torch's kernel has it outside, and
-    inside a dampening, `b = momentum * b + (1 - dampening) * (grad + wd * w)`, of which we make it. Where that would
-    change the rate, and for Nesterov's, whose g is not dampened, the rate goes into the gradient, some of it at a time
-    that stays in the cache, and into the weight decay.
+    With a buffer and g = lr * (grad + wd * w): `b = momentum * b + g`, then `w -= b`, or Nesterov's `w -= momentum * b
+    + g`. The learning rate is inside the buffer, as in MXNet; torch's kernel has it outside, but inside a dampening,
+    `b = momentum * b + (1 - dampening) * (grad + wd * w)`, from which it is built. If rounding would change the rate,
+    and for Nesterov, whose g is not dampened, the rate is multiplied into the gradient (in blocks that stay in the
+    cache) and the weight decay instead.
     """
     flats, factor, rate, decay, dampening = [weight], 1.0, lr, wd, 0.0
     if buffer is not None:
@@ -81,10 +84,10 @@ def fused_sgd(
 
 
 def _survives(lr: float, dtype: torch.dtype) -> bool:
-    """Tell whether 1 - (1 - lr) is `lr` as far as `dtype` can tell. Kernels compute it so, in double.
+    """Return whether 1 - (1 - lr), as kernels compute it in double, is `lr` up to rounding in `dtype`.
 
-    It is wrong by at most 2**-53 (by 2**-52 if lr is negative): too little for float32 from rates of 1e-8, and for
-    float64 nothing from 0.5, but mostly too much below. An eighth of the epsilon is a quarter of what rounding does.
+    The error is at most 2**-53 (2**-52 if lr is negative): negligible for float32 from rates of 1e-8; for float64 it
+    is zero from 0.5, but mostly too large below. An eighth of epsilon is a quarter of the rounding error.
     """
     return abs((1.0 - (1.0 - lr)) - lr) <= torch.finfo(dtype).eps / 8 * abs(lr)
 
@@ -102,7 +105,7 @@ def fused_adam(
     step: float,
     decoupled: bool = False,
 ) -> None:
-    """torch's Adam, or with `decoupled` its AdamW; `step` counts from 1, and math.inf corrects no bias."""
+    """torch's Adam, or its AdamW if `decoupled`; `step` counts from 1, and math.inf applies no bias correction."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = torch.scalar_tensor(step, device=weight.device, dtype=count_dtype())
     for grads, (weights, means, squares) in aligned_fragments(grad, weight, mean, square):
@@ -136,31 +139,31 @@ def fused_scaled(
 ) -> None:
     """With g = grad + wd * w: `v = beta * v + (1 - beta) * g**2; w -= lr * g / (sqrt(v / (1 - beta**step)) + eps)`.
 
-    Adam whose average of gradients forgets at once. A `step` of math.inf corrects no bias.
+    This is Adam with beta1 = 0. A `step` of math.inf applies no bias correction.
     """
     mean = torch.zeros_like(weight)
     fused_adam(weight, grad, mean, square, lr=lr, betas=(0.0, beta), eps=eps, wd=wd, step=step)
 
 
 def bias_corrections(betas: tuple[float, float], step: float) -> tuple[float, float]:
-    """Return `1 - beta1**step` and `sqrt(1 - beta2**step)`. Adam's averages are divided by them."""
+    """Return `1 - beta1**step` and `sqrt(1 - beta2**step)`, by which Adam's averages are divided."""
     return 1.0 - betas[0] ** step, math.sqrt(1.0 - betas[1] ** step)
 
 
 class Correction(NamedTuple):
-    """When momentum is corrected."""
+    """The conditions for correcting momentum."""
 
     threshold: float = 1.1
-    """By what factor the rate must have changed, up or down, and more."""
+    """The rate must have changed by more than this factor, up or down."""
     min_lr: float = 1e-7
-    """What the former rate must have exceeded."""
+    """The former rate must have been larger than this."""
 
 
 def read_correction(value: Any) -> Correction | None:
-    """Read the option: None or False, True, a mapping, or the two numbers as which it travels.
+    """Parse the option: None or False, True, a mapping, or the two numbers as which it is sent.
 
     Raises:
-        ConfigurationError: it is nothing of this, or a number is impossible.
+        ConfigurationError: It is something else, or a number is impossible.
     """
     if value is None or value is False:
         return None
@@ -187,12 +190,12 @@ class _Elementwise(Optimizer):
     verified = True
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether there is an option `lazy_update`, and it is on; see `Optimizer.updates_rows`."""
+        """Return whether there is an option `lazy_update`, and it is on; see `Optimizer.updates_rows`."""
         return bool(hyper.get("lazy_update"))
 
 
 class _Momentum(_Elementwise):
-    """Descent with a momentum that has the learning rate inside.
+    """Gradient descent with momentum that has the learning rate inside.
 
     State: 'momentum_buffer', the negative of MXNet's m; none while momentum is 0.
     """
@@ -200,7 +203,6 @@ class _Momentum(_Elementwise):
     nesterov: ClassVar[bool] = False
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         lr, wd, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         if momentum == 0.0:
             fused_sgd(weight, grad, lr=lr, wd=wd)
@@ -208,19 +210,19 @@ class _Momentum(_Elementwise):
         buffer = state_tensor(state, "momentum_buffer", weight)
         given = hyper.get("momentum_correction")
         if given is None or given is False:
-            # Were it turned on again, a rate that m has left behind would be corrected for.
+            # If it were turned on again, a rate that m no longer contains would be corrected for.
             state.pop("last_lr", None)
         else:
             correct_momentum(buffer, state, lr, read_correction(given) or Correction())
         fused_sgd(weight, grad, lr=lr, wd=wd, buffer=buffer, momentum=momentum, nesterov=self.nesterov)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether `lazy_update` is on, or other rows stay anyway. They do without momentum and decay."""
+        """Return whether `lazy_update` is on, or rows without gradient stay anyway (no momentum and no decay)."""
         return bool(hyper.get("lazy_update") or hyper["momentum"] == hyper["weight_decay"] == 0.0)
 
 
 def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Correction) -> None:
-    """Multiply the momentum by new / old rate where these differ enough. Note the new one."""
+    """Multiply the momentum by new / old rate if these differ enough, and store the new rate."""
     former = float(state.get("last_lr", lr))
     state["last_lr"] = lr
     if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
@@ -234,11 +236,11 @@ def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Corre
 class SGD(_Momentum):
     """`m = momentum * m - lr * g; w += m`; unlike torch's, lr is inside m.
 
-    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: of a row-sparse gradient only the rows, as
-    always without momentum and weight decay),
-    momentum_correction None (True, or {"threshold": 1.1, "min_lr": 1e-7}: when the learning rate of a key changes by
-    more than that factor, m is multiplied by new / old, as in Detectron, so that m has the new rate inside; not if the
-    old one was min_lr or less). With it the state also has 'last_lr', the learning rate of the last update.
+    Options: learning_rate 0.1, momentum 0.0, lazy_update False (True: a row-sparse gradient updates only its rows, as
+    it always does without momentum and weight decay), momentum_correction None (True, or {"threshold": 1.1, "min_lr":
+    1e-7}: when the learning rate of a key changes by more than that factor, m is multiplied by new / old, as in
+    Detectron, so that m has the new rate inside; not if the old one was min_lr or less). With it the state also has
+    'last_lr', the learning rate of the last update.
     """
 
     takes_pieces = True
@@ -261,15 +263,15 @@ class SGD(_Momentum):
     def _checked(self, name: str, value: Any, default: Any) -> Any:
         if name == "momentum_correction":
             found = read_correction(value)
-            # Saved with a group it is then read back by torch.load(weights_only=True).
+            # A tuple of numbers, so that torch.load(weights_only=True) reads it back from a saved group.
             return None if found is None else tuple(found)
         return super()._checked(name, value, default)
 
 
 class NAG(_Momentum):
-    """Nesterov's: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
+    """Nesterov's momentum: `m = momentum * m - lr * g; w += momentum * m - lr * g`.
 
-    MXNet 1.9.1 keeps m with the decay of the weight that it has just updated, `g = grad + wd * w'`.
+    MXNet 1.9.1 stores m with the decay of the weight that it has just updated, `g = grad + wd * w'`.
 
     Options: learning_rate 0.1, momentum 0.9.
     """
@@ -280,7 +282,6 @@ class NAG(_Momentum):
     nesterov = True
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         wd = hyper["weight_decay"]
         before = weight.clone() if self.is_mxnet1 and wd and hyper["momentum"] else None
         super().update(weight, grad, state, hyper)
@@ -292,8 +293,9 @@ class NAG(_Momentum):
 class SGLD(_Elementwise):
     """Langevin dynamics: `w -= lr / 2 * g; w += N(0, sqrt(lr))`.
 
-    The noise of an element is a function of seed, name of the key, place in the key and number of the update, so it
-    depends neither on how keys are cut nor on any order. Where lr is 0 or, through a multiplier, below, there is none.
+    The noise of an element is a function of seed, name of the key, index in the key and number of the update, so it
+    depends neither on how keys are cut nor on any order. There is no noise if lr is 0 or, through a multiplier,
+    negative.
 
     Options: learning_rate 0.1, at least 0; seed 0. No state.
     """
@@ -344,9 +346,9 @@ class Signum(_Elementwise):
 class DCASGD(_Elementwise):
     """Delay-compensated: `d = g + lamda * g**2 * (w - w'); m = momentum * m - lr * d; w' = w; w += m`.
 
-    w' is the weight before the last update, so the term is about what other workers changed since. On a server that
-    applies contributions one by one it is the weight that the contributing worker was sent last. MXNet 1.9.1 squares
-    the gradient alone: `d = g + lamda * grad**2 * (w - w')`.
+    w' is the weight before the last update, so the term covers what other workers have changed since. On a server that
+    applies contributions one by one, it is the weight that the contributing worker was last sent. MXNet 1.9.1 squares
+    only the gradient: `d = g + lamda * grad**2 * (w - w')`.
 
     Options: learning_rate 0.1, momentum 0.0, lamda 0.04. State: 'previous_weight' w', 'momentum_buffer' -m.
     """
@@ -356,7 +358,6 @@ class DCASGD(_Elementwise):
     mxnet1: ClassVar[Hyper | None] = {"lr": 0.01}
 
     def create_state(self, weight: Tensor) -> Values:
-        """Return the weight itself as the previous one."""
         return {"previous_weight": weight.clone()}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -396,8 +397,8 @@ class Test(_Elementwise):
 class Adam(_Elementwise):
     """`w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)`.
 
-    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, lazy_update False (True: of a row-sparse
-    gradient only the rows). State: 'exp_avg' m, 'exp_avg_sq' v.
+    Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, lazy_update False (True: a row-sparse gradient
+    updates only its rows). State: 'exp_avg' m, 'exp_avg_sq' v.
     """
 
     takes_pieces = True
@@ -446,7 +447,6 @@ class AdaBelief(_Elementwise):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         mean, variance = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_var", weight)
         (beta1, beta2), eps, bound = hyper["betas"], hyper["eps"], hyper["clip_gradient"]
         correction, root = bias_corrections(
@@ -465,7 +465,7 @@ class AdaBelief(_Elementwise):
 class Adamax(_Elementwise):
     """`u = max(beta2 * u, |g|); w -= lr / (1 - beta1**t) * m / (u + epsilon)`.
 
-    MXNet 1.9.1 has no epsilon, and so no numbers where all gradients were 0; here nothing changes there.
+    MXNet 1.9.1 has no epsilon, so it divides by 0 where all gradients were 0; here such weights do not change.
 
     Options: learning_rate 0.002, beta1 0.9, beta2 0.999, epsilon 1e-8. State: 'exp_avg' m, 'exp_inf' u.
     """
@@ -490,9 +490,9 @@ class Adamax(_Elementwise):
 class Nadam(_Elementwise):
     """Adam with Nesterov's momentum. Its rate `u(t) = beta1 * (1 - 0.96**(t * schedule_decay) / 2)` warms up.
 
-    With p(t) = u(1) * ... * u(t): `w -= lr * (u(t+1) * m / (1 - p(t+1)) + (1 - u(t)) * g / (1 - p(t))) /
-    (sqrt(v / (1 - beta2**t)) + epsilon)`. MXNet shares p among all keys, and so multiplies it once per key and update;
-    here every key has its own.
+    With p(t) = u(1) * ... * u(t): `w -= lr * (u(t+1) * m / (1 - p(t+1)) + (1 - u(t)) * g / (1 - p(t))) / (sqrt(v / (1
+    - beta2**t)) + epsilon)`. MXNet has one p for all keys and so multiplies it once per key and update; here every key
+    has its own.
 
     Options: learning_rate 0.001, beta1 0.9, beta2 0.999, epsilon 1e-8, schedule_decay 0.004. State: 'exp_avg' m,
     'exp_avg_sq' v, 'mu_product' p.
@@ -504,7 +504,6 @@ class Nadam(_Elementwise):
     never_negative = frozenset({"schedule_decay"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         (beta1, beta2), lr, step = hyper["betas"], hyper["lr"], hyper["step"]
         rate, next_rate = (
@@ -584,7 +583,6 @@ class AdaGrad(_Elementwise):
     mxnet1: ClassVar[Hyper | None] = {"eps": 1e-7}
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         if self.is_mxnet1:
             self._update_as_mxnet1(weight, grad, state_tensor(state, "sum", weight), hyper)
             return
@@ -610,7 +608,6 @@ class AdaGrad(_Elementwise):
                 part.mul_(1.0 - lr * wd).addcdiv_(its, (squares + hyper["eps"]).sqrt_(), value=-lr)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether there is no weight decay; see `Optimizer.updates_rows`."""
         return bool(hyper["weight_decay"] == 0.0)
 
 
@@ -640,7 +637,6 @@ class RMSProp(_Elementwise):
     never_negative = frozenset({"clip_weights"})
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Apply one update; the class has the formula."""
         square, rho, bound = state_tensor(state, "square_avg", weight), hyper["rho"], hyper["clip_weights"]
         lr, eps, wd = hyper["lr"], hyper["eps"], hyper["weight_decay"]
         if hyper["centered"]:
@@ -665,8 +661,8 @@ class Ftrl(_Elementwise):
     """`z += grad - (sqrt(n + grad**2) - sqrt(n)) / lr * w; n += grad**2;
     w = -sign(z) * max(|z| - lamda1, 0) / ((beta + sqrt(n)) / lr + wd)`.
 
-    A row-sparse gradient updates only its rows. Where lr is not positive, or so small that the dtype cannot hold its
-    reciprocal, there is no such weight: nothing changes.
+    A row-sparse gradient updates only its rows. If lr is not positive, or so small that the dtype cannot represent its
+    reciprocal, nothing changes, because there is no such weight.
 
     Options: learning_rate 0.1, at least 0; lamda1 0.01, beta 1.0. State: 'z', 'n'.
     """
@@ -683,13 +679,12 @@ class Ftrl(_Elementwise):
         growth = n.sqrt().neg_()
         root = n.addcmul_(grad, grad).sqrt()
         z.add_(grad).addcmul_(growth.add_(root), weight, value=-1.0 / lr)
-        # Without beta, wd and any gradient so far the divisor is 0, and so is the dividend.
+        # Without beta, wd and any gradient so far, divisor and dividend are both 0.
         scale = root.add_(hyper["beta"]).div_(lr).add_(hyper["weight_decay"])
         scale.clamp_min_(torch.finfo(scale.dtype).tiny)
         torch.sub(z.clamp(-threshold, threshold), z, out=weight).div_(scale)
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Say always; see `Optimizer.updates_rows`."""
         return True
 
 
@@ -701,24 +696,25 @@ FAMILY: tuple[type[Optimizer], ...] = (
 
 
 _BLOCK = 16384
-"""Elements drawn at once: torch does not share so few among threads, and they stay in the cache."""
+"""Elements drawn at once: they stay in the cache, and torch does not split them between threads."""
 _UNIT = 64
-"""Every draw is of a multiple of so many, since the ends of other vectors may be rounded differently."""
+"""Draws are aligned to multiples of this, because the ends of other vectors may be rounded differently."""
 
 
 def normal(stream: tuple[object, ...], first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Draw from N(0, 1) the elements `first` to `first + count` of a stream: a function of its name and a counter.
+    """Draw the elements `first` to `first + count` of a stream of N(0, 1) noise, as a function of its name and a
+    counter.
 
-    So its parts can be drawn anywhere, in any order. Each element gets one 64-bit word: its counter, taken twice
-    through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), with 128 key bits from a hash of the stream's
-    name. 40 bits of the word are the radius and 24 the angle of the Box-Muller transform, in float64; so no value is
-    above 7.5.
+    So parts can be drawn anywhere, in any order. Each element gets one 64-bit word: its counter, passed twice through
+    the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), with 128 key bits from a hash of the stream's name. 40
+    bits of the word give the radius and 24 the angle of the Box-Muller transform, in float64; so no magnitude exceeds
+    7.5.
 
     Args:
-        stream: its name: plain values such as numbers and strings. Different names give independent noise.
+        stream: Its name: plain values such as numbers and strings. Different names give independent noise.
 
     Returns:
-        float64[count]; any part of a stream has the same bits whichever way it is drawn (on one kind of device).
+        float64[count]; any part of a stream has the same bits however it is drawn (on one kind of device).
     """
     name = repr(stream).encode()
     digest = hashlib.blake2b(name, digest_size=16).digest()
@@ -740,7 +736,7 @@ def _block(keys: tuple[int, int], start: int, count: int, device: torch.device |
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place; int64 products wrap as unsigned ones do."""
+    """SplitMix64's finaliser, in place; int64 products wrap like unsigned ones."""
     words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
     words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(0x94D049BB133111EB))
     return words.bitwise_xor_(_shifted(words, 31))
@@ -752,5 +748,4 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """Return the int64 with the bits of an unsigned 64-bit number."""
     return word - 2**64 if word >= 2**63 else word

@@ -1,8 +1,8 @@
-"""Gluon's optimizers that look at a whole key: LAMB, LANS and LARS at its norms, GroupAdaGrad at its rows.
+"""Gluon's optimizers that need whole keys: LAMB, LANS and LARS use norms, GroupAdaGrad rows.
 
-Numerically those of MXNet 2.x with its fused kernels, over the whole key where MXNet's servers take the norms
-of what they happen to hold. Norms are sums in float64. Tensors are changed by additions, multiplications,
-divisions and roots alone, each rounded on its own, so the bits do not depend on the number of threads.
+Numerically those of MXNet 2.x with its fused kernels, but always over the whole key, whereas MXNet's servers take
+norms of the part of a key that they hold. Norms are summed in float64. Tensors are changed only by additions,
+multiplications, divisions and roots, each rounded separately, so bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvstore_server.optimizer.base import Hyper, Optimizer, Values
 from kvstore_server.optimizer.gluon import Correction, correct_momentum, state_tensor
 
 _BLOCK = 16384
-"""Elements summed at a time; torch does not share a sum of so few among threads."""
+"""Elements summed at a time; torch does not split such short sums between threads."""
 _NOT_SCALED = ("gamma", "beta", "bias")
-"""Keys whose names end so keep the plain learning rate in LARS."""
+"""Endings of the keys that keep the plain learning rate in LARS."""
 _ANY_CHANGE = Correction(threshold=1.0, min_lr=0.0)
 """When MXNet 1.9.1 corrects the momentum of LARS: whenever the rate has changed from one that is not 0."""
 
 
 class _TrustRatio(Optimizer):
-    """What LAMB and LANS share: two averages, and a step as long as the weights are, within bounds."""
+    """Common to LAMB and LANS: two averages, and a step that is as long as the weights, within bounds."""
 
     defaults: ClassVar[Hyper] = {
         "lr": 0.001,
@@ -41,7 +41,6 @@ class _TrustRatio(Optimizer):
     never_negative = frozenset({"lower_bound", "upper_bound"})
 
     def _averages(self, grad: Tensor, state: Values, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """Let the averages of the gradient and of its square follow `grad`; return them."""
         beta1, beta2 = hyper["betas"]
         mean, square = state_tensor(state, "exp_avg", grad), state_tensor(state, "exp_avg_sq", grad)
         mean.mul_(beta1).add_(grad * (1 - beta1))
@@ -49,12 +48,12 @@ class _TrustRatio(Optimizer):
         return mean, square
 
     def _scaled(self, direction: Tensor, weight: Tensor, length: float, hyper: Hyper) -> Tensor:
-        """Add weight decay to `direction` and give it the length `length`; 0 or infinity leaves it its own."""
+        """Add weight decay to `direction` and scale it to the norm `length`; 0 or infinity leaves it unscaled."""
         direction.add_(weight * hyper["weight_decay"])
         return direction.mul_(_ratio(length, l2_norm(direction)))
 
     def _length(self, weight: Tensor, hyper: Hyper) -> float:
-        """Return the norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 is none."""
+        """Return the norm of the weights within the bounds; as in MXNet's kernels, a bound of 0 means no bound."""
         length = l2_norm(weight)
         if hyper["lower_bound"]:
             length = max(length, hyper["lower_bound"])
@@ -84,13 +83,13 @@ class LAMB(_TrustRatio):
 
 
 class LANS(_TrustRatio):
-    """LAMB with a gradient of length 1 and Nesterov's look ahead: two steps, each as long as the weights.
+    """LAMB with a gradient of norm 1 and Nesterov's lookahead: two steps, each as long as the weights.
 
-    The gradient is divided by its norm, and only then clipped. The averaged direction `m / (sqrt(v) + epsilon)`
-    counts beta1, that of the gradient alone, `g / (sqrt(v) + epsilon)`, counts 1 - beta1; weight decay is
-    added to both before they are scaled. A gradient of zeros stays zero. Options: learning_rate 0.001,
-    beta1 0.9, beta2 0.999, epsilon 1e-6, lower_bound None, upper_bound None. State: 'exp_avg', 'exp_avg_sq'.
-    Source: Zheng et al., Accelerated Large Batch Optimization of BERT (arXiv:2006.13484), as MXNet 2.x has it.
+    The gradient is divided by its norm before it is clipped. The averaged direction `m / (sqrt(v) + epsilon)` is
+    weighted by beta1, that of the gradient alone, `g / (sqrt(v) + epsilon)`, by 1 - beta1; weight decay is added to
+    both before they are scaled. A zero gradient stays zero. Options: learning_rate 0.001, beta1 0.9, beta2 0.999,
+    epsilon 1e-6, lower_bound None, upper_bound None. State: 'exp_avg', 'exp_avg_sq'. Source: Zheng et al., Accelerated
+    Large Batch Optimization of BERT (arXiv:2006.13484), as MXNet 2.x has it.
     """
 
     clips = False
@@ -134,11 +133,9 @@ class LARS(Optimizer):
     never_negative = frozenset({"eta"})
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Tell whether `lazy_update` is set."""
         return bool(hyper["lazy_update"])
 
     def hyper_for_rows(self, weight: Tensor, grad_rows: Tensor, hyper: Hyper) -> Hyper:
-        """Add the factor of the whole key, which its rows do not show."""
         return {**hyper, "layer_factor": self._factor(weight, grad_rows, hyper)}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -183,7 +180,7 @@ class GroupAdaGrad(Optimizer):
         self.check_key("any", (1, 1), self.hyper)
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
-        """Raise ConfigurationError for weight decay, and for a key that is no matrix."""
+        """Raise ConfigurationError for weight decay, and for a key that is not a matrix."""
         if hyper["weight_decay"]:
             raise ConfigurationError(
                 f"groupadagrad has no weight decay, but key {key!r} has {hyper['weight_decay']:g}; set wd to 0"
@@ -195,11 +192,10 @@ class GroupAdaGrad(Optimizer):
             )
 
     def updates_rows(self, hyper: Hyper) -> bool:
-        """Say always: a row without a gradient would not change anyway."""
+        """Return True: a row without a gradient would not change anyway."""
         return True
 
     def create_state(self, weight: Tensor) -> Values:
-        """Return a zero history of every row."""
         return {"history": weight.new_zeros(weight.shape[0], 1)}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
@@ -212,21 +208,20 @@ class GroupAdaGrad(Optimizer):
 
 
 def l2_norm(tensor: Tensor) -> float:
-    """Return the Euclidean norm of all elements. Sums are float64, in blocks whose bounds are always the same."""
+    """Return the Euclidean norm of all elements, summed in float64 in blocks with fixed bounds."""
     size = _BLOCK if tensor.device.type == "cpu" else max(1, tensor.numel())
     blocks = torch.split(tensor.reshape(-1), size)
     return math.sqrt(math.fsum(block.double().square().sum().item() for block in blocks))
 
 
 def _ratio(wanted: float, length: float) -> float:
-    """Return what to multiply a vector of `length` with to make it `wanted` long; 1 where either is 0 or not finite."""
+    """Return the factor that scales a vector of norm `length` to `wanted`; 1 if either is 0 or not finite."""
     if not (0 < wanted < math.inf and 0 < length < math.inf):
         return 1.0
     return wanted / length
 
 
 def _corrections(hyper: Hyper) -> tuple[float, float]:
-    """Adam's bias corrections `1 - beta ** t` of the two averages."""
     beta1, beta2 = hyper["betas"]
     return 1 - beta1 ** hyper["step"], 1 - beta2 ** hyper["step"]
 

@@ -1,14 +1,14 @@
-"""Gluon's learning-rate schedulers as closed forms, to be asked, stored and sent.
+"""Gluon's learning-rate schedulers as pure functions.
 
-A schedule is a pure function of `num_update` and of its constructor's arguments. Asking changes nothing, so it may
-be asked about any update in any order, and what `LRScheduler.spec` returns is all there is to store or to send.
-A plain function of `num_update` serves in this process and cannot leave it.
+A schedule is a function of `num_update` and of its constructor's arguments. Calling it changes nothing, so it may be
+called for any update in any order, and `LRScheduler.spec` is all that has to be stored or sent. A plain function of
+`num_update` can be used, too, but only in this process.
 
-The four schedulers have MXNet's arguments, traces and errors. Unlike MXNet's they keep no place in the schedule: the
-number of decays is computed from `num_update`, and a new `base_lr` counts from the start. Operations come in MXNet's
-order, so the bits are its own.
+The four schedulers have MXNet's arguments, values and errors. Unlike MXNet's they have no position: the number of
+decays is computed from `num_update`, and a new `base_lr` applies to the whole schedule. Operations are in MXNet's
+order, so the bits are the same.
 
-The dictionary of names is the only state; it changes through `register` alone.
+The registry of names is the only state; only `register` changes it.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ from kvstore_server.errors import ConfigurationError, UnknownNameError, did_you_
 _log = logging.getLogger(__name__)
 
 _ONE_BY_ONE = 1 << 16
-"""Decays that are multiplied one by one; whole blocks of so many are a power, so that no count takes long."""
+"""Decays up to this number are multiplied one by one; multiples of it use a power, so that any count is fast."""
 
 
 class LRScheduler:
     """Warm up, then follow what a subclass defines in `after_warmup`.
 
-    In a linear warm-up update `n` has `warmup_begin_lr + (base_lr - warmup_begin_lr) * n / warmup_steps`, in a
+    In a linear warm-up, update `n` has `warmup_begin_lr + (base_lr - warmup_begin_lr) * n / warmup_steps`, in a
     constant one `warmup_begin_lr`.
 
-    A subclass may also define `__call__` itself, as Gluon's do. It keeps every argument of its constructor in an
-    attribute of the same name, depends on nothing else, and is registered with `register`; otherwise it can be used,
-    but neither sent to a server nor saved.
+    A subclass may instead define `__call__` itself, as Gluon's do. To be sent to servers and saved it must keep every
+    constructor argument in an attribute of the same name, depend on nothing else, and be registered with `register`.
 
     Args:
-        base_lr: the learning rate after the warm-up; may be set at any time.
-        warmup_steps: how many updates the warm-up takes.
-        warmup_begin_lr: the learning rate it starts from; at most `base_lr`.
+        base_lr: The learning rate after the warm-up; may be set at any time.
+        warmup_steps: How many updates the warm-up takes.
+        warmup_begin_lr: The learning rate at its beginning; at most `base_lr`.
         warmup_mode: 'linear' or 'constant'.
 
     Raises:
-        ConfigurationError: an argument has the wrong type or an impossible value.
+        ConfigurationError: An argument has the wrong type or an impossible value.
     """
 
     name: ClassVar[str]
-    """Name to register under; the class's name in lower case when a class does not set it itself."""
+    """Name to register under; by default the class's name in lower case."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class LRScheduler:
 
     @property
     def base_lr(self) -> float:
-        """The learning rate after the warm-up, where the decay starts. Setting it moves the whole schedule."""
+        """The learning rate after the warm-up, where the decay begins. Setting it changes the whole schedule."""
         return self._base_lr
 
     @base_lr.setter
@@ -82,7 +81,7 @@ class LRScheduler:
 
     @property
     def warmup_final_lr(self) -> float:
-        """Where the warm-up ends: always the present `base_lr`."""
+        """The learning rate at the end of the warm-up: always the current `base_lr`."""
         return self.base_lr
 
     def __call__(self, num_update: int) -> float:
@@ -92,10 +91,10 @@ class LRScheduler:
         return self.after_warmup(num_update)
 
     def get_warmup_lr(self, num_update: int) -> float:
-        """Return the learning rate of an update within the warm-up.
+        """Return the learning rate of an update during the warm-up.
 
         Raises:
-            ConfigurationError: the warm-up is over by then.
+            ConfigurationError: The warm-up is over by then.
         """
         if num_update >= self.warmup_steps:
             raise self._wrong(f"update {num_update} is not within the warm-up of {self.warmup_steps} updates")
@@ -104,20 +103,20 @@ class LRScheduler:
         return self.warmup_begin_lr + (self.base_lr - self.warmup_begin_lr) * num_update / self.warmup_steps
 
     def after_warmup(self, num_update: int) -> float:
-        """Return the learning rate of an update after the warm-up; the warm-up's updates are counted too."""
+        """Return the learning rate of an update after the warm-up; `num_update` counts the warm-up, too."""
         raise NotImplementedError(f"{type(self).__name__} must define after_warmup(num_update)")
 
     def spec(self) -> dict[str, Any]:
         """Describe this scheduler by its name and plain values; `create_from_spec` rebuilds it.
 
         Raises:
-            ConfigurationError: its class is not registered, or does not keep an argument, or keeps one that is more
+            ConfigurationError: Its class is not registered, or an argument is not kept in an attribute, or is more
                 than numbers, strings and lists of them.
         """
         cls = type(self)
         if _registry.get(_name_of(cls)) is not cls:
             raise self._wrong(
-                f"it cannot be sent to a server or saved, because {_name_of(cls)!r} does not stand for its class; "
+                f"it cannot be sent to a server or saved, because {_name_of(cls)!r} is not registered for its class; "
                 "decorate that with kvtrainer.lr_scheduler.register, and start the servers with --import MODULE"
             )
         return {"name": _name_of(cls), **{key: self._kept(key) for key in _argument_names(cls)}}
@@ -127,7 +126,7 @@ class LRScheduler:
         return f"{type(self).__name__}({', '.join(kept)})"
 
     def _kept(self, key: str) -> Any:
-        """Return a constructor's argument as a plain value."""
+        """Return a constructor argument as a plain value."""
         if not hasattr(self, key):
             raise self._wrong(f"its constructor's argument {key!r} must be kept in an attribute of that name")
         value = getattr(self, key)
@@ -135,7 +134,7 @@ class LRScheduler:
         for item in plain if isinstance(plain, list) else [plain]:
             if not isinstance(item, int | float | str | None):
                 raise self._wrong(
-                    f"{key} is {value!r}, but only numbers, strings and lists of them can travel"
+                    f"{key} is {value!r}, but only numbers, strings and lists of them can be sent"
                 )
         return plain
 
@@ -151,10 +150,10 @@ _registry: dict[str, type[LRScheduler]] = {}
 
 
 def register(cls: _Registered) -> _Registered:
-    """Make a scheduler class known by name, so that it can be sent and saved; a decorator.
+    """Register a scheduler class by name, so that it can be sent and saved; a decorator.
 
-    A name that exists is replaced, with a warning in the log. A server that shall evaluate the schedule needs the
-    same registration: start it with --import MODULE.
+    An existing name is replaced, which is logged as a warning. A server that evaluates the schedule needs the same
+    registration: start it with --import MODULE.
 
     Raises:
         ConfigurationError: `cls` is not a subclass of LRScheduler.
@@ -174,8 +173,8 @@ def create_from_spec(spec: Mapping[str, Any]) -> LRScheduler:
     """Rebuild the scheduler that `LRScheduler.spec` described.
 
     Raises:
-        UnknownNameError: no scheduler of that name is registered in this process; lists the valid ones.
-        ConfigurationError: the description is malformed or has a bad value.
+        UnknownNameError: No scheduler of that name is registered in this process; lists the valid ones.
+        ConfigurationError: The description is malformed or has a bad value.
     """
     arguments = dict(spec) if isinstance(spec, Mapping) else {}
     name = arguments.pop("name", None)
@@ -202,7 +201,7 @@ def _name_of(cls: type[LRScheduler]) -> str:
 
 
 def _argument_names(cls: type[LRScheduler]) -> list[str]:
-    """List the constructor's arguments; **options stands for those of the next class."""
+    """Return the names of the constructor's arguments; **options stands for those of the next class."""
     names: dict[str, None] = {}
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):
@@ -215,14 +214,16 @@ def _argument_names(cls: type[LRScheduler]) -> list[str]:
 
 
 class _Decaying(LRScheduler):
-    """Multiply by `factor`, again and again."""
+    """Multiplies by `factor` repeatedly."""
 
     factor: float
     _reached: tuple[object, int, float] | None = None
-    """Where the last answer was found, so that the next one need not begin at `base_lr`; changes no answer."""
+    """Cache of the last result, from which the next one continues; it changes no result."""
 
     def _decayed(self, decays: int, least: float = -math.inf) -> float:
-        """Multiply `base_lr` so many times, never below `least`; one by one, because a power is rounded otherwise."""
+        """Multiply `base_lr` `decays` times, but never below `least`; one by one, because a power is rounded
+        differently.
+        """
         done = decays - decays % _ONE_BY_ONE
         start = self.base_lr, self.factor, least, done
         lr = max(self.base_lr * self.factor**done, least) if done else self.base_lr
@@ -239,10 +240,10 @@ class FactorScheduler(_Decaying):
     """`base_lr * factor**k` with `k = ceil(num_update / step) - 1`. From k = 1 on at least `stop_factor_lr`.
 
     Args:
-        step: how many updates lie between two decays, at least 1; those of the warm-up are counted.
-        factor: what each decay multiplies by, from 0 to 1.
-        stop_factor_lr: no decay goes below it.
-        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: as of `LRScheduler`.
+        step: How many updates are between two decays, at least 1; the warm-up counts.
+        factor: The factor of each decay, from 0 to 1.
+        stop_factor_lr: The lower bound of decays.
+        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See `LRScheduler`.
     """
 
     name = "factor"
@@ -263,7 +264,6 @@ class FactorScheduler(_Decaying):
         self.stop_factor_lr = check.number(self._label("stop_factor_lr"), stop_factor_lr)
 
     def after_warmup(self, num_update: int) -> float:
-        """Return the learning rate of an update after the warm-up."""
         return self._decayed(max(0, (num_update - 1) // self.step), self.stop_factor_lr)
 
 
@@ -272,9 +272,9 @@ class MultiFactorScheduler(_Decaying):
     """`base_lr * factor**k`, where k counts the entries of `step` below `num_update`.
 
     Args:
-        step: a list of increasing ints, the first at least 1; updates of the warm-up are counted.
-        factor: what each decay multiplies by, from 0 to 1.
-        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: as of `LRScheduler`.
+        step: A list of increasing ints, the first at least 1; the warm-up counts.
+        factor: The factor of each decay, from 0 to 1.
+        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See `LRScheduler`.
     """
 
     name = "multifactor"
@@ -297,12 +297,11 @@ class MultiFactorScheduler(_Decaying):
         self.factor = check.number(self._label("factor"), factor, 0, 1)
 
     def after_warmup(self, num_update: int) -> float:
-        """Return the learning rate of an update after the warm-up."""
         return self._decayed(bisect_left(self.step, num_update))
 
 
 class _Annealing(LRScheduler, ABC):
-    """Decay from `base_lr` to `final_lr`, from the end of the warm-up to `max_update`."""
+    """Decays from `base_lr` at the end of the warm-up to `final_lr` at `max_update`."""
 
     def __init__(
         self,
@@ -318,20 +317,19 @@ class _Annealing(LRScheduler, ABC):
         self.max_update = check.integer(name, max_update, 1)
         if self.max_update <= self.warmup_steps:
             raise self._wrong(
-                f"max_update must be more than warmup_steps, for the decay lies between them; got {max_update} and "
+                f"max_update must be more than warmup_steps, because the decay is between them; got {max_update} and "
                 f"{self.warmup_steps}"
             )
         self.final_lr = check.number(self._label("final_lr"), final_lr)
 
     def after_warmup(self, num_update: int) -> float:
-        """Return the learning rate of an update after the warm-up."""
         done = min(num_update, self.max_update) - self.warmup_steps
         left = self._left(done, self.max_update - self.warmup_steps)
         return self.final_lr + (self.base_lr - self.final_lr) * left
 
     @abstractmethod
     def _left(self, done: int, span: int) -> float:
-        """Return the share of the way left after `done` of `span` updates, 1 after none."""
+        """Return the fraction of the decay that is left after `done` of `span` updates; 1 after none."""
 
 
 @register
@@ -339,10 +337,10 @@ class PolyScheduler(_Annealing):
     """`final_lr + (base_lr - final_lr) * (1 - p)**pwr`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:
-        max_update: the update at which the decay ends; more than `warmup_steps`.
-        pwr: the exponent, at least 0.
-        final_lr: where the decay ends.
-        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: as of `LRScheduler`.
+        max_update: The update at which the decay ends; more than `warmup_steps`.
+        pwr: The exponent, at least 0.
+        final_lr: The learning rate at the end.
+        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See `LRScheduler`.
     """
 
     name = "poly"
@@ -369,9 +367,9 @@ class CosineScheduler(_Annealing):
     """`final_lr + (base_lr - final_lr) * (1 + cos(pi p)) / 2`. p goes from 0 to 1 between warm-up and `max_update`.
 
     Args:
-        max_update: the update at which the decay ends; more than `warmup_steps`.
-        final_lr: where the decay ends.
-        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: as of `LRScheduler`.
+        max_update: The update at which the decay ends; more than `warmup_steps`.
+        final_lr: The learning rate at the end.
+        base_lr, warmup_steps, warmup_begin_lr, warmup_mode: See `LRScheduler`.
     """
 
     name = "cosine"
@@ -381,7 +379,7 @@ class CosineScheduler(_Annealing):
 
 
 class FunctionScheduler(LRScheduler):
-    """Ask a user's function for the learning rate. No base_lr, no warm-up: it decides alone."""
+    """Takes the learning rate from a user's function; it has neither base_lr nor warm-up."""
 
     warmup_steps = 0
 
@@ -390,7 +388,6 @@ class FunctionScheduler(LRScheduler):
 
     @property
     def base_lr(self) -> float:
-        """The learning rate at update 0."""
         return self(0)
 
     @base_lr.setter
@@ -401,17 +398,13 @@ class FunctionScheduler(LRScheduler):
         )
 
     def __call__(self, num_update: int) -> float:
-        """Return what the function returns for `num_update`.
-
-        Raises:
-            ConfigurationError: that is not a finite number.
-        """
+        """Return the function's value for `num_update`. Raises ConfigurationError if that is not a finite number."""
         return check.number(
             self._label(f"what {self.function!r} returns for {num_update}"), self.function(num_update)
         )
 
     def spec(self) -> dict[str, Any]:
-        """Raise ConfigurationError: a function is code, and code is neither sent nor saved."""
+        """Raise ConfigurationError: a function is code, which is neither sent nor saved."""
         raise ConfigurationError(
             f"{self.function!r} as lr_scheduler works only where this process computes the learning rate; code is "
             "neither sent to a server nor saved. Use a scheduler of kvtrainer.lr_scheduler, or write a subclass of "
@@ -420,16 +413,12 @@ class FunctionScheduler(LRScheduler):
 
 
 def as_scheduler(value: object) -> LRScheduler:
-    """Return a scheduler as it is, a function of `num_update` as `FunctionScheduler`.
-
-    Raises:
-        ConfigurationError: `value` is neither.
-    """
+    """Return a scheduler unchanged, a function as `FunctionScheduler`. Raises ConfigurationError for anything else."""
     if isinstance(value, LRScheduler):
         return value
     if isinstance(value, type) or not callable(value):
         raise ConfigurationError(
-            "lr_scheduler must be a scheduler, such as kvtrainer.lr_scheduler has them, or a function that returns the "
+            "lr_scheduler must be a scheduler, such as those of kvtrainer.lr_scheduler, or a function that returns the "
             f"learning rate for num_update; got {value!r}"
         )
     return FunctionScheduler(value)

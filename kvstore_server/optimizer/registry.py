@@ -1,6 +1,6 @@
-"""The optimizer behind a name, a class or an instance, and the names of users.
+"""Find or create the optimizer that a name, a class or an instance means, and register users' classes.
 
-The dictionary of names and the set of declared classes are the only state; they change through `register` alone.
+The dictionary of names and the set of declared classes are the only state; only `register` changes them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _registry: dict[str, AnyClass] = {
     **{torch_family.torch_name(cls).lower(): cls for cls in torch_family.ELEMENTWISE + torch_family.WHOLE},
 }
 _declared: set[TorchClass] = set()
-"""The foreign torch classes of which a user said that they are elementwise."""
+"""Foreign torch classes that a user has declared elementwise."""
 
 
 def register(cls: _Registered, *, elementwise: bool | None = None) -> _Registered:
-    """Make an optimizer class known by name; a decorator.
+    """Register an optimizer class by name; a decorator.
 
-    A subclass of `Optimizer` is known by its `name`, or else by its class name in lower case. A subclass of
-    torch.optim.Optimizer is known as 'torch:ClassName'. A name that exists is replaced, with a warning in the
-    log. A server needs the same registration: start it with --import MODULE.
+    A subclass of `Optimizer` gets its `name`, or else its class name in lower case; a subclass of
+    torch.optim.Optimizer gets 'torch:ClassName'. An existing name is replaced, which is logged as a warning. A server
+    needs the same registration: start it with --import MODULE.
 
     Args:
-        cls: the class.
-        elementwise: for a torch class, whether each element's update needs nothing but that element's weight,
-            gradient and state. By default registering it declares that it does; False gives it whole keys,
-            each in its shape. A subclass of `Optimizer` says so itself.
+        cls: The class.
+        elementwise: For a torch class, whether an element's update only needs that element's weight, gradient and
+            state. By default registering declares that it does; with False the class gets whole keys, each in its
+            shape. A subclass of `Optimizer` declares it itself.
 
     Raises:
         ConfigurationError: `elementwise` contradicts what is known of the class, or no store can run it.
@@ -78,8 +78,8 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
     of one is torch's. An instance brings its own options.
 
     Raises:
-        UnknownNameError: no optimizer of that name; lists the valid ones.
-        ConfigurationError: a bad option, options beside an instance, or a class that no store can run.
+        UnknownNameError: There is no optimizer of that name; lists the valid ones.
+        ConfigurationError: An option is wrong, options are given with an instance, or no store can run the class.
     """
     if isinstance(optimizer, Optimizer | torch.optim.Optimizer):
         if options:
@@ -113,8 +113,8 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     """Rebuild the optimizer that `Optimizer.spec` described.
 
     Raises:
-        UnknownNameError: the name is not known in this process.
-        ConfigurationError: the description is malformed or has a bad value.
+        UnknownNameError: The name is not known in this process.
+        ConfigurationError: The description is malformed or has a bad value.
     """
     name, hyper = spec.get("name"), spec.get("hyper")
     if not isinstance(name, str) or not isinstance(hyper, Mapping):
@@ -128,22 +128,22 @@ def create_from_spec(spec: Mapping[str, Any]) -> Optimizer:
     plain, release = split_name(name)
     cls = _lookup(plain)
     if release is not None or (issubclass(cls, Optimizer) and cls.mxnet1 is not None):
-        # Said in any case: this process may have another environment than the one that described it.
+        # Explicit, because the environment variable of this process may differ from the describing one's.
         options["compat"] = release or MXNET2
     optimizer = _from_class(cls, options)
     if spec.get("lr_scheduler") is not None:
-        # Not as an option, beside which 'lr' would become the scheduler's base_lr.
+        # Not as an option, because 'lr' would then replace the scheduler's base_lr.
         optimizer.lr_scheduler = lr_scheduler.create_from_spec(spec["lr_scheduler"])
     return optimizer
 
 
 def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
-    """`Optimizer.spec`, for a store, which knows the class by its name alone.
+    """Return `Optimizer.spec` for a store, which finds the class only by its name.
 
     Raises:
-        UnknownNameError: the class is not registered in this process, so hardly in that of the servers.
-        ConfigurationError: the name means another class in this process, or what is known of a torch instance does not
-            say how to build another one; or as `Optimizer.spec`.
+        UnknownNameError: The class is not registered in this process, so probably not on the servers either.
+        ConfigurationError: The name means another class in this process, a torch instance cannot be rebuilt from its
+            options, or as by `Optimizer.spec`.
     """
     cls = optimizer.cls if isinstance(optimizer, TorchOptimizer) else type(optimizer)
     name = optimizer.registered_name
@@ -158,24 +158,25 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
         _lookup(name)
         if optimizer.unbuildable:
             raise ConfigurationError(
-                f"a store cannot build {_where(cls)} anew: {optimizer.unbuildable}. Give the class and its options in "
-                "place of the instance, or update_on_kvstore=False, which updates in this process"
+                f"a store cannot rebuild {_where(cls)}: {optimizer.unbuildable}. Give the class and its options instead "
+                "of the instance, or update_on_kvstore=False, which updates in this process"
             )
     return optimizer.spec()
 
 
 def prepare_to_serve() -> None:
-    """Import now what torch would import for an optimizer, or make that needless.
+    """Import now what torch would import on an optimizer's first use, or avoid the import.
 
-    torch's optimizers tell its compiler to keep out of some of their methods, for which they import all of it on first
-    use: more than a second of CPU, in which a server would answer nobody. A server compiles nothing, so the one method
-    of torch's own classes that it calls is entered as dealt with. Foreign classes may use any of the others.
+    torch's optimizers exclude some of their methods from torch.compile, for which they import the whole compiler on
+    first use: more than a second of CPU time in which a server would not answer. A server compiles nothing, so the one
+    method of torch's own classes that it calls is registered as already excluded. Foreign classes may use any of the
+    others.
     """
     if not all(issubclass(cls, Optimizer) or torch_family.is_torchs_own(cls) for cls in _registry.values()):
         importlib.import_module("torch._dynamo")
     method = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    setattr(method, "__dynamo_disable", method)  # where torch._disable_dynamo keeps what it has made
-    create("torch:SGD", lr=0.1)  # a torch that keeps it elsewhere imports its compiler now
+    setattr(method, "__dynamo_disable", method)  # where torch._disable_dynamo caches its result
+    create("torch:SGD", lr=0.1)  # if torch caches it elsewhere, the compiler is imported now
 
 
 def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
@@ -185,7 +186,7 @@ def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
         del options["compat"]
     if "compat" in options and torch_family.is_torchs_own(cls):
         raise ConfigurationError(
-            f"compat={options['compat']!r} says which MXNet's numbers count, and {torch_family.torch_name(cls)} has "
+            f"compat={options['compat']!r} chooses between MXNet's formulas, and {torch_family.torch_name(cls)} has "
             "torch's; leave it out, or name one of Gluon's optimizers, such as 'sgd'"
         )
     return TorchOptimizer(cls, cls in _declared, **options)
@@ -194,7 +195,7 @@ def _from_class(cls: AnyClass, options: dict[str, Any]) -> Optimizer:
 def _lookup(name: str) -> AnyClass:
     cls = _registry.get(name.lower())
     if cls is None:
-        # A name such as 'torch:LBFGS' is torch's own all the same.
+        # A name such as 'torch:LBFGS' is a torch class nevertheless.
         prefix, _, own = name.partition(":")
         known = getattr(torch.optim, own, None) if prefix.lower() == "torch" else None
         if isinstance(known, type) and issubclass(known, torch.optim.Optimizer):
@@ -209,7 +210,7 @@ def _lookup(name: str) -> AnyClass:
 
 
 def _declare(cls: TorchClass, elementwise: bool | None) -> None:
-    """Note whether a torch class counts as elementwise; torch's own are known."""
+    """Record whether a foreign torch class is elementwise; that of torch's own is known."""
     torch_family.check_supported(cls)
     if torch_family.is_torchs_own(cls):
         is_elementwise = cls in torch_family.ELEMENTWISE

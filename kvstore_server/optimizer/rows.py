@@ -1,6 +1,7 @@
-"""What a kernel reads, put together: gradients that lie in pieces, and rows by their ids, which are put back as well.
+"""Prepare what kernels read: gradients in fragments, and rows gathered by id and scattered back.
 
-Pieces are multiplied and clipped in the cache just before the kernel reads them.
+Fragments are scaled and clipped block by block, in the cache, just before the kernel reads them. Row ids are sorted
+and the values of equal ids summed in the order given, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 from kvstore_server.errors import ShapeMismatchError
 
 CACHED = 256 * 1024
-"""Elements that are worked on at a time where they are gone over more than once, so that they stay in the cache."""
+"""Elements processed at a time in operations with several passes, so that they stay in the cache."""
 
 
 class Cuts:
-    """Keeps flat memory as it was cut: the next update cuts it alike, and views take longer than a small sum.
+    """Caches views of flat memory: the next update splits it in the same way, and creating views takes longer than a
+    small sum.
 
-    What an update did not use is let go by the next one that begins, so that no memory is held for long by its views.
+    Entries that an update did not use are dropped when the next one begins, because views keep their memory alive.
     """
 
     def __init__(self) -> None:
@@ -31,12 +33,11 @@ class Cuts:
         self._former = self._used
 
     def begin(self) -> None:
-        """Begin an update."""
         self._used, self._former = {}, self._used
 
     def of(self, flat: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Cut memory into parts of these sizes."""
-        place = flat.data_ptr(), flat.numel()  # of nothing else, for the views hold it
+        """Split memory into parts of these sizes."""
+        place = flat.data_ptr(), flat.numel()  # a sufficient key, because the views keep the memory alive
         known = self._used.get(place) or self._former.get(place)
         if known is None or known[0] != sizes:
             known = sizes, list(torch.split(flat, sizes))
@@ -45,13 +46,13 @@ class Cuts:
 
 
 class Pieces(NamedTuple):
-    """A gradient that is yet to be multiplied and clipped.
+    """A gradient that is still to be scaled and clipped.
 
     Args:
-        tensors: Contiguous, one after the other; each ends where a line of 64 bytes does.
+        tensors: Contiguous, in order; each ends at a 64-byte line.
         scale: The factor.
-        bound: The limit of the magnitude of each element, after that; None: there is none.
-        cuts: What keeps the memory beside them as it was cut; None: nothing does.
+        bound: Then the limit of the magnitude of each element; None: no limit.
+        cuts: Caches the views of the other memory; None: no cache.
     """
 
     tensors: Sequence[Tensor]
@@ -61,13 +62,12 @@ class Pieces(NamedTuple):
 
 
 Gradient = Tensor | Pieces
-"""Flat, as it is used, or in pieces."""
+"""Flat and ready to use, or in fragments."""
 
 
 def bound_of(limit: float, values: Tensor) -> float:
-    """Return a limit of elements that their dtype can hold.
-
-    A greater one limits infinities alone, and torch refuses it.
+    """Return a limit that the elements' dtype can represent; larger ones would only limit infinities, and torch
+    refuses them.
     """
     return min(limit, torch.finfo(values.dtype).max)
 
@@ -75,10 +75,10 @@ def bound_of(limit: float, values: Tensor) -> float:
 def aligned_fragments(
     grad: Gradient, *flats: Tensor, factor: float = 1.0
 ) -> Iterator[tuple[list[Tensor], list[list[Tensor]]]]:
-    """Yield tensors of a gradient, times a factor, and what lies beside in `flats`.
+    """Yield fragments of a gradient times a factor, with the corresponding parts of `flats`.
 
-    All come at once if the gradient is used as it lies. Otherwise it is made block by block, each in memory that the
-    next one overwrites, and still in the cache when it is read.
+    If the gradient can be used unchanged, there is one item with all fragments. Otherwise it is computed block by
+    block in memory that the next block overwrites, so that it is still in the cache when it is read.
     """
     tensors, scale, bound, cuts = grad if isinstance(grad, Pieces) else Pieces([grad])
     cut: Callable[[Tensor, list[int]], Sequence[Tensor]] = torch.split if cuts is None else cuts.of
@@ -86,6 +86,7 @@ def aligned_fragments(
         sizes = list(map(Tensor.numel, tensors))
         yield list(tensors), [[flat] if len(sizes) == 1 else list(cut(flat, sizes)) for flat in flats]
         return
+    # The first multiplication combines both factors if nothing is clipped in between.
     blocks = list(_blocks(tensors))
     sizes = [sum([part.numel() for part in block]) for block in blocks]
     memory = tensors[0].new_empty(max(sizes))
@@ -103,13 +104,13 @@ def aligned_fragments(
 
 
 def joined(grad: Gradient, factor: float) -> Tensor:
-    """Return a flat gradient times a factor, in memory of its own."""
+    """Return a copy of a gradient, flat and times a factor."""
     tensors = grad.tensors if isinstance(grad, Pieces) else [grad]
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(factor)
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Put together, or cut, what stays in the cache."""
+    """Merge or split fragments into blocks that fit the cache."""
     block, size = list[Tensor](), 0
     for tensor in tensors:
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)
@@ -123,41 +124,41 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 _FEW_RUNS = 16
-"""Ascending runs, as of the ids of some workers one behind the other, up to which it takes least time to merge them."""
+"""Up to this many ascending runs (one for each worker's ids, say) merging them is fastest."""
 _MANY = 512
-"""Ids for each 16 bits of them from which on it takes least time to count."""
+"""From this many ids for each 16 bits of them, a radix sort is fastest."""
 
 
 class Ordered(NamedTuple):
     """Ids of rows in ascending order."""
 
     ids: Tensor
-    """int64; the distinct ones."""
+    """The distinct ids, int64."""
     order: npt.NDArray[np.int64]
-    """Of each in ascending order, where it was given; equal ones in the order given."""
+    """The stable sorting permutation of the given ids."""
     is_first: npt.NDArray[np.bool_]
-    """Whether the one before is another one."""
+    """For each sorted id, whether it differs from the one before."""
 
     def places(self) -> Tensor:
-        """Return the position of each given id among the distinct ones, int64."""
+        """Return the index of each given id among the distinct ones, int64."""
         places = np.empty_like(self.order)
         places[self.order] = self.is_first.cumsum() - 1
         return torch.from_numpy(places)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum the values of each distinct id in the order given. There is a row of them for each id.
+        """Sum the rows of values of each distinct id, in the order given.
 
-        Values of ids that are distinct and ascending already are returned as they are, not copied.
+        If the ids are already distinct and ascending, the values are returned, not a copy.
         """
         device, [firsts] = values.device, self.is_first.nonzero()
         if len(firsts) == len(self.order) and (self.order[1:] > self.order[:-1]).all():
             return values
         if values.dtype is torch.float32 and values.is_cpu and values.numel():
-            # This kernel reads each row once, and adds those of an id in their order, as the calls below do.
+            # The kernel reads each row once, and adds the rows of an id in order, as the general code below does.
             order, offsets = torch.from_numpy(self.order), torch.from_numpy(firsts)
             flat = values.reshape(len(values), -1)
             return torch.embedding_bag(flat, order, offsets)[0].view(-1, *values.shape[1:])
-        # A sum begins with 0, which turns -0.0 into 0.0.
+        # Begin each sum with 0, as the kernel does, which turns -0.0 into 0.0.
         total = values.index_select(0, torch.from_numpy(self.order[firsts]).to(device)).add_(0)
         if len(firsts) < len(self.order):
             [again] = np.logical_not(self.is_first).nonzero()
@@ -168,24 +169,24 @@ class Ordered(NamedTuple):
 
 
 def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
-    """Put ids of rows, each from 0 up to `num_rows`, in ascending order.
+    """Sort ids of rows, each from 0 up to `num_rows`.
 
-    Of 8,192 and 65,536 ids of 1,000,000 rows, uniform and by Zipf's law (1.1), nothing that hashes was faster on the
-    machine of `benchmarks/results`: a table with a place for each row, kept from call to call, takes 1.0 to 1.5 times
-    as long, and 8 bytes a row; a Python dict takes 6 to 19 times as long.
+    For 8,192 and 65,536 ids of 1,000,000 rows, uniform and Zipf-distributed (1.1), no hashing was faster on the
+    machine of `benchmarks/results`: a table with a place for each row, kept between calls, takes 1.0 to 1.5 times as
+    long, and 8 bytes a row; a Python dict takes 6 to 19 times as long.
     """
     passes, shift = -(-max(num_rows - 1, 1).bit_length() // 16), len(given).bit_length()
     if np.count_nonzero(given[1:] < given[:-1]) < _FEW_RUNS:
-        order = given.argsort(kind="stable")  # which merges what is in order already
+        order = given.argsort(kind="stable")  # a merge sort, which merges ascending runs
         ascending = given[order]
     elif len(given) >= _MANY * passes or shift + num_rows.bit_length() > 62:
-        # numpy sorts numbers of 16 bits, from the lowest ones on, by counting them.
+        # Radix sort: numpy sorts 16-bit integers by counting.
         order = given.astype(np.uint16).argsort(kind="stable")
         for at in range(16, 16 * passes, 16):
             order = order[(given >> at).astype(np.uint16)[order].argsort(kind="stable")]
         ascending = given[order]
     else:
-        # With the place behind it each id is another number, and numpy sorts few plain numbers fastest.
+        # Pack id and position into one integer: numpy sorts few plain integers fastest, and all are distinct.
         packed = (given << shift) | np.arange(len(given))
         packed.sort()
         ascending, order = packed >> shift, packed & ((1 << shift) - 1)
@@ -195,17 +196,17 @@ def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return distinct ascending ids, and for each the sum of its values in order.
+    """Return distinct ascending ids, and for each the sum of its values in the order given.
 
-    torch's own coalesce adds the values of one id in an order that it does not promise. Ids that are distinct
-    and ascending already are returned as they are, not copied.
+    torch's own coalesce does not guarantee the order of summation. If the ids are already distinct and ascending, they
+    and the values are returned, not copies.
 
     Args:
         ids: int64, one dimension, each from 0 up to `num_rows`.
-        values: one row for each id; half precision should have been converted, for it is summed as it is.
+        values: One row for each id; summed in their dtype, so half precision should be converted before.
 
     Raises:
-        ShapeMismatchError: the numbers of ids and of rows differ, or an id is outside the key.
+        ShapeMismatchError: The numbers of ids and rows differ, or an id is out of range.
     """
     if ids.dim() != 1 or values.dim() < 1 or len(ids) != len(values):
         raise ShapeMismatchError(
@@ -214,7 +215,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
         )
     if not ids.numel():
         return ids, values
-    given = ids.cpu().numpy()  # a look at ids of another device waits for it in any case
+    given = ids.cpu().numpy()  # reading ids on another device waits for it anyway
     for end in (int(given.min()), int(given.max())):
         if not 0 <= end < num_rows:
             raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
@@ -225,7 +226,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
 
 
 def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Copy some rows out; flat with zeros up to a length, unless that is 0."""
+    """Gather rows; if `length` is not 0, flat and zero-padded to that length."""
     if not length:
         return whole.index_select(0, rows)
     flat, shape = whole.new_empty(length), (rows.numel(), *whole.shape[1:])
@@ -237,22 +238,22 @@ def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
 
 
 def put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Put back what `taken` has copied out, in whichever dtype."""
+    """Scatter what `taken` has gathered, converted to the target's dtype."""
     shape = (rows.numel(), *whole.shape[1:])
     put_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
 
 
 def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Copy rows to the places that the (distinct) ids name, as `index_copy_`."""
+    """Copy rows to distinct ids, like `index_copy_`."""
     if whole.device.type != "cpu" or not whole.is_contiguous():
         whole.index_copy_(0, ids, rows)
         return
-    if count := rows.numel():  # numpy copies rows in less than half the time, where each is one element to it
+    if count := rows.numel():  # numpy copies rows, viewed as single elements, in less than half the time
         row = f"V{count // ids.numel() * rows.element_size()}"
         flat, given = (t.view(-1).view(torch.uint8).numpy().view(row) for t in (whole, rows.contiguous()))
         flat[ids.numpy()] = given
 
 
 def lengthened(flat: Tensor, spare: int) -> Tensor:
-    """Append so many zeros; return the vector itself, not a copy, where there are none."""
+    """Append `spare` zeros; without any, return the vector itself."""
     return torch.nn.functional.pad(flat, (0, spare)) if spare else flat

@@ -1,8 +1,11 @@
-"""The optimizer state of neighbouring segments. Also as plain numbers and one block of bytes.
+"""The optimizer state of adjacent segments, and its encoding as plain numbers and one block of bytes.
 
-An entry with one number per element lies in flat memory beside the weights, so that one kernel call can update many
-segments. Every other entry (a plain value, or a tensor that an optimizer of whole keys has shaped as it likes) is kept
-with its segment; of a key that has several segments, with the first. Trees are kept as `flatten` has them.
+An entry with one number per element is in flat memory with the layout of the weights, so that one kernel call updates
+many segments. Every other entry (a plain value, or a tensor of any shape made by an optimizer of whole keys) is stored
+with its segment, or with the first one if a key has several. Trees are stored as by `flatten`.
+
+Invariants: the mapping of entries of a segment may be shared between segments, so it is replaced and never changed;
+segments with the same mapping and step can be updated together. Flat memory is zero where no segment has an entry.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ from kvstore_server.optimizer.trees import decode, encode, leaf_names
 from kvstore_server.plan import ALIGNMENT, Slice
 
 RESERVED = ("step", "master")
-"""Names of entries that are no optimizer's own: the number of updates, and float32 copies of half-precision weights."""
+"""Reserved names of entries: the number of updates, and float32 copies of half-precision weights."""
 
 _JSON = "json"
-"""Stands in place of a dtype for a value that is text, or a tree without its tensors."""
+"""Stands for a dtype in the encoding of a value that is text, or a tree without its tensors."""
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class FlatEntry(Enum):
-    """Stands for an entry that lies in flat memory."""
+    """Marks an entry that is in flat memory."""
 
     MEMORY = 0
 
@@ -42,21 +45,21 @@ Entries = Mapping[str, StateValue | FlatEntry]
 
 @dataclass
 class State:
-    """The state of some elements while they are updated together; a new one is the state before the first update."""
+    """The state of some elements during an update; a new one is the state before the first update."""
 
     values: dict[str, StateValue] = field(default_factory=dict)
-    """What the optimizer keeps, under its own names."""
+    """The optimizer's entries, under its own names."""
     step: int = 0
     """The number of updates applied."""
     master: Tensor | None = None
-    """float32 weights of half-precision ones (multi_precision); they follow weights that are replaced."""
+    """float32 copies of half-precision weights (multi_precision); they follow weights that are replaced."""
 
 
 class States:
-    """The state of segments that lie one after the other in flat memory: those of one slice, or of a whole Shard.
+    """The state of consecutive segments in flat memory: those of one slice, or of a whole Shard.
 
     Args:
-        dtype: Of the weights, as a Plan names it.
+        dtype: Of the weights, as named in plans.
         length: Elements of the memory, padding included.
         segments: Start and number of elements of each segment.
         device: Of the weights.
@@ -76,15 +79,14 @@ class States:
         self.steps = np.zeros(0, np.int64)
         """The number of updates of each segment."""
         self.entries: list[Entries] = []
-        """Of each segment. A mapping may be shared by segments and is replaced, never changed."""
+        """For each segment; may be shared between segments, so it is replaced and never changed."""
         self.tensors: dict[str, Tensor] = {}
-        """The flat memory of each name, in the dtype that updates compute in; zero where nothing has been kept."""
+        """Name → flat memory, in the dtype that updates compute in; zero where nothing was stored."""
         self._shared: dict[tuple[str, ...], Entries] = {}
         self.add(segments)
 
     @classmethod
     def of_slice(cls, piece: Slice, device: torch.device | str = "cpu") -> States:
-        """Return the state of a slice that was never updated."""
         return cls(piece.dtype, piece.length, [(s.start, s.numel) for s in piece.segments], device)
 
     def add(self, segments: Sequence[tuple[int, int]]) -> None:
@@ -94,10 +96,8 @@ class States:
         self.entries += [self._share({})] * len(segments)
 
     def view(self, first: int, part: slice) -> State:
-        """Return the state of segments with equal steps and entries, from `first` on; per-element tensors are views.
-
-        Args:
-            part: Their elements.
+        """Return the state of the segments from `first` on that share it and have the elements `part`; tensors are
+        views.
         """
         values = {
             name: self.tensors[name][part] if value is FlatEntry.MEMORY else own(value)
@@ -108,7 +108,7 @@ class States:
         return State(values, int(self.steps[first]), master)
 
     def keep(self, first: int, end: int, part: slice, state: State) -> None:
-        """Take over what an update made of a `view`; every tensor with a dimension has a number per element."""
+        """Store what an update made of a `view`; every tensor with a dimension has a number per element."""
         entries: dict[str, StateValue | FlatEntry] = {}
         has_own = False
         named = state.values if state.master is None else {**state.values, "master": state.master}
@@ -127,19 +127,21 @@ class States:
         self.steps[first:end] = state.step
 
     def keep_key(self, first: int, end: int, part: slice, state: State) -> None:
-        """Do as `keep` with one whole key: only the master has a number per element."""
-        master = None if state.master is None else state.master.view(-1)  # also of a key without dimensions
+        """Like `keep`, for one whole key: only the master has a number per element."""
+        master = None if state.master is None else state.master.view(-1)  # a key without dimensions, too
         self.keep(first, end, part, State({}, state.step, master))
         self.entries[first] = {**self.entries[first], **state.values}
 
     def cleared(self, name: str, like: Tensor, part: slice) -> Tensor:
-        """Return the memory of that name, zero in `part`; made now if there is none."""
+        """Return the flat memory with that name, zeroed in `part`; allocated if it is new."""
         is_new = name not in self.tensors
         memory = self.tensor(name, like)[part]
         return memory if is_new else memory.zero_()
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return the memory of that name; a missing one is made, zero, in the dtype to compute in."""
+        """Return the flat memory with that name; allocated and zero if it is new, in the dtype that updates compute
+        in.
+        """
         if name not in self.tensors:
             compute = torch.float64 if self.dtype == "float64" else torch.float32
             dtype = compute if like.is_floating_point() else like.dtype
@@ -147,7 +149,7 @@ class States:
         return self.tensors[name]
 
     def copy(self, first: int, end: int, part: slice) -> States:
-        """Copy out the state of some segments, whose elements are `part`."""
+        """Return a copy of the state of some segments with the elements `part`."""
         segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
@@ -157,7 +159,7 @@ class States:
         return found
 
     def replace(self, first: int, part: slice, other: States) -> None:
-        """Take over the state of the segments of `other`, from `first` on. They lie in `part` here."""
+        """Replace the state of the segments from `first` on, with the elements `part`, by that of `other`."""
         for name, memory in other.tensors.items():
             self.tensor(name, memory)[part].copy_(memory)
         end = first + len(other.segments)
@@ -165,30 +167,28 @@ class States:
         self.entries[first:end] = [self._share(entries) for entries in other.entries]
 
     def forget(self) -> None:
-        """Drop all state."""
         self.steps[:] = 0
         self.entries = [self._share({})] * len(self.segments)
         self.tensors.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         own = [value for entries in self.entries for value in entries.values()]
         return sum(value.nbytes for value in [*self.tensors.values(), *own] if isinstance(value, Tensor))
 
     def _share(self, entries: Entries) -> Entries:
-        """Return one mapping for all segments with all in memory and the same names."""
+        """Return the shared mapping if all entries are in flat memory; otherwise the mapping itself."""
         if any(value is not FlatEntry.MEMORY for value in entries.values()):
             return entries
         return self._shared.setdefault(tuple(entries), entries)
 
 
 def joined(parts: Sequence[tuple[States, int]], shape: Sequence[int] | None) -> dict[str, StateValue]:
-    """Copy out the state of a key: 'step', and its entries.
+    """Return a copy of the state of a key: 'step', and its entries.
 
     Args:
         parts: Its segments, in order.
-        shape: Of the key; None leaves what has a number per element flat.
+        shape: Of the key; None leaves entries with a number per element flat.
     """
     first, at = parts[0]
     found: dict[str, StateValue] = {"step": float(first.steps[at])}
@@ -207,16 +207,16 @@ def spread(
     values: Mapping[str, StateValue],
     per_element: Collection[str],
 ) -> None:
-    """Replace the state of a key by what `joined` returned, there or elsewhere.
+    """Replace the state of a key by what `joined` returned, possibly elsewhere.
 
-    Without a 'step' the key counts as never updated. A tensor of a shape of its own goes to the first segment.
+    Without 'step' the key counts as never updated. A tensor of a shape of its own is stored with the first segment.
 
     Args:
         parts: Its segments, in order.
         per_element: Names of the entries that have a number per element.
 
     Raises:
-        ShapeMismatchError: one has another number of elements than the key; nothing has changed.
+        ShapeMismatchError: One has another number of elements than the key; nothing has changed.
     """
     given = {
         n: torch.as_tensor(v, device=getattr(v, "device", "cpu"))
@@ -245,7 +245,7 @@ def spread(
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Zeros that begin on a boundary of 64 bytes; on the CPU the system provides the memory as it is written."""
+    """Return zeroed memory that starts on a 64-byte boundary. On the CPU pages are provided as they are written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     nbytes = numel * dtype.itemsize
@@ -255,7 +255,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "
 
 
 def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
-    """Return (summary, data): tensors lie in `data` in the order in which the summary names them."""
+    """Return (summary, data): the tensors are in `data` in the order of the summary."""
     tensors: list[tuple[str, Tensor, int]] = [(name, memory, -1) for name, memory in states.tensors.items()]
     rows: list[dict[str, Any]] = []
     for index, entries in enumerate(states.entries):
@@ -276,23 +276,25 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
-    """Rebuild the state of a slice.
+    """Decode the state of a slice.
 
     Raises:
-        ProtocolError: summary and data do not describe the state of a slice of this shape.
+        ProtocolError: Summary and data do not describe the state of a slice of this shape.
     """
     try:
         return _unpacked(piece, summary, data)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise ProtocolError(f"this is no optimizer state of slice {piece.index}: {error}") from None
+        raise ProtocolError(f"this is not the optimizer state of slice {piece.index}: {error}") from None
 
 
 def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+    # 1. The plain values of each segment.
     found, count = States.of_slice(piece), len(piece.segments)
     steps = [int(step) for step in summary["steps"]]
     rows = [{str(name): _unpack(value) for name, value in row.items()} for row in summary["entries"]]
     if len(steps) != count or len(rows) != count:
         raise ValueError(f"it has {len(steps)} segments, the slice has {count}")
+    # 2. The tensors: per element in flat memory, others with their segment.
     at = 0
     for name, dtype, shape, index in summary["tensors"]:
         tensor = _read_tensor(data, at, str(name), dtype, shape)
@@ -305,6 +307,7 @@ def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
             raise ValueError(f"{name!r} has the shape {list(shape)}, the slice {piece.length} elements")
     if at != len(data):
         raise ValueError(f"it has {len(data)} bytes, its tensors need {at}")
+    # 3. Every value that names a tensor must have one.
     missing = {n for row in rows for n, v in row.items() if v is FlatEntry.MEMORY} - found.tensors.keys()
     if missing or any(row.get("master", FlatEntry.MEMORY) is not FlatEntry.MEMORY for row in rows):
         raise ValueError(f"{sorted(missing) or 'master'} should have a number per element")
@@ -327,7 +330,7 @@ def _read_tensor(data: bytes, at: int, name: str, dtype: Any, shape: Any) -> Ten
         raise ValueError(f"{name!r} needs {size} bytes, {len(data) - at} are left")
     if not size:
         return torch.empty(shape, dtype=kind, device="cpu")
-    # Copied: the message's memory is not ours, nor aligned.
+    # Copied, because the message's memory is neither ours nor aligned.
     return torch.frombuffer(bytearray(data[at : at + size]), dtype=kind).reshape(shape)
 
 
@@ -338,7 +341,7 @@ def _unpack(value: Any) -> StateValue | FlatEntry:
     if dtype == _JSON:
         return decode(json.loads(number))
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
 
 
@@ -347,10 +350,8 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _places(parts: Sequence[tuple[States, int]]) -> list[tuple[States, int, int]]:
-    """Return the memory, start and number of elements of each segment."""
     return [(states, *states.segments[index]) for states, index in parts]
 
 
 def own(value: Any) -> Any:
-    """Return a copy of a tensor; anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value

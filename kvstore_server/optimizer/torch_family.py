@@ -1,9 +1,15 @@
-"""torch.optim's classes, and foreign ones like them, as optimizers of a store.
+"""torch.optim's classes, and foreign subclasses of torch.optim.Optimizer, as optimizers of a store.
 
-A torch optimizer serves as the kernel: it is given one flat run of elements, or one whole key, as its only
-parameter with the state of it, and asked for one step. So every option, and torch's own first step, behave as in
-torch. A class that is not known to be elementwise gets whole keys, which is right for every class that treats
-its parameters one by one.
+A torch optimizer serves as the kernel: for each update a copy of it gets one flat run of elements, or one whole key,
+as its only parameter, with the stored state, and makes one step. So all options and torch's own first step behave as
+in torch. The copy is made without calling the constructor, from a template.
+
+- torch's own classes: `ELEMENTWISE` ones update runs; `WHOLE` ones, whole keys.
+- Foreign classes get whole keys unless a user declares them elementwise, which is right for every class that treats
+  its parameters independently. Anything shared between parameters would be lost, so that is checked after each step.
+
+Invariant: an update has the bits of torch's own step. Where a faster path exists (fused kernels, sparse rows), tests
+compare the bits.
 """
 
 from __future__ import annotations
@@ -38,44 +44,44 @@ ELEMENTWISE: tuple[TorchClass, ...] = (
     optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
 WHOLE: tuple[TorchClass, ...] = (optim.Adafactor, optim.Muon, optim.SparseAdam)
-"""torch's classes that need whole keys; SparseAdam takes sparse gradients only."""
+"""torch's classes that need whole keys; SparseAdam only takes sparse gradients."""
 UNCOUNTED: tuple[TorchClass, ...] = (optim.SGD, optim.Muon)
-"""torch's classes that keep no count of steps in their state."""
+"""torch's classes without a step count in their state."""
 _SPARSE_CAPABLE = (optim.SGD, optim.Adagrad, optim.SparseAdam)
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 _SWITCHED = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
-"""Entries of state that torch makes at the first step of a parameter alone, and the options that need them."""
+"""State entries that torch only creates at a parameter's first step, and the options that need them."""
 _FLAGS = ("maximize", "nesterov", "amsgrad")
-"""Options that torch's loops take by their truth, and its fused kernels as bools alone."""
+"""Options that torch's loops test for truth, but whose type must be bool for fused kernels."""
 _LISTS = ("params", "param_names")
 OWN_COUNT = "torch_step"
 """The name under which a store keeps the 'step' of a foreign class; for torch's own classes that is hyper['step']."""
 _OF_UPDATE = ("step", "key", "first")
-"""What `hyper` of an update has beside the options of a group."""
+"""Entries of an update's `hyper` that are not options of the group."""
 
 
 class TorchOptimizer(Optimizer):
-    """One torch.optim class, with its options; `hyper` is its parameter group.
+    """One torch.optim class with its options; `hyper` is its parameter group.
 
     Args:
-        cls: the class.
-        declared: whether a user declared by `register` that the class, which we do not know, is elementwise.
-        options: the class's own options, plus `rescale_grad` and `multi_precision`.
+        cls: The class.
+        declared: Whether a user has declared by `register` that a foreign class is elementwise.
+        options: The class's own options, plus `rescale_grad` and `multi_precision`.
 
     Raises:
-        ConfigurationError: the class cannot update one parameter at a time, or it refuses an option.
+        ConfigurationError: The class cannot update one parameter at a time, or refuses an option.
     """
 
     _instance: optim.Optimizer | None = None
-    """A foreign class's instance, of which only the groups are known."""
+    """The instance of a foreign class, if it was given instead of the class; only its groups are known."""
 
     def __init__(self, cls: TorchClass, declared: bool = False, /, **options: Any) -> None:
         self._take_class(cls, declared)
         self._take_common(options)
         if (accepted := _signature_defaults(cls)) is not None:
-            # What a constructor passes on to another one is known to that alone.
+            # If the constructor passes **kwargs on, only the class it passes them to knows them.
             options = canonical_options(options, accepted, self.registered_name)
-        if not self.is_foreign:  # a foreign class may take tensors for what they are
+        if not self.is_foreign:  # a foreign class may need its tensors as tensors
             options = {name: _number(value) for name, value in options.items()}
         self._arguments = options
         if self._options.get("differentiable"):
@@ -89,7 +95,9 @@ class TorchOptimizer(Optimizer):
 
     def _take_class(self, cls: TorchClass, declared: bool) -> None:
         self.is_foreign = not is_torchs_own(cls)
-        """Whether this is a class of which only its constructor knows what it takes, and a group may have more."""
+        """Whether the class is not torch's own, so that only its constructor knows its options, and groups may have
+        more.
+        """
         self.elementwise = declared or cls in ELEMENTWISE
         self.cls = cls
         self.may_raise = self.is_foreign or cls is optim.SparseAdam
@@ -98,12 +106,14 @@ class TorchOptimizer(Optimizer):
         self._fitting: set[tuple[int, ...]] = set()
         self._step: Callable[[optim.Optimizer], object] = cls.step
         if not self.is_foreign:
-            # torch wraps it in profiling and in hooks that are meant for users' optimizers.
+            # Without torch's wrapper for profiling and hooks, which are meant for users' optimizers.
             self._step = inspect.unwrap(cls.step)
 
     @classmethod
     def from_instance(cls, instance: optim.Optimizer, declared: bool = False) -> TorchOptimizer:
-        """Take over the class and options of a torch optimizer; of its one group, else its defaults."""
+        """Return an optimizer with the class and options of a torch optimizer: those of its one group, or else its
+        defaults.
+        """
         kind, groups = type(instance), instance.param_groups
         found = (
             _group_of(instance) if len(groups) == 1 else {k: _number(v) for k, v in instance.defaults.items()}
@@ -130,16 +140,17 @@ class TorchOptimizer(Optimizer):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """The arguments of the class's constructor."""
         return self._recovery[0]
 
     @property
     def unbuildable(self) -> str:
-        """Why a store could not build the optimizer from its options; empty where it can."""
+        """Why a store could not build the optimizer from its options; empty if it can."""
         if self._recovery[1]:
             return self._recovery[1]
         odd = [name for name, value in self._options.items() if not is_plain(value)]
-        return f"its {', '.join(odd)} cannot travel, because that is no number, text or tuple" if odd else ""
+        return (
+            f"its {', '.join(odd)} cannot be sent, because that is not a number, text or tuple" if odd else ""
+        )
 
     @property
     def registered_name(self) -> str:
@@ -156,7 +167,9 @@ class TorchOptimizer(Optimizer):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the class may keep things for all parameters together. Of a foreign one nobody says no."""
+        """Whether the class may share state between parameters; assumed of every foreign class that is not
+        elementwise.
+        """
         return self.is_foreign and not self.elementwise
 
     def spec(self) -> dict[str, Any]:
@@ -166,7 +179,7 @@ class TorchOptimizer(Optimizer):
         return {**super().spec(), "hyper": {**self._options, **present}}
 
     def with_tensors(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group with new tensors for the numbers of options that a foreign class itself keeps as tensors."""
+        """Return a group with new tensors for those options that a foreign class itself keeps as tensors."""
         found = dict(group)
         for name, like in self._tensor_options.items() if self.is_foreign else ():
             if isinstance(found.get(name), int | float):
@@ -190,7 +203,7 @@ class TorchOptimizer(Optimizer):
         }
 
     def create_state(self, weight: Tensor) -> Values:
-        """Return what the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
+        """Return the state that the class creates in its constructor (Adagrad's sum); most create theirs in a step."""
         if self._instance is not None and self.unbuildable:
             return {}
         made = dict(self.instance_of([weight]).state.get(weight, {}))
@@ -198,18 +211,15 @@ class TorchOptimizer(Optimizer):
         return made if not self.is_foreign or step is None else {**made, OWN_COUNT: step}
 
     def takes_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether torch's class takes sparse gradients. SGD and Adagrad do without weight decay."""
+        """Return whether torch's class takes sparse gradients. SGD and Adagrad do without weight decay."""
         return self.cls in _SPARSE_CAPABLE and not hyper.get("weight_decay")
 
     def refuses_sparse(self, hyper: Hyper) -> bool:
-        """Tell whether torch's class raises for a sparse gradient.
-
-        Of a foreign class that is not known.
-        """
+        """Return whether torch's class raises for a sparse gradient; unknown, so False, for a foreign class."""
         return not self.is_foreign and not self.takes_sparse(hyper)
 
     def check_key(self, key: str, shape: Sequence[int], hyper: Hyper) -> None:
-        """Raise ConfigurationError if the class refuses that shape. Muon takes matrices alone."""
+        """Raise ConfigurationError if the class refuses that shape. Muon only takes matrices."""
         if self.elementwise or tuple(shape) in self._fitting:
             return
         try:
@@ -222,28 +232,31 @@ class TorchOptimizer(Optimizer):
         self._fitting.add(tuple(shape))
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
-        """Let torch make one step on the run or the key; see `Optimizer.update`. `grad` may be sparse."""
+        """Let torch make one step on the run or key; see `Optimizer.update`. `grad` may be sparse."""
         if self.cls is optim.SparseAdam and not grad.is_sparse:
             raise ConfigurationError(
-                f"torch:SparseAdam takes sparse gradients only, and that of {hyper.get('key', 'a key')!r} is dense; "
+                f"torch:SparseAdam only takes sparse gradients, and that of {hyper.get('key', 'a key')!r} is dense; "
                 "use torch:Adam for it"
             )
+        # 1. Rows of SGD and Adagrad have a faster path with the same bits.
         group = self._group(weight, grad, hyper)
         if grad.is_sparse and self._changes_rows_alone(group):
             self._update_rows(weight, grad, state, group, hyper["step"])
             return
+        # 2. A copy of the optimizer with this run as its only parameter makes one step.
         kernel = self.cls.__new__(self.cls)
         kernel.__dict__.update(self._template.__dict__)
         kernel.param_groups = [dict(group)]
         kernel.state = defaultdict(dict, {weight: self._given(weight, grad, state, group, hyper["step"])})
         weight.grad = grad
         try:
-            # Adagrad makes sparse tensors without saying whether to check them, of which torch warns; ours are valid.
+            # Adagrad creates sparse tensors without setting check_invariants, which torch warns about; they are valid.
             checks: Any = torch.sparse.check_sparse_tensor_invariants
             with checks(False) if grad.is_sparse else nullcontext():
                 self._step(kernel)
         finally:
             weight.grad = None
+        # 3. Take its state back, and make sure that it stored nothing elsewhere.
         result = kernel.state.pop(weight, {})
         if self.is_foreign:
             self._check_nothing_shared(kernel, group)
@@ -256,14 +269,14 @@ class TorchOptimizer(Optimizer):
             state[OWN_COUNT] = step
 
     def _changes_rows_alone(self, group: Mapping[str, Any]) -> bool:
-        """Tell whether a sparse gradient changes weights and state in its own rows alone."""
+        """Return whether a sparse gradient changes only its own rows of weights and state."""
         plain = self.cls is optim.Adagrad or (self.cls is optim.SGD and not group["momentum"])
         return plain and not group["maximize"] and not isinstance(group["lr"], Tensor)
 
     def _update_rows(
         self, weight: Tensor, grad: Tensor, state: Values, group: Mapping[str, Any], number: int
     ) -> None:
-        """Make the step of torch's SGD or Adagrad, to the bit, without sparse tensors."""
+        """Make the step of torch's SGD or Adagrad, with the same bits, without sparse tensors."""
         ids, rows, rate = grad._indices()[0], grad._values(), group["lr"]
         if not rows.numel():
             return
@@ -274,7 +287,7 @@ class TorchOptimizer(Optimizer):
             total = kept.index_select(0, ids).add_(rows * rows)
             put_rows(kept, ids, total)
             rows = rows / total.sqrt_().add_(group["eps"])
-        # torch multiplies and adds at once in whole vectors, but not behind the last one.
+        # In full vectors torch uses multiply-add, in the remainder it does not; so pad to full vectors.
         count, unit = rows.numel(), ALIGNMENT // rows.element_size()
         length = -(-count // unit) * unit
         given = lengthened(rows.reshape(-1), length - count)
@@ -288,15 +301,15 @@ class TorchOptimizer(Optimizer):
         group: Mapping[str, Any],
         number: int,
     ) -> dict[str, Any]:
-        """Return the state as torch keeps it before update `number`: with its own count, where it has any."""
+        """Return the state as torch has it before update `number`, with its own step count if it has one."""
         given: dict[str, Any] = dict(state)
         if self.cls is optim.SGD and grad.is_sparse and isinstance(state.get("momentum_buffer"), Tensor):
-            # torch keeps the buffer of sparse gradients sparse, and cannot add a dense one to them.
+            # torch keeps the buffer of sparse gradients sparse, and cannot add a dense buffer to it.
             given["momentum_buffer"] = given["momentum_buffer"].to_sparse(1)
         if state or (not self.is_foreign and number > 1):
             step = given.pop(OWN_COUNT, None)
             if step is None and self.is_foreign:
-                return given  # it keeps no count
+                return given  # it has no count
             if step is None and self.cls is optim.SparseAdam:
                 step = number - 1
             elif step is None:
@@ -305,7 +318,7 @@ class TorchOptimizer(Optimizer):
                 step = torch.scalar_tensor(number - 1, device=device, dtype=count_dtype())
             given["step"] = step
         if given and not self.is_foreign and self.cls is not optim.SGD:
-            # An option that is switched on while training would have torch raise in the middle of an update.
+            # torch would raise midway in an update if an option is switched on during training.
             for name in [
                 name for name, option in _SWITCHED.items() if group.get(option) and name not in given
             ]:
@@ -313,7 +326,7 @@ class TorchOptimizer(Optimizer):
         return given
 
     def _check_nothing_shared(self, kernel: optim.Optimizer, group: Mapping[str, Any]) -> None:
-        """Raise OptimizerError if a foreign class keeps things outside parameters' state."""
+        """Raise OptimizerError if a foreign class stores anything outside of parameters' state."""
         former = {**self._template.__dict__, "param_groups": kernel.param_groups, "state": kernel.state}
         changed = [
             *(f"attribute {name!r}" for name, v in kernel.__dict__.items() if _differs(v, former.get(name))),
@@ -327,7 +340,7 @@ class TorchOptimizer(Optimizer):
         if changed:
             raise OptimizerError(
                 f"{self.registered_name} changes its {', '.join(changed)}, which all parameters share; a store updates "
-                "each key on its own, so it runs only optimizers that keep everything in the state of a parameter; "
+                "each key on its own, so it can only run optimizers that keep everything in the state of a parameter; "
                 "give the Trainer update_on_kvstore=False, which updates all parameters together"
             )
 
@@ -343,14 +356,14 @@ class TorchOptimizer(Optimizer):
         if weight.device.type != "cpu":
             return group
         if "capturable" in group:
-            group["capturable"] = False  # nothing is captured on a CPU, where torch refuses it
+            group["capturable"] = False  # torch refuses it on a CPU
         if self.cls in _FUSED_ON_CPU and group["fused"] is not False and not group["foreach"]:
             group["fused"], group["foreach"] = True, False
             group |= {name: bool(group[name]) for name in _FLAGS if name in group}
         return group
 
     def instance_of(self, params: list[Any]) -> optim.Optimizer:
-        """Make the optimizer itself, over parameters or groups. Raises ConfigurationError if the class refuses them."""
+        """Construct the optimizer over parameters or groups. Raises ConfigurationError if the class refuses them."""
         try:
             return _constructed(self.cls, params, self._options)
         except (
@@ -373,12 +386,12 @@ class TorchOptimizer(Optimizer):
 
 
 def torch_name(cls: TorchClass) -> str:
-    """Return the name under which a torch class is known to a store."""
+    """Return the name of a torch class in a store."""
     return f"torch:{cls.__name__}"
 
 
 def is_torchs_own(cls: TorchClass) -> bool:
-    """Tell whether `cls` is a torch class that we know, not foreign or a subclass."""
+    """Return whether `cls` is one of torch's own classes that we know, not foreign or a subclass."""
     return cls in ELEMENTWISE or cls in WHOLE
 
 
@@ -386,18 +399,14 @@ def check_supported(cls: TorchClass) -> None:
     """Raise ConfigurationError for a class that cannot update one parameter at a time: LBFGS."""
     if issubclass(cls, optim.LBFGS):
         raise ConfigurationError(
-            f"{cls.__module__}.{cls.__qualname__} cannot run on a store, because it needs scalar products over the "
+            f"{cls.__module__}.{cls.__qualname__} cannot run on a store, because it needs dot products over the "
             "whole model and evaluates the loss again; use update_on_kvstore=False and step(closure), or one of "
             f"{', '.join(known.__name__ for known in ELEMENTWISE + WHOLE)}"
         )
 
 
 def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
-    """Tell whether an entry was replaced by another value.
-
-    Args:
-        by_value: Whether tensors that hold the same count as the same one. Otherwise, they count by identity.
-    """
+    """Return whether an entry was replaced by another value; tensors by identity, or by contents if `by_value`."""
     if value is former:
         return False
     if isinstance(value, Tensor) and isinstance(former, Tensor):
@@ -409,7 +418,7 @@ def _differs(value: Any, former: Any, by_value: bool = False) -> bool:
         return len(value) != len(former) or any(map(_differs, value, former, [by_value] * len(value)))
     try:
         return bool(value != former)
-    except Exception:  # arrays have no single truth, and what is anybody's may raise anything
+    except Exception:  # arrays have no single truth value, and comparing unknown objects may raise anything
         return True
 
 
@@ -418,7 +427,7 @@ def _group_of(instance: optim.Optimizer) -> dict[str, Any]:
 
 
 def _tensors_of(instance: optim.Optimizer) -> dict[str, Tensor]:
-    """Return the options of the first group that are tensors of one element, such as torchao's learning rate."""
+    """Return the options of the first group that are one-element tensors, such as torchao's learning rate."""
     group = instance.param_groups[0]
     return {
         name: value.detach().clone()
@@ -443,14 +452,14 @@ def _constructed(cls: TorchClass, params: list[Any], options: Mapping[str, Any])
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a group's entry can travel: a number, a text, None, or a tuple or list of such."""
+    """Return whether a group's entry can be sent: a number, a text, None, or a tuple or list of such."""
     if isinstance(value, tuple | list):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
-    """Return the options of a torch class with their defaults, from its constructor; None where that takes any."""
+    """Return a torch class's options and defaults from its constructor; None if that takes any."""
     parameters = list(inspect.signature(cls).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
@@ -460,14 +469,17 @@ def _signature_defaults(cls: TorchClass) -> dict[str, Any] | None:
 
 
 def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the constructor's arguments, as the groups and attributes have them; and why they are not those, if so."""
+    """Return the constructor's arguments, found in groups and attributes; and why those are not the ones, if so."""
     cls, kept = type(instance), {**vars(instance), **found}
     accepted = _signature_defaults(cls)
     options = {name: kept[name] for name in (found if accepted is None else accepted) if name in kept}
     try:
         built = _constructed(cls, [torch.zeros(1, 1, device="cpu")], options)
     except Exception as error:
-        return options, f"its constructor takes more than its groups have ({type(error).__name__}: {error})"
+        return (
+            options,
+            f"its constructor takes more than its groups contain ({type(error).__name__}: {error})",
+        )
     torchs = {*vars(optim.SGD([torch.zeros(1, device="cpu")])), "step", "_opt_called"}
     unlike = [
         name
@@ -478,5 +490,5 @@ def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dic
     own = built.param_groups[0]
     unlike += [n for n, v in found.items() if is_plain(v) and _differs(own.get(n, v), v)]
     if unlike:
-        return options, f"one built from what its groups have differs in {', '.join(map(repr, unlike))}"
+        return options, f"one built from what its groups contain differs in {', '.join(map(repr, unlike))}"
     return options, ""

@@ -1,7 +1,8 @@
-"""Trees in an optimizer's state: dicts, lists and tuples of tensors and plain values, as they are kept and as JSON.
+"""Trees in an optimizer's state (dicts, lists and tuples of tensors and plain values), as stored and as JSON.
 
-What has a number per element lies beside the weights, so an entry that is a tree is kept as its leaves: each tensor in
-it as an entry of its own, and under the name of the tree its Form, which is everything else. JSON has that, too.
+Tensors with a number per element are stored beside the weights. So a tree is stored as its leaves: each tensor is an
+entry of its own, and under the tree's name there is a `Form`, which is the tree without its tensors. JSON can
+represent a `Form`, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 _TREE, _BYTES = "$tree", "$bytes"
-"""The only key of what JSON has for a Form, and for bytes."""
+"""The only key of the JSON object for a Form, and for bytes."""
 _KINDS: Mapping[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 _KIND_OF = {cls: kind for kind, cls in _KINDS.items()}
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -23,27 +24,27 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 @dataclass(frozen=True)
 class Leaf:
-    """Stands in a Form for the tensor that is the entry of this name."""
+    """Stands in a Form for the tensor in the entry of this name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Form:
-    """A tree without its tensors. Nobody changes it."""
+    """A tree without its tensors; immutable."""
 
     tree: Any
 
 
 def is_plain_leaf(value: object) -> bool:
-    """Tell whether a value that is no tensor can be kept: a number, a text, bytes, None, or a Form of such."""
+    """Return whether a value other than a tensor can be stored: a number, a text, bytes, None, or a Form of such."""
     if isinstance(value, Form):
         return all(isinstance(one, Leaf) or is_plain_leaf(one) for one in _leaves(value.tree))
     return type(value) in _PLAIN or (isinstance(value, int | float) and not isinstance(value, Tensor))
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the tensors of trees beside these, as entries of their own; entries that are no trees stay as they are."""
+    """Move the tensors of trees into entries of their own; entries that are not trees are unchanged."""
     found = dict(values)
     for name in [name for name, value in values.items() if type(value) in _KIND_OF]:
         found[name] = Form(_take_apart(values[name], name, found))
@@ -51,7 +52,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `flatten`; containers are new ones, tensors the same."""
+    """Inverse of `flatten`; containers are new, tensors the same."""
     found = dict(values)
     for name in [name for name, value in values.items() if isinstance(value, Form)]:
         found[name] = _assemble(values[name].tree, found)
@@ -59,14 +60,14 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_names(value: Any) -> list[str]:
-    """List the entries that are the tensors of a Form; of anything else there are none."""
+    """Return the names of the entries with the tensors of a Form; empty for anything else."""
     return (
         [one.name for one in _leaves(value.tree) if isinstance(one, Leaf)] if isinstance(value, Form) else []
     )
 
 
 def map_tree(function: Any, tree: Any) -> Any:
-    """Make the same tree of function(leaf); a namedtuple or another subclass of a container counts as a leaf."""
+    """Return the same tree of function(leaf); a namedtuple or another subclass of a container counts as a leaf."""
     if isinstance(tree, dict) and type(tree) in _KIND_OF:
         return type(tree)((key, map_tree(function, one)) for key, one in tree.items())
     if type(tree) in (list, tuple):
@@ -75,17 +76,17 @@ def map_tree(function: Any, tree: Any) -> Any:
 
 
 def cloned(tree: Any) -> Any:
-    """Make a copy that shares no tensor."""
+    """Return a copy that shares no tensor."""
     return map_tree(lambda one: copied(one) if isinstance(one, Tensor) else copy.copy(one), tree)
 
 
 def is_composed(value: object) -> bool:
-    """Return whether a tensor is of a class that is made of other tensors, as torchao's quantised ones are."""
+    """Return whether a tensor's class consists of other tensors, like torchao's quantised ones."""
     return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Make a copy of a tensor that shares no memory; one that is `is_composed` may have no clone of its own."""
+    """Return a copy of a tensor that shares no memory; one that is `is_composed` may have no clone of its own."""
     if not is_composed(tensor):
         return tensor.detach().clone()
     composed: Any = tensor
@@ -96,10 +97,8 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def encode(value: Any) -> Any:
-    """Return what JSON can hold for an entry that is no tensor.
-
-    Raises:
-        TypeError: there is something else in it than plain values, which it names.
+    """Return the JSON value for an entry other than a tensor. Raises TypeError, naming it, if it contains other than
+    plain values.
     """
     if isinstance(value, Form):
         return {_TREE: _encode(value.tree)}
@@ -107,7 +106,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Undo `encode`. What is no such thing, such as a list, stays as it is.
+    """Inverse of `encode`; other values, such as a list, are returned unchanged.
 
     Raises KeyError, TypeError or ValueError if it makes no sense.
     """
@@ -146,7 +145,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _encode(tree: Any) -> Any:
-    """Encode a tree: a leaf as itself, and all else as a list that begins with its kind."""
+    """Encode a tree: a leaf as itself, anything else as a list that begins with its kind."""
     if isinstance(tree, Leaf):
         return ["tensor", tree.name]
     if type(tree) is bytes:
@@ -178,5 +177,7 @@ def _decode(value: Any) -> Any:
 def _checked(value: Any) -> Any:
     if type(value) not in _PLAIN and not isinstance(value, int | float):
         kind = type(value)
-        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} is no tensor, number, text, bytes or None")
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} is not a tensor, number, text, bytes or None"
+        )
     return value

@@ -243,7 +243,7 @@ def _raw(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def cut_rows(rows: RowSet, starts: Sequence[int]) -> list[RowSet]:
-    """Split rows at `starts`, the first of which is 0; ids of each part are counted from its start."""
+    """Split rows at `starts`, which begin with 0; ids of each part are counted from its start."""
     if len(starts) == 1:
         return [rows]
     device = rows.ids.device
