@@ -1,4 +1,4 @@
-"""What owns the weights of a job and runs as kvstore-server; it stands alone.
+"""The server of a job, which owns its weights and runs as kvstore-server. It does not import kvtrainer.
 
 Here are the versions of the package and of the wire protocol.
 """
@@ -6,4 +6,4 @@ Here are the versions of the package and of the wire protocol.
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 17
-"""Peers that speak different protocol versions refuse each other at hello."""
+"""Peers with different protocol versions refuse each other at hello."""

@@ -1,8 +1,8 @@
-"""What of its memory a server has promised: to the tables of its namespaces, and to workers that share memory with it.
+"""The memory of a server: what its namespaces have claimed, and what it shares with workers.
 
-Shared memory only makes a job faster, so it gets what tables leave, and makes way for them: a table is refused only if
-it does not fit beside other tables. A server that has promised too much since then closes channels of workers, whose
-messages go over TCP from then on.
+Shared memory only makes a job faster, so it gets what tables leave and yields to them: a table is refused only if it
+does not fit beside other tables. If that leaves too much claimed, the server closes channels of workers, whose
+messages then go over TCP.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from kvstore_server.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 
 _MUCH = 1 << 20
-"""Bytes from which on it is looked whether they are available, which takes longer than to promise few."""
+"""Claims from this size are compared with available memory; finding that out takes longer than a small claim."""
 
 
 class Budget:
-    """Memory that a server may use for its namespaces and workers of its host.
+    """The memory that a server may use for its namespaces and for workers on its host.
 
     Args:
-        limit: In bytes; 0: any amount.
+        limit: In bytes; 0: unlimited.
         server: Index of the server, for messages.
-        available: Returns how many bytes can still be used now; 0: nobody knows.
+        available: Returns the bytes that are available on the machine now; 0: unknown.
     """
 
     def __init__(self, limit: int, server: int, available: Callable[[], int] = lambda: 0) -> None:
         self.used = 0
-        """Bytes that namespaces have."""
+        """Bytes claimed by namespaces."""
         self.shared = 0
-        """Bytes of the memory that is shared with workers, beside the weights that they read where they lie."""
+        """Bytes of memory shared with workers, without exported weights."""
         self.available = available
         self._limit = limit
         self._server = server
 
     def check(self, nbytes: int, what: str) -> None:
-        """Raise ConfigurationError if there is not so much left."""
+        """Raise ConfigurationError if there is not enough left."""
         if self._limit and self.used + nbytes > self._limit:
             raise ConfigurationError(
                 f"{what} needs about {nbytes} bytes on server {self._server}, which has {self._limit - self.used} left "
@@ -46,38 +46,36 @@ class Budget:
             )
 
     def claim(self, nbytes: int, what: str) -> None:
-        """Promise memory. Raises as `check`.
+        """Claim memory. Raises like `check`.
 
-        More than is available gets a line in the log, and is not refused: pages are taken as they are written, until
-        then other processes may end, and neither swap nor files that can be read again count as available.
+        A claim beyond what is available is logged but not refused: pages are allocated as they are written, other
+        processes may end until then, and swap and the file cache do not count as available.
         """
         self.check(nbytes, what)
         self.used += nbytes
         if nbytes >= _MUCH and 0 < (available := self.available()) < nbytes:
             _log.warning(
-                "%s needs about %d bytes on server %d, where %d are available now; without swap the system may end "
+                "%s needs about %d bytes on server %d, where %d are available now; without swap the system may kill "
                 "this process as they fill: use more servers, or end what else needs memory there",
                 what, nbytes, self._server, available,
             )  # fmt: skip
 
     def give_back(self, nbytes: int) -> None:
-        """Take back a promise of memory that is not needed any more."""
         self.used -= nbytes
 
     def claim_shared(self, nbytes: int) -> bool:
-        """Promise memory that is shared with a worker, if it fits.
+        """Claim memory that is shared with a worker; return whether it fits.
 
-        Returns whether it does. All of it counts, although a worker as a rule writes half of most of it: it may write
-        all, and nobody could keep it from that.
+        All of it counts, although a worker usually writes only half: it could write all, and that could not be
+        prevented.
         """
         is_left = not self._limit or self.used + self.shared + nbytes <= self._limit
         self.shared += nbytes * is_left
         return is_left
 
     def give_back_shared(self, nbytes: int) -> None:
-        """Take back a promise of `claim_shared`."""
         self.shared -= nbytes
 
     def excess(self, shared: int) -> int:
-        """Return the bytes above the limit, if so many are shared; 0 or less: none."""
+        """Return by how many bytes the limit is exceeded if `shared` bytes are shared; 0 or less if it is not."""
         return self.used + shared - self._limit if self._limit else 0

@@ -1,6 +1,6 @@
-"""Checks of arguments: each returns the value, or raises an error that says what is wanted and what was given.
+"""Checks of arguments: each returns the value, or raises an error that says what is expected and what was given.
 
-A bool is no number. Numbers and integers of numpy are numbers and integers.
+A bool is not a number. NumPy's numbers and integers are numbers and integers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_integer(value: object, least: int | None = None, most: int | None = None)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a name, or a numeric address, means the machine that uses it."""
+    """Return whether a name or a numeric address means the local machine."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
@@ -51,16 +51,16 @@ def number(
     """Return a number as a float.
 
     Args:
-        name: What the message calls it.
+        name: Its name in the message.
         least, most, above, below: Its bounds, the last two exclusive.
-        finite: Whether an infinity is refused. A NaN always is.
+        finite: Whether infinities are refused. NaN always is.
 
     Raises:
-        ConfigurationError: it is no number, or out of bounds.
+        ConfigurationError: It is not a number, or out of bounds.
     """
     found = math.nan
     if is_number(value):
-        with suppress(OverflowError):  # an integer that no float can hold
+        with suppress(OverflowError):  # an integer too large for a float
             found = float(value)
     is_fit = (
         not math.isnan(found)
@@ -80,7 +80,7 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
     """Return a whole number as an int.
 
     Raises:
-        ConfigurationError: it is none, or out of bounds.
+        ConfigurationError: It is not an integer, or out of bounds.
     """
     if not is_integer(value, least, most):
         raise ConfigurationError(f"{name} must be {_range('an integer', least, most)}, got {value!r:.80}")
@@ -91,7 +91,7 @@ def boolean(name: str, value: object, *, error: type[ConfigurationError] = Confi
     """Return a bool.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is something else.
     """
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {value!r:.80}")
@@ -99,10 +99,7 @@ def boolean(name: str, value: object, *, error: type[ConfigurationError] = Confi
 
 
 def as_mapping(value: Any) -> Any:
-    """Return the dict of a configuration object such as mmengine's Config.
-
-    All else, a Mapping too, is returned as it is.
-    """
+    """Return the dict of a configuration object such as mmengine's Config; anything else, a Mapping too, unchanged."""
     is_one = hasattr(value, "to_dict") and not isinstance(value, Mapping) and not callable(value)
     return value.to_dict() if is_one else value
 
@@ -119,10 +116,10 @@ def is_same(one: object, other: object) -> bool:
 def mapping(
     name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError
 ) -> Mapping[Any, Any]:
-    """Return a dict, or what is like one: any Mapping, or what `as_mapping` makes one of.
+    """Return a dict, any other Mapping, or the dict of an object that `as_mapping` converts.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is something else.
     """
     found = as_mapping(value)
     if not isinstance(found, Mapping):
@@ -140,7 +137,7 @@ def one_of(
     """Return the choice that equals `value`.
 
     Raises:
-        ConfigurationError: none does; lists them, and those that are spelled alike.
+        ConfigurationError: There is no such choice; the message lists them, and similar ones.
     """
     for choice in choices:
         if isinstance(value, type(choice)) and choice == value:
@@ -156,7 +153,7 @@ def known(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> None:
-    """Raise an error unless all names that are given are known; it lists those that are.
+    """Raise an error that lists the known names unless all given names are known.
 
     Args:
         what: What has these options, keys or entries, for the message.
@@ -177,10 +174,10 @@ def others(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> list[str]:
-    """Return those of the given names that are not known, and may be somebody else's.
+    """Return those of the given names that are not known and may belong to others.
 
     Raises:
-        ConfigurationError: one is a misspelt name that is known.
+        ConfigurationError: One is a misspelt known name.
     """
     right = list(names)
     rest = [str(one) for one in given if one not in right]
@@ -189,9 +186,10 @@ def others(
 
 
 def _is_misspelt(name: str, known: Iterable[str]) -> bool:
-    """Tell a misspelt name from that of a user's own variable.
+    """Return whether a name is a misspelt known name rather than a user's own variable.
 
-    Word by word, because a word more or another one, as in num_epochs, optimizer_g or lr_cfg, is no misspelling.
+    Compared word by word, because an additional or another word, as in num_epochs, optimizer_g or lr_cfg, is no
+    misspelling.
     """
 
     def is_near(one: str) -> bool:

@@ -1,4 +1,4 @@
-"""The command line of a server: flags and environment in, an exit code out.
+"""The command line of a server: flags and environment variables in, an exit code out.
 
 Exit codes: 0 drained after SIGTERM or SIGINT, 1 a server-side failure, 2 wrong flags.
 """
@@ -66,11 +66,11 @@ _VALUES: tuple[tuple[str, str, Any, Callable[[str], Any], str], ...] = (
     ("--log", "KVSTORE_LOG", "warning", str, 
      "debug (a line for each message and each transition of a round), info, warning or error; to standard error"),
 )  # fmt: skip
-"""Flag, its twin in the environment, default, type and explanation."""
+"""Flag, environment variable, default, type and help text."""
 
 
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return the parser of the flags; each but --ready-fd has a twin in the environment, which gives its default."""
+    """Return the parser of the flags. Each but --ready-fd has an environment variable that sets its default."""
     parser = argparse.ArgumentParser(
         prog="kvstore-server",
         description="Hold weights and optimizer state for the workers of a training job, until SIGTERM.",
@@ -78,7 +78,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )
     for flag, variable, default, kind, explanation in _VALUES:
         shown = f"{explanation} [{variable}]"
-        # argparse converts a default that is a string like an argument, so a bad variable is a usage error too.
+        # argparse converts a string default like an argument, so a bad variable is a usage error, too.
         parser.add_argument(flag, type=kind, default=environ.get(variable, default), help=shown)
     add, told = parser.add_argument, environ.get
     add(
@@ -109,8 +109,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] | None = None) -> int:
     """Run one server until SIGTERM or SIGINT; return its exit code.
 
-    `announce` is called once the server listens, instead of saying so on standard output or --ready-fd.
+    `announce` is called once the server listens, instead of printing the address to standard output or --ready-fd.
     """
+    # 1. Flags, logging and limits of the process.
     parser = build_parser(os.environ)
     flags = parser.parse_args(argv)
     _check(parser, flags)
@@ -120,10 +121,11 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
         stream=sys.stderr,
     )
     torch.set_num_threads(flags.threads)
-    allow_descriptors()  # each worker takes five
+    allow_descriptors()  # each worker needs five
     keep_free_memory()
     with limited_log():
         try:
+            # 2. Load the user's modules first, because they register optimizers and commands.
             sys.path.insert(0, os.getcwd())
             for module in flags.imports:
                 importlib.import_module(module)
@@ -141,13 +143,14 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
             advice = "; is its folder the current one, or on PYTHONPATH?" if is_missing else ""
             print(f"kvstore-server: {error}{advice}", file=sys.stderr)
             return 1
+        # 3. Serve.
         return _serve(server, flags, announce or (lambda server: _announce(server.endpoint, flags.ready_fd)))
 
 
 def run() -> NoReturn:
-    """Run a server, then end the process as Python does but without unloading modules.
+    """Run a server, then end the process like Python does but without unloading modules.
 
-    With torch among them that takes so long on a busy machine that the server would be killed for it.
+    With torch loaded that takes so long on a busy machine that supervisors would kill the server for it.
     """
     code = main()
     atexit._run_exitfuncs()
@@ -160,7 +163,7 @@ def run() -> NoReturn:
 def _serve(server: Server, flags: argparse.Namespace, announce: Callable[[Server], None]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
-    # What the imports made lives as long as the process; without this every full collection walks all of it again.
+    # Imported objects live as long as the process; freeze them, or every full collection would traverse them again.
     gc.collect()
     gc.freeze()
     try:
@@ -177,13 +180,13 @@ def _serve(server: Server, flags: argparse.Namespace, announce: Callable[[Server
 
 @contextmanager
 def _page_of(server: Server, flags: argparse.Namespace) -> Iterator[None]:
-    """Have another process serve a page of this server meanwhile, if one is wanted; a thread here would delay sums."""
+    """Serve a status page from another process, if --http is given; a thread of this process would delay sums."""
     if not flags.http:
         yield
         return
     public = ["--allow-public-bind"] * flags.allow_public_bind
     with_us = ["--with-parent", str(os.getpid()), "--http", flags.http, *public]
-    # By its name, so that a server can do without the rest of the package; it says itself what is wrong.
+    # Started by module name, so that a server works without the rest of the package.
     command = [sys.executable, "-m", "kvtrainer.watch.top", *with_us, server.endpoint]
     page = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
@@ -198,7 +201,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
         parser.error(f"--index {flags.index} is not one of {flags.num_servers} servers")
     for flag, _, _, kind, _ in _VALUES:
         value = getattr(flags, flag.strip("-").replace("-", "_"))
-        if kind is not str and flag != "--index" and not value > 0:  # not "<= 0", which lets a NaN pass
+        if kind is not str and flag != "--index" and not value > 0:  # unlike `<= 0` this also rejects NaN
             parser.error(f"{flag} must be above 0, got {value}")
     if flags.max_message_keys < KEYS_PER_MESSAGE:
         least = f"the {KEYS_PER_MESSAGE} that workers send"
@@ -207,14 +210,14 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
         parser.error(f"--log must be debug, info, warning or error, got {flags.log!r}")
     address = _ADDRESS.fullmatch(flags.bind)
     if address is None or int(address["port"]) > 65535:
-        parser.error(f"--bind {flags.bind} is no address of the form tcp://HOST:PORT")
+        parser.error(f"--bind {flags.bind} is not an address of the form tcp://HOST:PORT")
     if flags.http:
         host, _, port = flags.http.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             parser.error(f"--http {flags.http} is not HOST:PORT")
         if not (flags.allow_public_bind or check.is_loopback(host.strip("[]"))):
             parser.error(
-                f"--http {flags.http} can be reached from other hosts; add --allow-public-bind if they may look"
+                f"--http {flags.http} can be reached from other hosts; add --allow-public-bind if they may see it"
             )
     if flags.ready_fd is not None and (problem := _problem_with(flags.ready_fd)) is not None:
         parser.error(f"--ready-fd {flags.ready_fd} {problem}")
@@ -225,17 +228,17 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 
 def _listens_here(bind: str) -> bool:
-    """Tell whether an address of the allowed form is reached from this host alone."""
+    """Return whether an address of the accepted form can be reached only from this host."""
     address = _ADDRESS.fullmatch(bind)
     return address is not None and check.is_loopback(address["host"])
 
 
 def _problem_with(ready_fd: int) -> str | None:
-    """Say why nothing can be written to a file descriptor; None if it can."""
+    """Return why a file descriptor cannot be written to; None if it can."""
     try:
         mode = fcntl.fcntl(ready_fd, fcntl.F_GETFL) & os.O_ACCMODE
     except (OSError, ValueError, OverflowError):
-        return "is not open in this process; the program that starts the server must pass it on (pass_fds)"
+        return "is not open in this process; the program that starts the server must pass it (pass_fds)"
     return "is open for reading only; pass the writing end of the pipe" if mode == os.O_RDONLY else None
 
 

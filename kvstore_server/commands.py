@@ -1,7 +1,7 @@
-"""Commands: what a job may ask of its servers beside the store's own work, by functions that the servers loaded.
+"""User-defined commands that a job sends to its servers, answered by functions that the servers loaded.
 
 A worker sends a number and a text. Only a function that this server's own `--import` registered under that number
-answers it; what a peer sends is data to that function and never runs.
+answers it; what a peer sends is data for that function and is never executed.
 
     # admin.py, for kvstore-server --import admin
     from kvstore_server import commands
@@ -26,11 +26,11 @@ from kvstore_server.protocol import messages as m
 _log = logging.getLogger(__name__)
 
 LONGEST = 1 << 20
-"""Bytes of UTF-8 that a command's body, or the answer to it, may have."""
+"""The longest body or answer of a command, in bytes of UTF-8."""
 
 
 class CommandContext(NamedTuple):
-    """The place where a command is answered."""
+    """The server that runs a command."""
 
     server: int
     """Index of the server, from 0."""
@@ -44,13 +44,13 @@ _handlers: dict[int, Handler] = {}
 
 
 def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
-    """Let a function (body, context) → str answer the commands of one number.
+    """Register a function (body, context) → str for the commands with one number.
 
-    It runs in the server's only thread, so nothing else is served meanwhile: it must be over long before
-    `--dead-after`. What it raises goes to the worker as CommandError. Taking over a number that is in use is logged.
+    It runs in the server's only thread, so nothing else is served meanwhile: it must return long before
+    `--dead-after`. An exception is sent to the worker as CommandError. Replacing another function is logged.
 
     Raises:
-        ConfigurationError: `head` is no number of a command.
+        ConfigurationError: `head` is not a valid number.
     """
     head = check_head(head)
 
@@ -64,27 +64,25 @@ def register(head: int) -> Callable[[_HandlerT], _HandlerT]:
 
 
 def check_head(head: object) -> int:
-    """Return a number that a command may have, 0 … 2³¹ - 1. Raises ConfigurationError if it is none."""
+    """Return a valid number of a command, 0 … 2³¹ - 1. Raises ConfigurationError for anything else."""
     return check.integer("the head of a command", head, 0, (1 << 31) - 1)
 
 
 class Commands:
-    """Answers each command to one server once, however often its request is repeated."""
+    """Runs each command to one server once, however often its request is repeated."""
 
     def __init__(self, context: CommandContext) -> None:
         self._context = context
         self._last: dict[int, tuple[int, m.ReplyBody]] = {}
-        """Session → number and answer of its last command. A worker waits for one before it sends the next."""
+        """Session → number and answer of its last command. A worker waits for the answer before it sends the next."""
 
     def answer(self, session: int, number: int, command: m.Command) -> m.ReplyBody:
-        """Run a command, or say again what it gave: the numbers of a session's commands only ever grow."""
+        """Run a command, or repeat its answer. The numbers of a session's commands only increase."""
         last = self._last.get(session)
         if last is not None and number == last[0]:
             return last[1]
         if last is not None and number < last[0]:
-            return m.Failed(
-                "ProtocolError", f"command {command.head} was answered before a later one already"
-            )
+            return m.Failed("ProtocolError", f"command {command.head} was answered before a later one")
         answer: m.ReplyBody
         try:
             answer = m.Status({"answer": self._run(command)})
@@ -94,7 +92,6 @@ class Commands:
         return answer
 
     def forget(self, session: int) -> None:
-        """Drop what is kept for a session that is over."""
         self._last.pop(session, None)
 
     def _run(self, command: m.Command) -> bytes:
@@ -102,7 +99,7 @@ class Commands:
         try:
             body = command.body.decode()
         except UnicodeDecodeError as error:
-            raise CommandError(f"{place} got command {head} with a body that is no text: {error}") from None
+            raise CommandError(f"{place} got command {head} with a body that is not text: {error}") from None
         handler = _handlers.get(head)
         if handler is None:
             known = ", ".join(map(str, sorted(_handlers))) or "none"
@@ -111,7 +108,7 @@ class Commands:
                 f"--import and a module that registers one: @kvstore_server.commands.register({head})"
             )
         try:
-            with torch.enable_grad():  # which a server has turned off
+            with torch.enable_grad():  # a server has turned it off
                 given = handler(body, self._context)
         except Exception as error:
             _log.exception("command %d failed", head)
@@ -120,11 +117,11 @@ class Commands:
             ) from error
         if not isinstance(given, str):
             raise CommandError(
-                f"command {head} gave a {type(given).__name__} on {place}; a handler must return a str"
+                f"command {head} returned a {type(given).__name__} on {place}; a handler must return a str"
             )
         answer = given.encode(errors="replace")
         if len(answer) > LONGEST:
             raise CommandError(
-                f"command {head} gave {len(answer)} bytes on {place}; an answer may have {LONGEST}"
+                f"command {head} returned {len(answer)} bytes on {place}; an answer may have {LONGEST}"
             )
         return answer

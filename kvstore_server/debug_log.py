@@ -1,15 +1,15 @@
-"""What KVSTORE_LOG=debug shows, on workers and on servers: a line for each message and each transition of a round.
+"""The lines of KVSTORE_LOG=debug on workers and servers: one for each message and each transition of a round.
 
-Both kinds of lines have a fixed list of key=value pairs, separated by spaces; "-" stands where there is no value:
+Both kinds of lines have a fixed list of key=value pairs, separated by spaces; "-" stands for no value:
 
     message direction kind peer request table slots round bytes detail namespace
     round state table round rank waiting_for error namespace name
 
-Tables and slots have the numbers that the server gave them. Several are written as 0,2 or 0..7, many as 0,2,5,…(40).
-Names are strings of JSON. docs/debugging.md explains every key.
+Tables and slots have the numbers that the server assigned. Several are written as 0,2 or 0..7, many as 0,2,5,…(40).
+Names are JSON strings. docs/debugging.md explains every key.
 
-Lines are made of what is listed here and of nothing else: no values of tensors, no routing ids, tokens or nonces, no
-contents of commands. Heartbeats and queries of a server's status are left out, as they come every second.
+Lines contain nothing else: no tensor values, no routing ids, tokens or nonces, no contents of commands. Heartbeats and
+status queries are omitted, because they are sent every second.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MESSAGE_KEYS = (
 )  # fmt: skip
 ROUND_KEYS = ("state", "table", "round", "rank", "waiting_for", "error", "namespace", "name")
 _REQUESTS_KEPT = 1024
-"""Of so many requests the table and the round are remembered, because answers do not always name them."""
+"""How many requests' tables and rounds are remembered, because answers do not always name them."""
 _LISTED = 4
-"""So many numbers, or names, are listed one by one."""
+"""How many numbers or names are listed individually."""
 
 
 _LONGEST = 200
-"""Characters of a name."""
+"""The longest name, in characters."""
 
 
 class Peer(NamedTuple):
@@ -92,10 +92,10 @@ class DebugLog:
         """Log one transition of a round of some tables.
 
         Args:
-            state: What the round, or the part of a rank in it, has become.
-            rank: Whose transition it is; None for one of all ranks.
+            state: The new state of the round, or of a rank's part in it.
+            rank: The rank whose state changed; None: all ranks.
             waiting_for: Peers, as in messages.
-            error: Why it failed; only the class is logged, for the text is in the exception.
+            error: Why it failed; only the class is logged, because the exception has the text.
         """
         shown = ",".join(map(_quoted, names[:_LISTED])) + f",…({len(names)})" * (len(names) > _LISTED)
         waiting = ",".join(waiting_for)
@@ -107,9 +107,9 @@ class DebugLog:
 
 
 def debug_log(name: str) -> DebugLog | None:
-    """Return the log of the logger `name`, or None if it shows no debug lines.
+    """Return the log of the logger `name`, or None if debug lines are off.
 
-    Whoever logs keeps the result, so that a process without the log pays for one comparison with None.
+    Callers keep the result, so that without the log each message costs one comparison with None.
     """
     logger = logging.getLogger(name)
     return DebugLog(logger) if logger.isEnabledFor(logging.DEBUG) else None
@@ -124,7 +124,7 @@ def _quoted(name: str | None) -> str:
 
 
 def _span(numbers: Iterable[int]) -> str:
-    """Write distinct numbers in ascending order: few of them one by one, a contiguous range by its ends."""
+    """Format distinct numbers in ascending order: a few individually, a contiguous range by its ends."""
     found = sorted(set(map(int, numbers)))
     if not found:
         return "-"
@@ -135,7 +135,7 @@ def _span(numbers: Iterable[int]) -> str:
 
 
 def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
-    """Return whether a message comes every second: a heartbeat, a query of the status, or the answer to one."""
+    """Return whether a message is sent every second: a heartbeat, a status query, or the answer to one."""
     if isinstance(body, m.Heartbeat | m.GetStatus):
         return True
     is_heartbeat = isinstance(body, m.Pending) and not body.why
@@ -189,15 +189,14 @@ _DATA: dict[type[Any], Callable[[Any], int]] = {
 
 
 def _bytes_of(body: Any) -> int:
-    """Return the bytes of data in a message; 0 for one that only controls."""
     size = _DATA.get(type(body))
     return 0 if size is None else size(body)
 
 
 def _detail_of(body: Any) -> str:
-    """Return what matters most of a message that says why something does not go on."""
+    """Return the most important detail of a message that says why something does not proceed."""
     if isinstance(body, m.Failed):
-        return body.code if body.code.isidentifier() else "-"  # a peer may have written anything there
+        return body.code if body.code.isidentifier() else "-"  # a peer may have written anything
     if isinstance(body, m.Pending):
         return ",".join([f"worker:{rank}" for rank in body.waiting_for]) or "-"
     return ",".join([f"worker:{rank}" for rank in body.ranks]) or "-" if isinstance(body, m.Vetoed) else "-"

@@ -1,4 +1,4 @@
-"""The files that this process may have open: as many as the system lets it, and enough for what it begins."""
+"""Limits on the files that this process may have open."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvstore_server.errors import ConfigurationError
 
 
 def allow_descriptors() -> None:
-    """Raise this process's limit of open files as far as it may; by default 1024 are allowed."""
-    with suppress(ValueError, OSError):  # a system that says "any number" and has a limit all the same
+    """Raise this process's limit on open files (1024 by default) as far as it may."""
+    with suppress(ValueError, OSError):  # a system may report no limit and still have one
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def check_descriptors(needed: int, what: str) -> None:
-    """Raise ConfigurationError unless so many more files may be opened for `what`."""
+    """Raise ConfigurationError unless `needed` more files may be opened for `what`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = len(os.listdir("/proc/self/fd"))
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
-            return  # a system that does not say
+            return  # unknown on this system
         num_open = limit
     if limit != resource.RLIM_INFINITY and num_open + needed > limit:
         raise too_many_open(
@@ -33,7 +33,6 @@ def check_descriptors(needed: int, what: str) -> None:
 
 
 def too_many_open(what: str) -> ConfigurationError:
-    """Return the error of a process that has too many files open."""
     return ConfigurationError(
         f"{what}; raise the limit (ulimit -Hn, LimitNOFILE=), or close files that are not used"
     )

@@ -1,4 +1,4 @@
-"""The error tree, and the code under which each class travels between processes.
+"""The error tree, and the code of each class on the wire.
 
     KVStoreError
     ├── ConfigurationError (ValueError)      a wrong argument, option or environment variable
@@ -18,7 +18,7 @@
     ├── ServerLostState                      the server was restarted and no longer holds this job
     ├── ServerStoppingError                  the server is draining and takes no new round, or was stopped
     ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
-    ├── CommandError                         a command to the servers that nobody there answers, or that raised
+    ├── CommandError                         a command that no function on the servers answers, or that raised
     └── OptimizerError                       the optimizer raised while a round was applied
 
 This module knows nothing about sockets or tensors.
@@ -31,7 +31,7 @@ from collections.abc import Iterable
 
 
 class KVStoreError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of all errors that this project raises deliberately."""
 
     def __str__(self) -> str:
         # KeyError would print the repr of its message.
@@ -90,7 +90,7 @@ class WorkerLostError(KVStoreError):
 
 
 class RoundAbortedError(KVStoreError):
-    """A worker raised in the middle of a round, so nobody's contribution was applied."""
+    """A worker raised in the middle of a round, so no contribution to it was applied."""
 
 
 class FencedError(KVStoreError):
@@ -143,17 +143,17 @@ WIRE_ERRORS: dict[str, type[KVStoreError]] = {
 
 
 _LONGEST = 4000
-"""Characters of an error's text that travel; a user's exception may say any amount."""
+"""The longest text of an error on the wire, in characters; a user's exception may have any length."""
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that a wrong one may have been meant for, best first; case does not matter."""
+    """Return the known names that a wrong one may have been meant to be, best first; case does not matter."""
     by_case = {one.casefold(): one for one in known}
     return [by_case[found] for found in difflib.get_close_matches(name.casefold(), by_case)]
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """End a message about a wrong name, or several: a question with those that are similar, or nothing."""
+    """Return the end of a message about wrong names: a question with similar names, or nothing."""
     names, right = [given] if isinstance(given, str) else given, list(known)
     wrong = [one for one in names if isinstance(one, str)] if isinstance(names, Iterable) else []
     near = list(dict.fromkeys(found for one in wrong for found in similar(one, right)))
@@ -161,12 +161,12 @@ def did_you_mean(given: object, known: Iterable[str]) -> str:
 
 
 def describe(error: BaseException | None) -> str:
-    """Return an error as the reason of another one: its class and what it says, in reasonable length."""
+    """Return an error as the reason of another one: its class and text, shortened."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
 def to_wire(error: KVStoreError) -> tuple[str, str]:
-    """Return the code and the text under which `error` travels to a peer."""
+    """Return the code and the text of an error for the wire."""
     code = type(error).__name__
     return (code if code in WIRE_ERRORS else KVStoreError.__name__), str(error)[:_LONGEST]
 

@@ -1,4 +1,4 @@
-"""A log that nobody can fill: of what is said at one place in the code only so much, of long waits ever less."""
+"""Rate limits for logs: for lines of one place in the code, and for reports of long waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SLOW_AFTER = 10.0
-"""Seconds of waiting before the first line, unless the user says otherwise."""
+"""Seconds of waiting before the first report, unless the user configures it."""
 _LONGEST_GAP = 600.0
 
 _log = logging.getLogger(__name__)
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def limited_log() -> Iterator[None]:
-    """Limit what this process logs while the block runs. Say at its end how many lines were left out."""
+    """Limit what this process logs inside the block; log at its end how many lines were suppressed."""
     limit, handlers = LogLimit(), list(logging.getLogger().handlers)
-    if not handlers and logging.lastResort is not None:  # what writes where nothing was set up
+    if not handlers and logging.lastResort is not None:  # the handler that Python uses if none is configured
         handlers.append(logging.lastResort)
     for handler in handlers:
         handler.addFilter(limit)
@@ -30,12 +30,12 @@ def limited_log() -> Iterator[None]:
         for handler in handlers:
             handler.removeFilter(limit)
         if limit.left_out:
-            _log.warning("%d more lines were left out of this log", limit.left_out)
+            _log.warning("%d more lines were suppressed in this log", limit.left_out)
 
 
 @dataclass
 class _Place:
-    """Lines of one place in the code, counted."""
+    """Counts the lines of one place in the code."""
 
     since: float
     lines: int = 0
@@ -43,10 +43,10 @@ class _Place:
 
 
 class LogLimit(logging.Filter):
-    """A filter of lines above `lines` in `seconds` seconds of one place. It says how many it left out.
+    """A filter that passes `lines` lines in `seconds` seconds from each place in the code, and reports how many it
+    suppressed.
 
-    Add it to a handler. It touches what this package logs, and nothing else. Debug lines all pass: who asks for them
-    wants every one.
+    Add it to a handler. It only affects what this package logs, and not debug lines, which are all wanted if enabled.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LogLimit(logging.Filter):
         self._places: dict[tuple[str, int], _Place] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a line pass, or leave it out and count it; the next one that passes says how many were."""
+        """Pass a line, or suppress and count it; the next line that passes says how many were suppressed."""
         if not record.name.startswith(__package__ or "") or record.levelno <= logging.DEBUG:
             return True
         now = self._clock()
@@ -71,25 +71,25 @@ class LogLimit(logging.Filter):
             place.left_out += 1
             return False
         if place.left_out:
-            record.msg = f"{record.getMessage()} ({place.left_out} more like this were left out before)"
+            record.msg = f"{record.getMessage()} ({place.left_out} more like this were suppressed before)"
             record.args, place.left_out = (), 0
         return True
 
     @property
     def left_out(self) -> int:
-        """Lines that were left out, of which no line says so yet."""
+        """Suppressed lines that no line has reported yet."""
         return sum(place.left_out for place in self._places.values())
 
 
 class SlowReports:
-    """Space the lines about waits that take long.
+    """Spaces out the reports of long waits.
 
-    The first one is due after `slow_after` seconds of waiting. The gap to the next doubles from one to the next, up to
-    ten minutes, and over the waits that follow, too: a job whose every round is slow does not fill its log. After a
-    gap's time without a slow wait it starts anew.
+    The first is due after `slow_after` seconds of waiting. The gap doubles from report to report, up to ten minutes,
+    also across waits, so that a job whose every round is slow does not fill its log. After a gap without a slow wait
+    it starts again.
 
     Args:
-        slow_after: Seconds of waiting before the first line, and the first gap.
+        slow_after: Seconds of waiting before the first report, and the first gap.
     """
 
     def __init__(self, slow_after: float) -> None:
@@ -98,7 +98,9 @@ class SlowReports:
         self._next = -math.inf
 
     def is_due(self, waited: float, now: float) -> bool:
-        """Say if a wait of so many seconds is to be reported at time `now`; if so, the next one is due later."""
+        """Return whether a wait of `waited` seconds should be reported at time `now`; if so, the next one is due
+        later.
+        """
         if waited < self._slow_after or now < self._next:
             return False
         was_quiet = now > self._next + self._gap

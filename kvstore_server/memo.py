@@ -1,4 +1,4 @@
-"""A cache whose size is bounded by how much its values hold."""
+"""A cache whose size is bounded by the contents of its values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 T = TypeVar("T")
 _REMEMBERED, _REMEMBERED_PER_SLOT = 256, 16
-"""Numbers that a BoundedCache keeps at most, and for each slot; what is named one by one needs up to ten."""
+"""The most numbers in a BoundedCache: a constant, and for each slot (tables named one by one need up to ten)."""
 
 
 class BoundedCache(Generic[T]):
-    """Results kept in memory in proportion to the slots, whatever a peer names."""
+    """Caches results, in memory proportional to the number of slots whatever keys a peer makes up."""
 
     def __init__(self, slots: Sized) -> None:
         self._slots = slots
@@ -21,15 +21,15 @@ class BoundedCache(Generic[T]):
         self._size = 0
 
     def get(self, key: Hashable, make: Callable[..., T], *named: Any) -> T:
-        """Return `make(*named)`, made now or earlier; not to be changed.
+        """Return `make(*named)`, computed now or earlier; it must not be changed.
 
         Args:
-            key: All that the result follows from; of an array its bytes.
+            key: Everything that the result depends on; of an array its bytes.
         """
         found = self._known.get(key)
         if found is None:
             found = make(*named)
-            # A few tables can have very many slots, so what was made of them counts as well.
+            # A few tables can have very many slots, so count contents instead of entries.
             size = _count_numbers(key) + _count_numbers(found)
             if self._size + size > _REMEMBERED + _REMEMBERED_PER_SLOT * len(self._slots):
                 self._known.clear()
@@ -40,7 +40,7 @@ class BoundedCache(Generic[T]):
 
 
 def _count_numbers(value: Any) -> int:
-    """Count, roughly, what something holds."""
+    """Estimate the contents of a value."""
     if isinstance(value, np.ndarray | bytes):
         return value.size if isinstance(value, np.ndarray) else len(value) // 8
     return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1

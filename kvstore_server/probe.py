@@ -1,13 +1,12 @@
-"""Ask servers what they do, in no session: quickly, and without torch, which takes seconds to import.
+"""Query the status of servers without a session: quickly, and without torch, which takes seconds to import.
 
     python -m kvstore_server.probe tcp://127.0.0.1:5555
 
-This asks one server whether it answers, as a container's probe does every few seconds. A connection alone says little,
-because a thread of ZeroMQ accepts it whatever the server does: it asks for the facts that
-`kvstore_server.engine.facts` describes, which the serving loop itself has to answer.
-Exit codes: 0 it answered, 1 it did not, 2 wrong usage. kvtop
-shows these facts. The three messages are written out here, since the protocol's module needs torch; a test compares
-them.
+This checks whether one server answers, as a container's probe does every few seconds. A TCP connection alone would say
+little, because a ZeroMQ thread accepts it whatever the server does. So the probe requests the status that
+`kvstore_server.engine.facts` describes, which the serving loop itself has to answer. Exit codes: 0 it answered, 1 it
+did not, 2 wrong usage. kvtop displays this status. The three messages are encoded here, because the protocol's module
+needs torch; a test compares them.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ HEADER = struct.Struct("<2sBB4xQQQ")
 LOOK, INFO, FAILED = 24, 17, 15
 """Kinds of these messages."""
 MAX_FRAME = 1024 * 1024 + 64 * 1024
-"""No frame of an answer is larger."""
+"""The largest frame of an answer."""
 
 
 def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | None]:
-    """Ask servers what they do, in no session; blocks up to `timeout` seconds.
+    """Query the status of servers without a session; blocks up to `timeout` seconds.
 
-    Returns for each what it says, as of `kvstore_server.engine.membership`; None where it did not answer in time.
+    Returns the status of each (see `kvstore_server.engine.facts`); None for one that did not answer in time.
 
     Raises:
-        ProtocolError: one answered what no server answers.
-        KVStoreError: one answered that it cannot say, as one of another version does.
+        ProtocolError: The answer is not one of a server.
+        KVStoreError: A server answered with an error, as one of another version does.
     """
     deadline = time.monotonic() + timeout
     with zmq.Context() as context:
@@ -57,7 +56,7 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
 
 
 def _asking(context: Any, address: str) -> Any:
-    """Return a socket that has asked the server at an address for its facts."""
+    """Return a socket that has sent the query to an address."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -68,15 +67,15 @@ def _asking(context: Any, address: str) -> Any:
 
 
 def question() -> list[bytes]:
-    """Return the frames of a request for facts."""
+    """Return the frames of a status query."""
     return [HEADER.pack(b"KV", PROTOCOL_VERSION, LOOK, 0, 1, 0) + msgpack.packb([])]
 
 
 def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
-    """Return what a server's answer says. Raises as `look`."""
+    """Return the status in a server's answer. Raises like `look`."""
     message = b"".join(frames)
     if len(message) < HEADER.size or message[:2] != b"KV":
-        raise ProtocolError("what answers is no kvstore-server")
+        raise ProtocolError("the process at this address is not a kvstore-server")
     _, version, kind, *_ = HEADER.unpack_from(message)
     if version != PROTOCOL_VERSION:
         raise VersionMismatchError(
@@ -96,7 +95,7 @@ def facts_in(frames: Sequence[bytes]) -> Mapping[str, Any]:
 
 
 def ask(address: str, seconds: float) -> str:
-    """Return why the server at an address does not serve; empty if it does. Blocks up to so many seconds."""
+    """Return why the server at an address does not serve; empty if it does. Blocks up to `seconds` seconds."""
     try:
         [facts] = look([address], seconds)
     except KVStoreError as error:

@@ -1,7 +1,7 @@
-"""Processes of this host as another one sees them: one runs, is stopped, or has ended, and what has ended it.
+"""The state of other processes on this host: running, stopped or ended, and how they ended.
 
-A process is known by a pidfd, which stays its own when its number is used again. It has to do nothing for that: a call
-in C that holds Python's interpreter lock (GIL) for minutes, and so keeps heartbeats back, does not look like death.
+A process is identified by a pidfd, which stays valid when its pid is reused. The process does not have to do anything:
+a C call that holds Python's interpreter lock (GIL) for minutes, and so blocks heartbeats, does not look like death.
 """
 
 from __future__ import annotations
@@ -18,59 +18,61 @@ from enum import Enum, auto
 from pathlib import Path
 
 LAST_WORDS = 0.25
-"""Seconds without a message after which a process that has ended counts as dead: what it said last may be on its way,
-and with it why it left."""
+"""An ended process counts as dead after this many seconds without a message, because its last message, which says why
+it left, may still be on its way.
+"""
 _PIDFD_GET_INFO = 0xC040FF0B
 """An ioctl of Linux 6.13: fill in a pidfd_info of 64 bytes."""
 _INFO = struct.Struct("<QQ11Ii")
-"""Mask, control group, ids; and the exit status as of wait(2), from Linux 6.15 on."""
+"""Mask, control group and ids; from Linux 6.15 on also the exit status, as in wait(2)."""
 _HAS_EXIT = 1 << 3
-"""The bit of the mask that asks for the exit status. It comes back where there is one: the parent has seen the end."""
+"""The bit of the mask that requests the exit status. It is set in the answer once the parent has reaped the
+process.
+"""
 _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
 class ProcessState(Enum):
-    """What a process does."""
+    """The state of a process."""
 
     UNKNOWN = auto()
-    """It cannot be seen from here, as from another container."""
+    """Not visible from here, for example in another container."""
     RUNS = auto()
-    """It computes or sleeps."""
     STOPPED = auto()
-    """By SIGSTOP, or by a debugger."""
+    """By SIGSTOP or a debugger."""
     ENDED = auto()
 
 
 class Process:
-    """A process of this host.
+    """A process on this host.
 
     Raises:
-        OSError: there is none of that number, it is not seen from here, or the system has no pidfds.
+        OSError: There is no such process, it is not visible from here, or the system has no pidfds.
     """
 
     def __init__(self, pid: int) -> None:
         if not hasattr(os, "pidfd_open"):
-            raise OSError("this system has no descriptors of processes")
+            raise OSError("this system has no process descriptors (pidfd)")
         self._fd = os.pidfd_open(pid)
         self._is_own = pid == os.getpid()
-        self._end = select.poll()  # not `select`, which knows the first 1024 descriptors alone
+        self._end = select.poll()  # `select` only handles descriptors below 1024
         self._end.register(self._fd, select.POLLIN)
 
     def fileno(self) -> int:
-        """Return a descriptor that can be read when the process has ended."""
+        """Return a descriptor that becomes readable when the process ends."""
         return self._fd
 
     def close(self) -> None:
         os.close(self._fd)
 
     def state(self) -> ProcessState:
-        """Look what the process does. Of this process itself it is unknown: who looks is not what it looks for."""
+        """Return the current state; UNKNOWN for this process itself."""
         if self._end.poll(0):
             return ProcessState.ENDED
         if self._is_own:
             return ProcessState.UNKNOWN
         try:
-            # The number in the namespace that /proc shows, which need not be the one in ours.
+            # The pid in the namespace of /proc, which may differ from the one in ours.
             own = _PID.search(Path(f"/proc/self/fdinfo/{self._fd}").read_text())
             stat = Path(f"/proc/{own[1] if own else -1}/stat").read_text()
         except OSError:
@@ -79,10 +81,10 @@ class Process:
         return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNS
 
     def how_ended(self) -> str:
-        """Say how an ended process has ended, as "was killed by signal 9 (SIGKILL)"; empty where nobody knows."""
+        """Return how an ended process ended, as "was killed by signal 9 (SIGKILL)"; empty if unknown."""
         request = bytearray(_INFO.size)
         _INFO.pack_into(request, 0, _HAS_EXIT, *[0] * 13)
-        with suppress(OSError):  # of an older system
+        with suppress(OSError):  # older kernels
             fcntl.ioctl(self._fd, _PIDFD_GET_INFO, request)
             mask, *_, status = _INFO.unpack(request)
             if mask & _HAS_EXIT:
@@ -91,7 +93,7 @@ class Process:
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process has ended, by its exit code, or minus the killing signal."""
+    """Describe the end of a process by its exit code, or minus the signal that killed it."""
     if code >= 0:
         return f"exited with code {code}"
     with suppress(ValueError):  # a signal without a name
@@ -104,7 +106,7 @@ Key = tuple[bytes, int]
 
 
 class Processes:
-    """The processes of sessions that are on this host."""
+    """The processes of sessions on this host."""
 
     def __init__(self) -> None:
         self._found: dict[Key, Process] = {}
@@ -118,7 +120,7 @@ class Processes:
         return key in self._found
 
     def add(self, key: Key, pid: int) -> None:
-        """Watch the process of a session from now on, if that can be."""
+        """Watch the process of a session from now on, if possible."""
         if key not in self._found:
             with suppress(OSError):
                 process = self._found[key] = Process(pid)
@@ -126,7 +128,6 @@ class Processes:
                 self._ends.register(process.fileno(), select.POLLIN)
 
     def remove(self, key: Key) -> None:
-        """Watch it no more."""
         process = self._found.pop(key, None)
         if process is not None:
             self._ends.unregister(process.fileno())
@@ -134,12 +135,11 @@ class Processes:
             process.close()
 
     def ended(self) -> dict[Key, str]:
-        """Return sessions whose processes have ended, and how, where that is known."""
+        """Return the sessions whose processes have ended, and how, if known."""
         keys = [self._by_fd[fd] for fd, _ in self._ends.poll(0)]
         return {key: self._found[key].how_ended() for key in keys}
 
     def state(self, key: Key) -> ProcessState:
-        """Look what the process of a session does."""
         process = self._found.get(key)
         return ProcessState.UNKNOWN if process is None else process.state()
 

@@ -1,6 +1,6 @@
-"""Recordings of a process, as events of the Chrome trace format. See chrome://tracing and ui.perfetto.dev.
+"""Recordings of a process as events of the Chrome trace format, for chrome://tracing and ui.perfetto.dev.
 
-Times are seconds of a clock that the caller gives; a trace has them in microseconds. The format: "Trace Event Format",
+Times are seconds of a clock that the caller provides, and microseconds in the file. The format: "Trace Event Format",
 Google, complete events ("ph": "X") and metadata events ("ph": "M").
 """
 
@@ -21,16 +21,16 @@ CATEGORIES = (CALLS, ROUNDS)
 ROUND_LANE = 0
 """The lane of a server's rounds; requests of rank r are in lane r + 1."""
 LIMIT = 100_000
-"""Events that are kept, about 50 MB; later ones are only counted."""
+"""How many events are stored, about 50 MB; later ones are only counted."""
 _LONGEST_NAME = 200
 _PIECE = 512 * 1024
-"""Bytes of events in one message; with one event more it still fits a frame."""
+"""Bytes of events in one message; one more event still fits into a frame."""
 
 Clock = Callable[[], float]
 
 
 class Event(NamedTuple):
-    """One span of time on a lane."""
+    """A span of time on a lane."""
 
     name: str
     category: str
@@ -39,34 +39,34 @@ class Event(NamedTuple):
     duration: float
     """Seconds."""
     lane: int
-    """Events of one lane do not overlap unless one lies in the other; a viewer draws each lane as a thread."""
+    """Events of one lane are disjoint or nested; viewers draw each lane as a thread."""
     args: Mapping[str, Any]
     """Plain numbers and strings."""
 
 
 class Trace:
-    """Events of one process, oldest first, up to a limit.
+    """The events of one process, oldest first, up to a limit.
 
     Args:
-        clock: Seconds.
-        limit: How many events are kept.
+        clock: Returns seconds.
+        limit: How many events are stored.
     """
 
     def __init__(self, clock: Clock, limit: int = LIMIT) -> None:
         self.clock = clock
         self.categories = frozenset(CATEGORIES)
-        """What is recorded."""
+        """The recorded categories."""
         self.events: list[Event] = []
         self.dropped = 0
-        """Events that came when the limit was reached."""
+        """Events after the limit was reached."""
         self._limit = limit
 
     def add(self, name: str, category: str, start: float, lane: int, args: Mapping[str, Any]) -> None:
-        """Note what began at `start` and is over now."""
+        """Record an event that began at `start` and ends now."""
         self.add_past(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
 
     def add_past(self, event: Event) -> None:
-        """Note what is over, perhaps for longer."""
+        """Record an event that has ended, possibly before."""
         if event.category not in self.categories:
             return
         if len(self.events) >= self._limit:
@@ -76,24 +76,24 @@ class Trace:
 
 
 class Recording:
-    """A trace that is begun, paused and finished. It is a worker's or, of one namespace, a server's."""
+    """A trace that can be started, paused and finished: a worker's, or a server's for one namespace."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
         self.active: Trace | None = None
-        """The trace that takes events now; None while nothing is recorded: the rest looks at nothing else."""
+        """The trace that records events now; None while recording is off, which is all that hot paths check."""
         self._is_running = self._is_paused = False
 
     def switch(self, action: str, categories: Collection[str], clock: Clock | None) -> None:
-        """Do an action; repeating it has no further effect.
+        """Apply an action; repeating it has no effect.
 
         Args:
-            action: run, stop, pause, resume, or finish, after which "run" begins afresh.
-            categories: What is recorded from a "run" on.
+            action: run, stop, pause, resume, or finish, after which "run" starts a new trace.
+            categories: What a "run" records.
 
         Raises:
-            ConfigurationError: there is no clock to measure with.
-            ProtocolError: there is no such action or category.
+            ConfigurationError: There is no clock.
+            ProtocolError: There is no such action or category.
         """
         if action == "run":
             if clock is None:
@@ -111,11 +111,11 @@ class Recording:
             self._is_running = self._is_paused = False
             self.trace = None
         else:
-            raise ProtocolError(f"profiling knows no action {action!r:.80}")
+            raise ProtocolError(f"profiling has no action {action!r:.80}")
         self.active = self.trace if self._is_running and not self._is_paused else None
 
     def piece(self, start: int) -> dict[str, Any]:
-        """Return events from number `start` on, as many as fit a message. `events_of` reads them."""
+        """Return the events from number `start` on that fit into a message, for `events_of`."""
         trace = self.trace
         if trace is None:
             return {"events": [], "total": 0, "dropped": 0}
@@ -129,7 +129,7 @@ class Recording:
         return {"events": packed, "total": len(trace.events), "dropped": trace.dropped}
 
     def answer(self, body: m.Profile, clock: Clock | None) -> dict[str, Any]:
-        """Do what a message asks for; return the answer's values. Raises as `switch`."""
+        """Apply the action of a message; return the values of the answer. Raises like `switch`."""
         if body.action == "fetch":
             return self.piece(body.start)
         self.switch(body.action, body.categories, clock)
@@ -139,7 +139,7 @@ class Recording:
 def handled(
     trace: Trace, body: m.RequestBody, rank: int, answer: Callable[[], list[m.Outgoing]]
 ) -> list[m.Outgoing]:
-    """Answer a message of a rank. Note how long it took, and the payload bytes in and out."""
+    """Answer a rank's message, and record its duration and payload bytes."""
     start = trace.clock()
     replies = answer()
     nbytes = {"bytes_in": payload_in(body), "bytes_out": sum(payload_out(out.reply.body) for out in replies)}
@@ -148,28 +148,22 @@ def handled(
 
 
 def payload_in(body: m.RequestBody) -> int:
-    """Bytes of the slices that a request brings."""
     return int(body.pushes[:, 3].sum()) if isinstance(body, m.Contribute) else 0
 
 
 def payload_out(body: m.ReplyBody) -> int:
-    """Bytes of the weights that a reply brings."""
     return int(body.parts[:, 3].sum()) if isinstance(body, m.Weights) else 0
 
 
 def events_of(packed: Iterable[bytes]) -> list[Event]:
-    """Inverse of the packing in `Trace.piece`.
-
-    Raises:
-        ProtocolError: these are no events.
-    """
+    """Inverse of the packing in `Recording.piece`. Raises ProtocolError if these are not events."""
     return [_event(unpack_control(one)) for one in packed]
 
 
 def _event(values: Any) -> Event:
     kinds = (str, str, int | float, int | float, int | float, dict)
     if not (isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds))):
-        raise ProtocolError(f"this is no event of a trace: {values!r:.80}")
+        raise ProtocolError(f"this is not an event of a trace: {values!r:.80}")
     name, category, start, duration, lane, args = values
     return Event(name, category, float(start), float(duration), int(lane), args)
 
@@ -177,13 +171,13 @@ def _event(values: Any) -> Event:
 def chrome_trace(
     events: Iterable[Event], pid: int, process: str, lanes: Callable[[int], str], dropped: int
 ) -> dict[str, Any]:
-    """Return a whole trace file as plain values.
+    """Return a trace file as plain values.
 
     Args:
-        events: What happened.
-        pid: A number that no other process of the job has, so that files may be put together.
+        events: The recorded events.
+        pid: A number that is unique in the job, so that files can be merged.
         process: The name of the process.
-        lanes: The name of each lane.
+        lanes: Returns the name of a lane.
         dropped: How many events are missing at the end.
     """
     rows: list[dict[str, Any]] = [_named("process_name", pid, 0, process)]

@@ -158,8 +158,8 @@ def spec_for_store(optimizer: Optimizer) -> dict[str, Any]:
         _lookup(name)
         if optimizer.unbuildable:
             raise ConfigurationError(
-                f"a store cannot rebuild {_where(cls)}: {optimizer.unbuildable}. Give the class and its options instead "
-                "of the instance, or update_on_kvstore=False, which updates in this process"
+                f"a store cannot rebuild {_where(cls)}: {optimizer.unbuildable}. Give the class and its options "
+                "instead of the instance, or update_on_kvstore=False, which updates in this process"
             )
     return optimizer.spec()
 
