@@ -1,13 +1,20 @@
-"""The Plan: where every element of every key lies, a pure function of names, shapes, dtypes and topology.
+"""The plan: where every element of every key is stored, a pure function of names, shapes, dtypes and topology.
 
-Keys of one dtype share one flat arena. It is cut into slices, the unit that is sent, reduced, updated and
-placed on a server: a slice holds several small keys (a bucket) or one piece of a big key. Slice boundaries
-depend on shapes and dtypes alone, never on the number of servers, so results do not either. Keys and slices
-start on 64-byte boundaries, because fused kernels treat the tail of a vector differently from its body.
-Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved: workers hold
-the arena without them.
+Keys of one dtype share one flat arena. It is cut into slices, the unit of transfer, summation, update and placement: a
+slice contains several small keys (a bucket) or one piece of a big key. `make_plan` lays the arenas out with `_Arena`,
+and `_placed` assigns slices to servers, largest first to the least loaded.
 
-Nothing here touches a tensor, a socket or the clock.
+Row-sparse keys come last in their arena, each in slices of its own, over which its rows are interleaved; workers hold
+the arena without them. `RowPlaces` and `RowBlock` translate row ids of a key to rows on a server and back. A row group
+is a sequence of keys whose rows have the same width and are adjacent, so that they can be sent like rows of one key.
+
+Invariants:
+
+- Slice boundaries depend only on shapes and dtypes, never on the number of servers, so neither do results.
+- Keys and slices start on 64-byte boundaries, because fused kernels round the tail of a vector differently from its
+  body.
+- Equal inputs give equal plans in every process, and `Plan.digest` tells plans apart.
+- Nothing here touches a tensor, a socket or the clock.
 """
 
 from __future__ import annotations
@@ -36,19 +43,19 @@ ALIGNMENT = 64
 MIN_SLICE = 16 * 1024
 MAX_SLICE = 1024 * 1024
 MAX_ROWS = (1 << 31) - 1
-"""Rows that are told apart by 4 bytes."""
+"""Row ids are sent in 4 bytes."""
 SLICES_PER_TABLE = 8
-"""A table is cut into about this many slices while they stay between MIN_SLICE and MAX_SLICE bytes."""
+"""A table is cut into about this many slices, as long as these have between MIN_SLICE and MAX_SLICE bytes."""
 
 PAGE = 4096
-"""Bytes of memory that are mapped together."""
+"""Size of a memory page."""
 LONG = 64 * 1024
-"""Bytes of a slice from which on it is worth while to map it, instead of copying."""
+"""Slices from this size are mapped rather than copied."""
 
 ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The dtypes that can be stored and updated, and their size in bytes."""
+"""The dtypes that can be stored and updated, with their size in bytes."""
 INTEGERS = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
-"""Those that a store of one process takes too, without an optimizer."""
+"""Dtypes that a store in one process accepts, too, without an optimizer."""
 SIZES = {**ITEM_SIZE, **INTEGERS}
 
 
@@ -60,7 +67,7 @@ class TensorSpec(NamedTuple):
     dtype: str
     group: int = 0
     row_sparse: bool = False
-    """Whether the key lives in the store alone: workers send and fetch rows of it, and hold no copy."""
+    """Whether only the store has the key: workers send and fetch rows of it, and hold no copy."""
 
     @property
     def numel(self) -> int:
@@ -72,14 +79,14 @@ class TensorSpec(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The part of one key that lies in one slice; all numbers count elements."""
+    """The part of one key in one slice; all numbers count elements."""
 
     key: int
     """Index of the key in `Plan.specs`."""
     start: int
-    """Where the segment begins, from the start of its slice."""
+    """Offset of the segment in its slice."""
     key_start: int
-    """Where the segment begins, from the start of its key."""
+    """Offset of the segment in its key."""
     numel: int
 
 
@@ -90,9 +97,9 @@ class Slice:
     index: int
     dtype: str
     offset: int
-    """Start in the arena of this dtype, in elements."""
+    """Offset in the arena of this dtype, in elements."""
     length: int
-    """Elements including padding up to the next 64-byte boundary."""
+    """Elements, including padding to the next 64-byte boundary."""
     used: int
     """Elements up to the end of the last segment: what is sent."""
     segments: tuple[Segment, ...]
@@ -104,33 +111,32 @@ class Slice:
 
 
 def row_numel(spec: TensorSpec) -> int:
-    """Return the elements in one row of a key, which are neighbours in its slices; all of a key without dimensions."""
+    """Return the elements in one row of a key, which are contiguous; all elements of a key without dimensions."""
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
 class Deal(NamedTuple):
-    """Which row lies where in neighbouring slices: one in each in turn, as in round-robin sharding.
+    """Round-robin assignment of rows to slices: consecutive rows are in consecutive slices.
 
-    Ids that are asked for often are often neighbours: a vocabulary that is sorted by frequency has them all in front.
-    Were a slice a piece of the table, the server with the first one would have most of the work. Slices that are as
-    long as the first one get their rows in turn. A shorter one at the end has the last rows.
+    Rows that are used often tend to be adjacent: a vocabulary sorted by frequency has all of them at the beginning. If
+    slices were contiguous ranges of rows, the server with the first one would have most of the work. Slices as long as
+    the first one share rows round-robin; a shorter one at the end has the last rows.
     """
 
     slices: int
-    """The number of those of equal length; with one or none every row lies where its number says."""
+    """The number of slices of equal length; with fewer than two, every row is at its own number."""
     length: int
     """Rows of each of them."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether every row lies where its number says."""
         return self.slices < 2
 
     def places(self, rows: Ints) -> Ints:
-        """Say where rows lie, counted from the first row of the first slice."""
+        """Return the places of rows, counted from the first row of the first slice."""
         if self.is_plain:
             return rows
-        # row = turn * slices + hand lies at hand * length + turn, which needs no remainder.
+        # row = turn * slices + hand is at hand * length + turn, computed without a remainder.
         whole = self.slices * self.length
         interleaved = rows // self.slices
         interleaved *= 1 - whole
@@ -138,41 +144,41 @@ class Deal(NamedTuple):
         return np.where(rows < whole, interleaved, rows)
 
     def rows(self, places: Ints) -> Ints:
-        """Say which rows lie there, see `places`."""
+        """Return the rows at these places, the inverse of `places`."""
         return places if self.is_plain else Deal(self.length, self.slices).places(places)
 
     def in_order(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return ascending places of ascending rows, and which of the rows is at each."""
+        """Return the ascending places of ascending rows, and the index of the row at each."""
         places = self.places(rows)
         if self.is_plain:
             return places, np.arange(len(rows))
-        # A slice has its rows in ascending order. So to sort by slices is enough, and numpy has that done for small
-        # numbers in a sixth of the time.
+        # Within a slice rows ascend, so sorting by slice is enough. numpy sorts small integers six times as fast.
         order = (places // self.length).astype(np.min_scalar_type(self.slices)).argsort(kind="stable")
         return places[order], order
 
 
 class RowBlock(NamedTuple):
-    """A key's rows on one server, one after the other, in neighbouring slices."""
+    """The rows of a key on one server, in order, in adjacent slices."""
 
     server: int
     pieces: tuple[Slice, ...]
     position: int
-    """Of the key's segment in each slice."""
+    """Position of the key's segment in each slice."""
     starts: Ints
     """The row of the block with which each slice begins, and the number of rows."""
     shifts: Ints
-    """What to add to a row of each slice to have its number in the key."""
+    """For each slice, what to add to a row of the block to get the row of the key."""
     order: dict[int, int]
     """Slice → its position here."""
     most: int
-    """The number of rows, at least one, that fit into a message with their ids."""
+    """How many rows fit into a message with their ids; at least one."""
 
     def cut(self, ids: Ints) -> Iterator[tuple[int, int, slice]]:
-        """Cut (ascending) rows of the block between slices. Parts fit into a message, or are of one slice.
+        """Split (ascending) rows of the block at slice boundaries, into parts that fit into a message or are of one
+        slice.
 
-        Yields:
-            The first slice of each part and the end, by position, and which of the rows it has. Together all slices.
+        Yields for each part the first slice and the end, by position, and which of the rows it has. Together they
+        cover all slices.
         """
         last, first, most = len(self.pieces), 0, self.most
         if len(ids) <= most and self.starts[last] <= MAX_ROWS:
@@ -187,40 +193,41 @@ class RowBlock(NamedTuple):
             first = end
 
     def in_key(self, ids: Ints, first: int, end: int) -> Ints:
-        """Return rows of some slices as rows of the key. They ascend, counted from the first of these slices."""
+        """Return rows of the slices `first` to `end`, counted from the first of them, as (ascending) rows of
+        the key.
+        """
         ids = ids + self.starts[first]
         ends = ids.searchsorted(self.starts[first : end + 1])
         return ids + self.shifts[first:end].repeat(ends[1:] - ends[:-1])
 
 
 class RowPlaces(NamedTuple):
-    """Where the rows of a key lie."""
+    """Where the rows of a key, or of a row group, are."""
 
     pieces: tuple[Slice, ...]
     position: int
-    """Of the key's segment in each slice."""
+    """Position of the key's segment in each slice."""
     starts: Ints
     """The place with which each slice begins, and the number of rows."""
     servers: Ints
-    """Of each slice."""
+    """The server of each slice."""
     shifts: Ints
-    """Of each slice, as of its block."""
+    """For each slice, what to add to a row of its block to get its place."""
     blocks: dict[int, RowBlock]
     """Server → its rows."""
     width: int
     """Elements of a row."""
     keys: tuple[int, ...]
-    """Whose rows they are, one behind the other."""
+    """The keys of the row group, in order."""
     bounds: list[int]
     """The row with which each key begins."""
     deals: tuple[Deal, ...]
-    """Which row of each key lies where."""
+    """The interleaving of each key."""
 
     def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
         """Distribute (ascending) rows over the servers.
 
-        Yields:
-            The block of each server, which of the rows are there, and how the block numbers them, ascending.
+        Yields the block of each server, which of the rows are there, and their (ascending) numbers in the block.
         """
         places, order = self._in_order(ids)
         if len(self.blocks) == 1:
@@ -235,7 +242,7 @@ class RowPlaces(NamedTuple):
             yield block, mine if order is None else order[mine], in_block[mine]
 
     def _in_order(self, ids: Ints) -> tuple[Ints, Ints | None]:
-        """Return ascending places of (ascending) rows, and which of the rows is at each; None: the same."""
+        """Return the ascending places of (ascending) rows, and the index of the row at each; None: unchanged."""
         if all([deal.is_plain for deal in self.deals]):
             return ids, None
         if len(self.deals) == 1:
@@ -249,7 +256,7 @@ class RowPlaces(NamedTuple):
 
 
 class _Arena:
-    """Fills the arena of one dtype from front to back: buckets of small keys, then big keys, then row-sparse ones."""
+    """Fills the arena of one dtype: buckets of small keys, then big keys, then row-sparse ones."""
 
     def __init__(self, dtype: str, piece_bytes: int, first: int) -> None:
         self.dtype = dtype
@@ -257,14 +264,14 @@ class _Arena:
         """The number of its first slice."""
         self.limit = piece_bytes // SIZES[dtype]
         self.slices: list[Slice] = []
-        """Without their servers."""
+        """Slices that are not assigned to servers yet."""
         self.end = 0
         self._unit = ALIGNMENT // SIZES[dtype]
 
     def add_small(self, keys: Sequence[int], numels: Sequence[int], key_offsets: list[int]) -> None:
-        """Put keys into buckets, in order; writes where each begins to `key_offsets`."""
+        """Put keys into buckets, in order, and write their offsets to `key_offsets`."""
         unit, limit, used, length = self._unit, self.limit, 0, 0
-        new = tuple.__new__  # there may be thousands: a call of Segment takes twice as long
+        new = tuple.__new__  # thousands of keys are common, and calling Segment takes twice as long
         segments: list[Segment] = []
         for key in keys:
             numel = numels[key]
@@ -279,9 +286,9 @@ class _Arena:
             self._append(segments, used)
 
     def add_big(self, key: int, numel: int, row: int) -> int:
-        """Cut a key into slices of its own; returns where it begins."""
+        """Cut a key into slices of its own; return its offset."""
         offset = self.end
-        # Whole rows, so that a slice takes rows by itself; unless one is too long for that.
+        # Whole rows in each slice, unless a row is too long for that.
         unit = math.lcm(max(row, 1), self._unit)
         limit = self.limit - self.limit % unit or unit
         if limit * SIZES[self.dtype] > MAX_SLICE:
@@ -299,10 +306,10 @@ class _Arena:
 
 
 def _run_length(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
-    """Return the number of neighbouring slices of a key that go to one server.
+    """Return the number of adjacent slices of a key that are placed together.
 
-    Those that are mapped have to begin in their page where they do on workers. So as many stay together as fill whole
-    pages; or where these would be few, of every server's share all.
+    Mapped slices must start at the same offset in a page as on workers, so as many are kept together as fill whole
+    pages; if that would leave each server few such groups, a server's whole share is kept together.
     """
     nbytes = drafts[pieces[0]].length * SIZES[drafts[pieces[0]].dtype]
     fill = PAGE // math.gcd(nbytes, PAGE)
@@ -318,9 +325,9 @@ def _placed(
     whole_keys: bool,
     one_server: bool,
 ) -> tuple[Slice, ...]:
-    """Give each slice of a table to a server; arguments as of `make_plan`."""
+    """Assign each slice of a table to a server; arguments as for `make_plan`."""
     units: list[list[int]] = [list(range(len(slices)))] if one_server else []
-    # A bucket holds whole keys and stands alone.
+    # A bucket contains whole keys, so it is placed on its own.
     keys = [piece.segments[-1].key for piece in slices]
     for key, of_key in itertools.groupby(range(len(slices)), keys.__getitem__) if not one_server else ():
         pieces, most = list(of_key), 1
@@ -336,12 +343,12 @@ def _placed(
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
-    """Give each unit to the server with the fewest bytes so far, biggest unit first.
+    """Assign each unit to the least loaded server, largest unit first.
 
     Args:
         sizes: Bytes of each item.
         units: Items, by index, that must stay together; each item is in one unit.
-        seed: Rotates who is asked first, so that many tables of one key do not all land on server 0.
+        seed: Rotates the order of servers, so that many tables of one key are not all on server 0.
 
     Returns:
         The server of each item.
@@ -358,7 +365,7 @@ def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: in
 
 
 MAX_NAME = 1024
-"""Characters that a name may have: of a key, a table or a namespace."""
+"""The longest name of a key, table or namespace, in characters."""
 
 
 @dataclass(frozen=True)
@@ -373,18 +380,17 @@ class Plan:
     resident_sizes: dict[str, int]
     """Elements in the arena of each dtype before its row-sparse keys: what a worker holds."""
     key_offsets: tuple[int, ...]
-    """Where each key begins in the arena of its dtype, in elements."""
+    """Offset of each key in the arena of its dtype, in elements."""
     numels: tuple[int, ...]
-    """The elements of each key."""
     whole_keys: bool
     """Whether all slices of a key are on one server."""
     one_server: bool = False
-    """Whether all slices of the table are."""
+    """Whether all slices of the table are on one server."""
     _rows: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
     _joined: dict[int, RowPlaces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def over(self, num_servers: int, whole_keys: bool = False, one_server: bool = False) -> Plan:
-        """Lay the same slices over so many servers; arguments as of `make_plan`."""
+        """Return a plan with the same slices over another number of servers; arguments as for `make_plan`."""
         wanted = num_servers, whole_keys, one_server
         if wanted == (self.num_servers, self.whole_keys, self.one_server):
             return self
@@ -398,18 +404,18 @@ class Plan:
 
     @cached_property
     def key_nbytes(self) -> tuple[int, ...]:
-        """The bytes of each key, without padding."""
+        """Bytes of each key, without padding."""
         sizes = map(SIZES.__getitem__, map(operator.attrgetter("dtype"), self.specs))
         return tuple(map(operator.mul, sizes, self.numels))
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of all keys together, without padding."""
+        """Bytes of all keys, without padding."""
         return sum(self.key_nbytes)
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
-        """The servers that hold at least one slice, in ascending order."""
+        """The servers with at least one slice, ascending."""
         return tuple(sorted(self._by_server))
 
     @cached_property
@@ -427,14 +433,14 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Name the layout: equal in every process for equal inputs and the same rules of slicing, and only then."""
+        """Identifies the layout: equal exactly for equal inputs and the same slicing rules."""
         layout = [ALIGNMENT, MIN_SLICE, MAX_SLICE, SLICES_PER_TABLE]
         layout += [self.num_servers, self.whole_keys, self.one_server]
         return hashlib.sha256(json.dumps([layout, self.specs]).encode()).hexdigest()
 
     @cached_property
     def _split_rows(self) -> frozenset[int]:
-        """The keys that are cut within a row."""
+        """Keys that are cut within a row."""
         segments = [segment for piece in self.slices for segment in piece.segments if segment.key_start]
         return frozenset(s.key for s in segments if s.key_start % max(row_numel(self.specs[s.key]), 1))
 
@@ -453,30 +459,34 @@ class Plan:
         return frozenset(range(len(self.specs))) - shared
 
     def is_resident(self, piece: Slice) -> bool:
-        """Tell whether workers hold a copy of a slice, as its keys are not row-sparse."""
+        """Return whether workers hold a copy of a slice, because its keys are not row-sparse."""
         return not self.specs[piece.segments[0].key].row_sparse
 
     def resident_slices_of(self, server: int) -> tuple[Slice, ...]:
-        """Return the slices on one server of which workers hold a copy, in arena order."""
+        """Return the slices on one server that workers hold a copy of, in arena order."""
         return self._resident.get(server, ())
 
     def takes_rows(self, key: int) -> bool:
-        """Tell whether the slices of a key (by index) hold whole rows of it; not so where a row is too long for one."""
+        """Return whether the slices of a key (by index) contain whole rows; False if a row is too long for that."""
         return key not in self._split_rows
 
     def slices_with(self, key: int) -> tuple[Slice, ...]:
-        """List the slices with a part of a key (by index), in the order of its elements; none if it is empty."""
+        """Return the slices that contain a part of a key (by index), in order; empty if the key is."""
         return self._by_key.get(key, ())
 
     def rows(self, key: int) -> RowPlaces:
-        """Say where the rows of a key (by index) lie: nowhere, if a slice has no whole ones. It is found out once."""
+        """Return where the rows of a key (by index) are; there are no blocks if its slices do not contain whole rows.
+        Cached.
+        """
         found = self._rows.get(key)
         if found is None:
             found = self._rows[key] = _row_places(self, (key,))
         return found
 
     def joined_rows(self, key: int) -> RowPlaces:
-        """Say as `rows` where rows of a key, and of those that follow side by side, lie. They count as one key."""
+        """Return where the rows of the row group from a key on are, counted as rows of one key; otherwise like
+        `rows`.
+        """
         found = self._joined.get(key)
         if found is None:
             keys = [key]
@@ -487,7 +497,9 @@ class Plan:
 
     @cached_property
     def _followers(self) -> dict[int, int]:
-        """Key → the one whose rows, as wide, begin in the arena where its own end; both are alone in their slices."""
+        """Key → the next one in its row group: it has rows of the same width, and begins where the key ends in the
+        arena.
+        """
         takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
         by_place = sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key]))
         found = {}
@@ -501,7 +513,7 @@ class Plan:
 
     @cached_property
     def run_of(self) -> dict[int, int]:
-        """Key → the first one of those side by side to which it belongs; of keys that are alone, none."""
+        """Key → the first key of its row group; keys that are in none are missing."""
         first: dict[int, int] = {}
         for key, other in sorted(self._followers.items(), key=lambda pair: self.key_offsets[pair[0]]):
             first[other] = first.setdefault(key, key)
@@ -509,7 +521,7 @@ class Plan:
 
 
 def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
-    """Put together the slices of each key, or server, in the order given."""
+    """Group slices by key or server, in the order given."""
     found: dict[int, list[Slice]] = {}
     for number, piece in pairs:
         found.setdefault(number, []).append(piece)
@@ -517,6 +529,7 @@ def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
 
 
 def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
+    # 1. The pieces of all keys, and how many rows each has.
     key, width = keys[0], max(row_numel(plan.specs[keys[0]]), 1)
     pieces = tuple([piece for key in keys for piece in plan.slices_with(key)])
     positions = [0] * len(pieces)
@@ -526,6 +539,7 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
     counts = np.array([segment.numel // width for segment in segments], np.int64)
     starts = np.append(0, np.cumsum(counts))
     servers, shifts = np.array([piece.server for piece in pieces], np.int64), np.zeros(len(pieces), np.int64)
+    # 2. The block of each server: which pieces are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
     most = max(MAX_SLICE // (4 + width * SIZES[plan.specs[key].dtype]), 1)
     takes_rows = plan.takes_rows(key) and row_numel(plan.specs[key])
@@ -536,13 +550,14 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         order = {pieces[at].index: number for number, at in enumerate(mine.tolist())}
         here = tuple([pieces[at] for at in mine.tolist()])
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
+    # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
     deals = tuple([_deal(plan, key) for key in keys])
     return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, deals)
 
 
 def _deal(plan: Plan, key: int) -> Deal:
-    """Say how the rows of a key are interleaved over its slices: in turn where they live in a store that cuts keys."""
+    """Return how the rows of a key are interleaved: only row-sparse keys of a store that may cut keys are."""
     if plan.whole_keys or not plan.specs[key].row_sparse:
         return Deal(1, 0)
     numels, width = [piece.used for piece in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)
@@ -558,12 +573,13 @@ def make_plan(
 ) -> Plan:
     """Lay out `specs` over `num_servers` servers.
 
-    With `whole_keys` a key is not spread over servers, for optimizers that need more of it than one element at a
-    time; with `one_server` the whole table is not. The slices are the same, only their places differ.
+    With `whole_keys` every key is on a single server, for optimizers that are not elementwise; with `one_server` the
+    whole table is. The slices are the same, only their servers differ.
 
     Raises:
-        ConfigurationError: no keys, a key twice, a dtype that cannot be stored, or a shape with a negative size.
+        ConfigurationError: There are no keys, a key occurs twice, or a dtype or shape is impossible.
     """
+    # 1. The size of slices follows from the size of the table.
     specs = tuple(specs)
     check_specs(specs, num_servers, integers)
     _, shapes, dtypes, _, are_sparse = zip(*specs, strict=True)
@@ -576,6 +592,7 @@ def make_plan(
     arena_sizes: dict[str, int] = {}
     resident_sizes: dict[str, int] = {}
     key_offsets = [0] * len(specs)
+    # 2. Fill one arena for each dtype: small keys, big keys, row-sparse keys.
     for dtype in sorted(set(dtypes)):
         layout = _Arena(dtype, piece_bytes, len(drafts))
         least_big = -(-piece_bytes // SIZES[dtype])
@@ -589,6 +606,7 @@ def make_plan(
             key_offsets[i] = layout.add_big(i, numels[i], row_numel(specs[i]))
         drafts.extend(layout.slices)
         arena_sizes[dtype] = layout.end
+    # 3. Assign the slices to servers.
     slices = _placed(drafts, specs, num_servers, whole_keys, one_server)
     places = tuple(key_offsets), tuple(numels)
     return Plan(specs, num_servers, slices, arena_sizes, resident_sizes, *places, whole_keys, one_server)
@@ -597,7 +615,7 @@ def make_plan(
 def check_same(
     mine: Sequence[TensorSpec], theirs: Sequence[TensorSpec], who_mine: str, who_theirs: str
 ) -> None:
-    """Raise PlanMismatchError naming the first key in which two lists of keys differ; return if none does."""
+    """Raise PlanMismatchError naming the first key in which two lists of keys differ."""
     for i in range(max(len(mine), len(theirs))):
         a = mine[i] if i < len(mine) else None
         b = theirs[i] if i < len(theirs) else None
@@ -609,7 +627,9 @@ def check_same(
 
 
 def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
-    """Raise ConfigurationError unless `specs` fit a plan for so many servers. Integers may need to be allowed."""
+    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers. `integers` allows these
+    dtypes.
+    """
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:
@@ -626,7 +646,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
         for spec in specs:
             if spec.dtype not in storable:
                 raise ConfigurationError(
-                    f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
+                    f"key {spec.key!r} has dtype {spec.dtype}; a store only holds {', '.join(ITEM_SIZE)}"
                 )
             if spec.shape in impossible:
                 raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")
@@ -635,7 +655,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise ConfigurationError if a name is too long to travel with others."""
+    """Raise ConfigurationError if a name is too long."""
     if len(name) > MAX_NAME:
         raise ConfigurationError(
             f"{what} has a name of {len(name)} characters, {name[:40]!r}…; one may have {MAX_NAME}"
@@ -644,12 +664,12 @@ def check_name(what: str, name: str) -> None:
 
 def _check_rows(spec: TensorSpec) -> None:
     if not spec.shape:
-        raise ConfigurationError(f"key {spec.key!r} is row-sparse, but a number has no rows")
+        raise ConfigurationError(f"key {spec.key!r} is row-sparse, but it has no dimensions and so no rows")
     size = ITEM_SIZE[spec.dtype]
     if row_numel(spec) and math.lcm(row_numel(spec) * size, ALIGNMENT) > MAX_SLICE:
         raise ConfigurationError(
             f"key {spec.key!r} is row-sparse, but its rows of {row_numel(spec) * size} bytes are too long for that; up "
-            f"to {MAX_SLICE // ALIGNMENT} bytes always are possible, and multiples of {ALIGNMENT} up to {MAX_SLICE}"
+            f"to {MAX_SLICE // ALIGNMENT} bytes are always possible, and multiples of {ALIGNMENT} up to {MAX_SLICE}"
         )
 
 

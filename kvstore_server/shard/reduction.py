@@ -1,7 +1,12 @@
-"""Sums of what ranks contributed to a Shard, some neighbouring slots at a time.
+"""Sums of the ranks' contributions to a Shard, some adjacent slots at a time.
 
-Sums are left folds in rank order, so their bits do not depend on the order of arrival. Half precision accumulates in
-float32. Compressed payloads are decoded as they are added.
+A contribution is a list of runs (dense elements of adjacent slots) and of rows of keys. `Sums.chunks` divides the
+slots into chunks that fit into a cache: first into spans to which the same ranks contribute (`_spans`), then into
+groups of spans that are adjacent and short enough (`_span_groups`). The division depends only on what was given, not
+on its contents, so it is cached. `Sums.total` adds one chunk; `Sums.sum_of_rows` adds rows.
+
+Invariants: sums are left folds in rank order, so bits do not depend on the order of arrival. Half precision is summed
+in float32. Compressed payloads are decoded while they are added. Equal scales are applied once, to the sum.
 """
 
 from __future__ import annotations
@@ -27,33 +32,34 @@ from kvstore_server.shard.storage import Block, Home, Storage
 NO_KEYS: frozenset[int] = frozenset()
 
 Present = np.ndarray[Any, np.dtype[np.bool_]] | None
-"""Of neighbouring segments, which are updated; None: all."""
+"""For adjacent segments, whether they are updated; None: all are."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _bounds_of = itemgetter(0, 1)
 
 
 class Run(NamedTuple):
-    """What a rank gives to neighbouring slots of a Shard, from `first` up to `end`."""
+    """What a rank gives to adjacent slots of a Shard, from `first` up to `end`."""
 
     first: int
     end: int
     payload: Payload
-    """Plain numbers of whole slots with zeros as padding, which may be missing behind the last; otherwise one slot's. A
-    sum is not given parts."""
+    """Plain elements of whole slots with zeros as padding, which the last slot may lack; otherwise the payload of one
+    slot. Sums never get parts of a slice.
+    """
 
 
 class RankContribution(NamedTuple):
-    """One rank's part in a sum.
+    """One rank's contribution to a sum.
 
     Args:
-        runs: In ascending order, without overlaps.
-        scale: Factor of all of it.
-        absent: The keys (as the Shard numbers them) that this rank leaves out.
-        rows: Key → the rows of its block of which the rank has only those; runs do not count there.
+        runs: Ascending, without overlaps.
+        scale: Factor of everything.
+        absent: Keys (as the Shard numbers them) that this rank leaves out.
+        rows: Key → the rows that the rank gives instead of the whole key; runs are ignored there.
         is_scratch: Whether the memory may be overwritten.
-        borrowed: Key → its numbers, contiguous, of whole lines, not to be overwritten; runs do not count there. Only of
-            a rank that gives scratch alone.
+        borrowed: Key → its elements, contiguous, in whole lines, which must not be overwritten; runs are ignored
+            there. Only for a single contribution that is scratch.
     """
 
     runs: Sequence[Run]
@@ -65,49 +71,48 @@ class RankContribution(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the rank gave."""
         return sum([payload_nbytes(run.payload) for run in self.runs]) + payload_nbytes(self.rows)
 
 
 class Outline(NamedTuple):
-    """To what a rank contributes, without the numbers."""
+    """What a rank contributes to, without payloads."""
 
     bounds: tuple[tuple[int, int], ...]
     """First slot and end of each run."""
     absent: frozenset[int]
     rows: frozenset[int]
-    """The keys of which it gives rows."""
+    """The keys that it gives rows of."""
 
 
 class SpanSource(NamedTuple):
-    """Where the numbers of a span are in a contribution."""
+    """Where the elements of a span are in a contribution."""
 
     number: int
-    """Of the contribution."""
+    """The index of the contribution."""
     run: int
-    """The number of its run; -1: it has only rows."""
+    """The index of its run; -1: it has only rows."""
     at: int
-    """Where the span begins in the run, in elements."""
+    """Offset of the span in the run, in elements."""
 
 
 class Span(NamedTuple):
-    """Neighbouring slots to which the same ranks contribute."""
+    """Adjacent slots to which the same ranks contribute."""
 
     first: int
     end: int
     given: list[SpanSource]
     sparse: Sequence[Home] = ()
-    """The keys of which a rank gave rows that count as dense numbers."""
+    """Keys with rows that count as dense elements."""
     start: int = 0
-    """Where it begins in its chunk, in elements."""
+    """Offset in its chunk, in elements."""
     used: int = 0
-    """Where the padding of its last slot begins there."""
+    """End in its chunk without the padding of its last slot."""
     stop: int = 0
-    """Where that ends."""
+    """End in its chunk with that padding."""
 
 
 class Chunk(NamedTuple):
-    """Neighbouring slots that are summed at once, from `first` up to `end`."""
+    """Adjacent slots that are summed at once, from `first` up to `end`."""
 
     first: int
     end: int
@@ -116,17 +121,19 @@ class Chunk(NamedTuple):
     place: slice
     """Their elements in the block."""
     segments: range
-    """In the block."""
+    """Their segments in the block."""
     present: Present
 
 
 def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
-    """Return a part of a vector; all of it as it is, for a view takes as long as the sum of 10,000 numbers."""
+    """Return a part of a vector; for the whole vector no view is made, which takes as long as adding 10,000
+    elements.
+    """
     return flat if not start and stop >= flat.numel() else flat[start:stop]
 
 
 def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]:
-    """Return the keys that none of the contributions has."""
+    """Return the keys that every contribution leaves out."""
     left_out = contributions[0].absent if contributions else NO_KEYS
     for given in contributions:
         left_out &= given.absent
@@ -134,15 +141,13 @@ def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]
 
 
 class Sums:
-    """Sums contributions to the slots of a storage."""
-
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._chunks = BoundedCache[list[Chunk]](storage.slots)
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def given_as_rows(self, contributions: Sequence[RankContribution]) -> list[int]:
-        """Return the keys of which all ranks that have them gave only rows."""
+        """Return the keys that all ranks with a contribution to them gave as rows."""
         keys = sorted({key for given in contributions for key in given.rows})
         for given in contributions:
             known = {*given.rows, *given.absent}
@@ -150,7 +155,6 @@ class Sums:
         return keys
 
     def _has_run(self, given: RankContribution, key: int) -> bool:
-        """Tell whether a rank gave numbers to the first slot of a key."""
         slot = self._storage.homes[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
@@ -158,9 +162,9 @@ class Sums:
     def side_by_side(
         self, keys: Sequence[int], contributions: Sequence[RankContribution]
     ) -> list[list[Home]]:
-        """Join (ascending) keys whose rows, from the same ranks, lie as those of one key.
+        """Group (ascending) keys whose rows are adjacent in memory and come from the same ranks.
 
-        Rows that no key has may lie between them.
+        Rows that belong to no key may be between them.
         """
         joined: list[list[Home]] = []
         for home in map(self._storage.homes.__getitem__, keys):
@@ -175,11 +179,12 @@ class Sums:
         return joined
 
     def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[RankContribution]) -> RowSet:
-        """Sum rows; as in dense sums, equal scales are applied once. It may be the rows of a scratch contribution.
+        """Sum rows; as in dense sums, equal scales are applied once. May return the rows of a scratch contribution.
 
         Args:
-            homes: Of one key, or of keys that are `side_by_side`: ids count from the first row of the first one.
+            homes: Of one key, or of a group from `side_by_side`: ids count from the first row of the first key.
         """
+        # 1. Collect the rows of each rank, in the compute dtype.
         home, parts = homes[0], [one for one in contributions if homes[0].key in one.rows]
         common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
         of_keys = [one.rows[home.key] for one in parts]
@@ -189,17 +194,19 @@ class Sums:
         values = [rows.values.to(compute_dtype(home.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
+        # 2. Sum rows with equal ids, in rank order.
         ids, total = of_keys[0].ids, values[0]
         if len(parts) > 1:
             ids, total = torch.cat([rows.ids for rows in of_keys]), torch.cat(values)
         ids, total = coalesce_rows(ids, total, (homes[-1].part.stop - home.part.start) // home.width)
         if common not in (None, 1.0):
             total = total * common
+        # 3. Never return memory that the caller of this process still uses.
         is_given = len(homes) == 1 and total is of_keys[0].values and not parts[0].is_scratch
         return RowSet(ids, total.clone() if is_given else total)
 
     def by_slot(self, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
-        """Slot → position of a segment → its rows."""
+        """Return slot → position of a segment → its rows."""
         found: dict[int, dict[int, RowSet]] = {}
         for key, own in rows.items():
             home = self._storage.homes[key]
@@ -216,12 +223,12 @@ class Sums:
         whole_keys: bool,
         are_whole: bool = False,
     ) -> list[Chunk]:
-        """Neighbouring slots, as many as are summed at once; with `whole_keys` none ends within a key.
+        """Divide the slots into chunks that are summed at once; with `whole_keys`, chunks end at the end of a key.
 
         Args:
-            by_rows: The keys that are updated by rows, and do not count here; rows of others are a gradient that is
-                zero elsewhere.
-            are_whole: Whether nothing is summed, so that all neighbours may come at once.
+            by_rows: Keys that are updated by rows and ignored here; rows of other keys are a gradient with zeros
+                elsewhere.
+            are_whole: Whether nothing has to be summed, so that all adjacent slots can be one chunk.
         """
         named: list[Any] = [tuple(by_rows), whole_keys, are_whole]
         for one in contributions:
@@ -229,13 +236,13 @@ class Sums:
         return self._chunks.get(tuple(named), self._divide, *named)
 
     def part(self, slot: int, begin: int, end: int, contributions: Sequence[RankContribution]) -> Chunk:
-        """Return a chunk of a slot, whole lines, to which dense numbers are contributed."""
+        """Return a chunk of whole lines of a slot, to which dense elements are contributed."""
         one = self._storage.slots[slot]
         given = [SpanSource(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
         used = min(end, one.piece.used) - begin
         place = slice(one.start + begin, one.start + end)
         ends = one.block.ends
-        # Of segments without elements those at its end belong to it, and those at the beginning of the slot.
+        # An empty segment belongs to the part at whose end it is; those at the beginning of the slot, to its first part.
         first = bisect_right(ends, place.start, one.first, one.last) if begin else one.first
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
         last = max(last, bisect_right(ends, place.stop, first, one.last))
@@ -249,6 +256,7 @@ class Sums:
         outlines = [Outline(*one) for one in given]
         for spans in self._span_groups(outlines, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
+            # A segment is present unless it is updated by rows, or all ranks left its key out.
             absent = [[outlines[source.number].absent for source in span.given] for span in spans]
             found: list[bool] = []
             if by_rows or any(all(some) for some in absent):
@@ -265,7 +273,7 @@ class Sums:
         return chunks
 
     def _placed(self, span: Span, begin: int) -> Span:
-        """Note where a span lies in a chunk that begins there in its block."""
+        """Add the position of a span in a chunk that begins at `begin` in the block."""
         last, stop = self._storage.slots[span.end - 1], self._storage.ends[span.end - 1] - begin
         start, used = self._storage.slots[span.first].start - begin, last.start + last.piece.used - begin
         return span._replace(start=start, used=used, stop=stop)
@@ -273,7 +281,7 @@ class Sums:
     def _span_groups(
         self, outlines: Sequence[Outline], by_rows: Collection[int], whole_keys: bool, are_whole: bool
     ) -> Iterator[list[Span]]:
-        """Spans cut and joined to what is summed at once."""
+        """Yield groups of spans, cut and merged to what is summed at once."""
         group: list[Span] = []
         begin, storage = 0, self._storage
         for span in self._spans(outlines, by_rows):
@@ -282,6 +290,7 @@ class Sums:
             at_once = CACHED if is_cut else sys.maxsize
             while first < span.end:
                 is_next = bool(group) and storage.is_next(group[-1].end - 1, first)
+                # With whole keys a chunk grows beyond the limit until a key ends.
                 is_bound = is_next and whole_keys and storage.continues_key(first)
                 if group and not is_bound and not (is_next and storage.ends[first] - begin <= at_once):
                     yield group
@@ -299,7 +308,7 @@ class Sums:
             yield group
 
     def _spans(self, outlines: Sequence[Outline], by_rows: Collection[int]) -> Iterator[Span]:
-        """Cut what was given where its ranks, their runs or the keys with rows change."""
+        """Split what was given at every change of ranks, runs or keys with rows."""
         keys = frozenset().union(*(one.rows for one in outlines))
         homes, slots = (
             [self._storage.homes[key] for key in sorted(keys.difference(by_rows))],
@@ -324,7 +333,9 @@ class Sums:
                 yield Span(first, end, given, sparse)
 
     def alone(self, chunk: Chunk, contributions: Sequence[RankContribution]) -> tuple[Tensor, float] | None:
-        """Return what one rank gave to a chunk, scratch to compute with, and its factor; None if it is not all."""
+        """Return one rank's scratch memory and factor for a chunk if it can be used instead of a sum; otherwise
+        None.
+        """
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
         one = contributions[source.number]
@@ -339,10 +350,10 @@ class Sums:
     def total(
         self, chunk: Chunk, contributions: Sequence[RankContribution], out: Tensor | None = None
     ) -> Tensor:
-        """Sum scale · numbers of a chunk over ranks, in the compute dtype. Padding is zero.
+        """Return the sum of scale * elements of a chunk over ranks, in the compute dtype, with zero padding.
 
-        Equal scales, the usual case, are applied once to the sum: then the result has the same bits whether ranks or
-        the replicas of one process were summed. The result is `out`, or scratch memory that the next call overwrites.
+        Equal scales, the usual case, are applied once to the sum, so that summing ranks and summing the replicas of
+        one process give the same bits. The result is `out`, or scratch memory that the next call overwrites.
         """
         length = chunk.place.stop - chunk.place.start
         if out is None:
@@ -366,7 +377,7 @@ class Sums:
         return out
 
     def _scratch(self, like: Tensor, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
-        """Flat memory on the device of `like`; the next call with the same number overwrites it."""
+        """Return flat scratch memory on the device of `like`; the next call with the same `number` overwrites it."""
         kept = self._memory.get((like.device, dtype, number))
         room = 0 if kept is None else kept.numel()
         if kept is None or room < numel:
@@ -379,13 +390,15 @@ class Sums:
     def _numbers(
         self, body: Tensor, span: Span, one: RankContribution, source: SpanSource, is_further: bool
     ) -> Tensor:
-        """Return what a rank gave to a span, in the dtype of `body`; that of the first rank may lie there."""
+        """Return what a rank gave to a span, in the dtype of `body`, possibly in `body` itself for the first rank."""
+        # 1. Plain elements without rows are used in place.
         slot, payload = self._storage.slots[span.first], None
         run = one.runs[source.run] if source.run >= 0 else None
         if run is not None and isinstance(run.payload, Tensor):
             payload = part_of(run.payload, source.at, source.at + span.used - span.start)
             if not span.sparse:
                 return payload if payload.dtype == body.dtype else payload.to(body.dtype)
+        # 2. Otherwise assemble them: plain, zero, or decoded.
         values = self._scratch(body, body.dtype, len(body), 1) if is_further else body
         if payload is not None:
             values.copy_(payload)
@@ -394,13 +407,14 @@ class Sums:
         else:
             assert isinstance(run.payload, CompressedPayload)
             run.payload.codec.decode(run.payload.data, slot.block.dtype, values)
-            # One bit cannot say zero, and a residual may speak up where the rank gave nothing.
+            # Some codecs cannot represent zero, and a residual may add something where the rank gave nothing.
             end = 0
             for segment in slot.piece.segments:
                 values[end : segment.start].zero_()
                 end = segment.start + segment.numel
                 if slot.unit.first_key + segment.key in one.absent:
                     values[segment.start : end].zero_()
+        # 3. Replace the keys that the rank gave as rows.
         for home in span.sparse:
             found = one.rows.get(home.key)
             low, high = max(home.part.start, slot.start), min(home.part.stop, slot.start + len(body))
@@ -413,6 +427,6 @@ class Sums:
 
 
 def _joined(parts: Sequence[RowSet], starts: Sequence[int]) -> RowSet:
-    """Put rows of several keys together, whose ids count from other starts."""
+    """Concatenate rows of several keys, with ids shifted by each key's start."""
     ids = [part.ids + start for part, start in zip(parts, starts, strict=True)]
     return RowSet(torch.cat(ids), torch.cat([part.values for part in parts]))
