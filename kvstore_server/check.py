@@ -77,22 +77,14 @@ def number(
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return a whole number as an int.
-
-    Raises:
-        ConfigurationError: It is not an integer, or out of bounds.
-    """
+    """Return a whole number as an int. Raises ConfigurationError if it is not an integer, or out of bounds."""
     if not is_integer(value, least, most):
         raise ConfigurationError(f"{name} must be {_range('an integer', least, most)}, got {value!r:.80}")
     return int(value)
 
 
 def boolean(name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError) -> bool:
-    """Return a bool.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
+    """Return a bool. Raises ConfigurationError if it is something else."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {value!r:.80}")
     return value
@@ -118,8 +110,7 @@ def mapping(
 ) -> Mapping[Any, Any]:
     """Return a dict, any other Mapping, or the dict of an object that `as_mapping` converts.
 
-    Raises:
-        ConfigurationError: It is something else.
+    Raises ConfigurationError if it is something else.
     """
     found = as_mapping(value)
     if not isinstance(found, Mapping):
@@ -136,8 +127,7 @@ def one_of(
 ) -> _Choice:
     """Return the choice that equals `value`.
 
-    Raises:
-        ConfigurationError: There is no such choice; the message lists them, and similar ones.
+    Raises ConfigurationError if there is no such choice; the message lists them, and similar ones.
     """
     for choice in choices:
         if isinstance(value, type(choice)) and choice == value:
@@ -176,8 +166,7 @@ def others(
 ) -> list[str]:
     """Return those of the given names that are not known and may belong to others.
 
-    Raises:
-        ConfigurationError: One is a misspelt known name.
+    Raises ConfigurationError if one is a misspelt known name.
     """
     right = list(names)
     rest = [str(one) for one in given if one not in right]

@@ -200,7 +200,6 @@ class Codec(ABC):
         return values
 
     def _blocks(self, payload: Tensor, dtype: str, numel: int) -> Iterator[tuple[int, int, Bytes]]:
-        """Yield first element, end and bytes of each block."""
         step, data = self._step(), payload.numpy()
         for start in range(0, numel, step):
             end = min(start + step, numel)
@@ -477,7 +476,6 @@ class Ternary(Codec):
             _times(part, _scale(scales), part)
 
     def _signs(self, numbers: Bytes, values: Numbers) -> None:
-        """Decode codes to −1, 0 and 1, one row for each unit."""
         row = values.shape[1]
         if row % 4:
             _look_up(_SIGNS[values.dtype.char], numbers[0], values[0])
@@ -585,7 +583,6 @@ class TopK(Codec):
         return self.unit
 
     def _count(self, numel: int) -> int:
-        """Return how many of `numel` elements in one unit are sent."""
         return min(math.ceil(self.ratio * numel), numel)
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:

@@ -135,7 +135,6 @@ def _span(numbers: Iterable[int]) -> str:
 
 
 def _is_routine(peer: Peer, body: m.RequestBody | m.ReplyBody) -> bool:
-    """Return whether a message is sent every second: a heartbeat, a status query, or the answer to one."""
     if isinstance(body, m.Heartbeat | m.GetStatus):
         return True
     is_heartbeat = isinstance(body, m.Pending) and not body.why

@@ -35,8 +35,6 @@ def limited_log() -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """Counts the lines of one place in the code."""
-
     since: float
     lines: int = 0
     left_out: int = 0

@@ -40,7 +40,6 @@ class BoundedCache(Generic[T]):
 
 
 def _count_numbers(value: Any) -> int:
-    """Estimate the contents of a value."""
     if isinstance(value, np.ndarray | bytes):
         return value.size if isinstance(value, np.ndarray) else len(value) // 8
     return sum(map(_count_numbers, value)) if isinstance(value, tuple | list | frozenset) else 1

@@ -404,18 +404,15 @@ class Plan:
 
     @cached_property
     def key_nbytes(self) -> tuple[int, ...]:
-        """Bytes of each key, without padding."""
         sizes = map(SIZES.__getitem__, map(operator.attrgetter("dtype"), self.specs))
         return tuple(map(operator.mul, sizes, self.numels))
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all keys, without padding."""
         return sum(self.key_nbytes)
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
-        """The servers with at least one slice, ascending."""
         return tuple(sorted(self._by_server))
 
     @cached_property
@@ -449,7 +446,6 @@ class Plan:
         return grouped([(segment.key, piece) for piece in self.slices for segment in piece.segments])
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
-        """Return the slices on one server, in arena order."""
         return self._by_server.get(server, ())
 
     @cached_property
@@ -574,10 +570,8 @@ def make_plan(
     """Lay out `specs` over `num_servers` servers.
 
     With `whole_keys` every key is on a single server, for optimizers that are not elementwise; with `one_server` the
-    whole table is. The slices are the same, only their servers differ.
-
-    Raises:
-        ConfigurationError: There are no keys, a key occurs twice, or a dtype or shape is impossible.
+    whole table is. The slices are the same, only their servers differ. Raises ConfigurationError if there are no
+    keys, a key occurs twice, or a dtype or shape is impossible.
     """
     # 1. The size of slices follows from the size of the table.
     specs = tuple(specs)
@@ -655,7 +649,6 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise ConfigurationError if a name is too long."""
     if len(name) > MAX_NAME:
         raise ConfigurationError(
             f"{what} has a name of {len(name)} characters, {name[:40]!r}…; one may have {MAX_NAME}"

@@ -56,7 +56,6 @@ def look(addresses: Sequence[str], timeout: float) -> list[Mapping[str, Any] | N
 
 
 def _asking(context: Any, address: str) -> Any:
-    """Return a socket that has sent the query to an address."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -67,7 +66,6 @@ def _asking(context: Any, address: str) -> Any:
 
 
 def question() -> list[bytes]:
-    """Return the frames of a status query."""
     return [HEADER.pack(b"KV", PROTOCOL_VERSION, LOOK, 0, 1, 0) + msgpack.packb([])]
 
 

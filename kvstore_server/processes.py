@@ -33,8 +33,6 @@ _PID = re.compile(r"^Pid:\s*(-?\d+)$", re.MULTILINE)
 
 
 class ProcessState(Enum):
-    """The state of a process."""
-
     UNKNOWN = auto()
     """Not visible from here, for example in another container."""
     RUNS = auto()
@@ -46,8 +44,7 @@ class ProcessState(Enum):
 class Process:
     """A process on this host.
 
-    Raises:
-        OSError: There is no such process, it is not visible from here, or the system has no pidfds.
+    Raises OSError if there is no such process, it is not visible from here, or the system has no pidfds.
     """
 
     def __init__(self, pid: int) -> None:

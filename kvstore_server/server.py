@@ -378,7 +378,6 @@ class Server:
         return news
 
     def _portion(self, peer: bytes) -> int:
-        """The most data in one message to a peer, in bytes."""
         channel = self._channels.get(peer)
         return MAX_PAYLOAD if channel is None else channel.portion
 
@@ -491,7 +490,6 @@ class Backlog:
 
     @property
     def has_state(self) -> bool:
-        """Whether optimizer state is queued."""
         return any(isinstance(reply.body, m.SliceState) for reply in self.replies)
 
     def append(self, reply: m.Reply) -> None:

@@ -70,8 +70,7 @@ class AgreedOptimizer:
     def agreed(self) -> Optimizer | None:
         """Return the effective optimizer, with the lowest rank's options; None if no rank has set one.
 
-        Raises:
-            PlanMismatchError: Two ranks set different ones.
+        Raises PlanMismatchError if two ranks set different ones.
         """
         if self.named is None or self._is_agreed:
             return self.named
@@ -177,7 +176,6 @@ def pack_hypers(
 
 
 def unpack_hypers(packed: bytes) -> dict[str, Any]:
-    """Inverse of `pack_hypers`."""
     values: dict[str, Any] = _tuples(unpack_control(packed))
     return values
 

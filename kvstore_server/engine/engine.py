@@ -115,8 +115,6 @@ class Answer(NamedTuple):
 
 
 class RankWait(NamedTuple):
-    """Something that ranks wait for."""
-
     what: str
     since: float
     deadline: float
@@ -350,7 +348,6 @@ class Engine:
         return out + [_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:
-        """Return whether no rank waits for an answer."""
         return not any(space.is_waiting() for space in self.namespaces.values())
 
     # ---------------------------------------------------------------- rounds
@@ -660,7 +657,6 @@ class Engine:
         return [_failed(waiter, error, table.number, number, number + 1) for waiter in waiters]
 
     def _abort(self, sender: Sender, abort: m.Abort) -> list[m.Outgoing]:
-        """Abort a round for a rank, and tell it whether the round was applied after all."""
         space, rank, table = sender.space, sender.rank, sender.space.table(abort.table)
         error = RoundAbortedError(
             f"rank {rank} aborted round {abort.round} of {table.name!r}: {abort.reason[:MAX_REASON]}"
@@ -704,7 +700,6 @@ class Engine:
     # ---------------------------------------------------------------- reads
 
     def _read(self, sender: Sender, wanted: m.Pull | m.PullRows) -> list[m.Outgoing]:
-        """Answer with the weights of each table, as soon as the rank may read it."""
         space, rank, waiter, timeout = sender.space, sender.rank, sender.waiter, wanted.timeout
         numbers = list(wanted.tables) if isinstance(wanted, m.Pull) else [space.table(wanted.table).number]
         for table in space.batch_of(np.array(numbers, np.int64)).named:
@@ -1071,7 +1066,6 @@ def _outcomes(
 def _present(
     space: Namespace, rank: int, waiter: Waiter, wanted: m.Pull | m.PullRows, numbers: Sequence[int]
 ) -> list[m.Outgoing]:
-    """Reply with the current weights of tables, or with rows of the only one."""
     try:
         if isinstance(wanted, m.PullRows):
             found = [
@@ -1096,7 +1090,6 @@ def _held(table: Table, round_: int, waiter: Waiter, partials: Sequence[Partial]
 
 
 def _park(space: Namespace, wait: DelayedRequest, now: float) -> list[m.Outgoing]:
-    """Delay a request until other ranks have caught up, and tell its sender what it waits for."""
     space.waits.add(wait)
     return _still_waiting(space, wait.waiter, space.describe_wait(wait), wait.missing(space.rounds), now)
 
@@ -1143,7 +1136,6 @@ def _failed(
 
 
 def _check_hello(config: EngineConfig, hello: m.Hello) -> None:
-    """Raise ConfigurationError unless this server may take that worker."""
     if (hello.server, hello.num_servers) != (config.server, config.num_servers):
         raise ConfigurationError(
             f"this is server {config.server} of {config.num_servers}, but rank {hello.rank} has it as server "

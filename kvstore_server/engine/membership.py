@@ -199,8 +199,7 @@ class Membership:
     def join(self, session: RankSession) -> RankSession | None:
         """Let a process stand for its rank; return the session that it replaces, if any.
 
-        Raises:
-            ConfigurationError: The process disagrees about the number of workers, or its rank is out of range.
+        Raises ConfigurationError if the process disagrees about the number of workers, or its rank is out of range.
         """
         hello, rank = session.hello, session.hello.rank
         if hello.num_workers != self.num_workers:
@@ -301,8 +300,7 @@ class Membership:
     ) -> list[tuple[Waiter, tuple[bytes, ...]]]:
         """Add a rank to the barrier. With the last one, return all waiters and what the ranks gave; otherwise nothing.
 
-        Raises:
-            ProtocolError: The rank is at another barrier than the others.
+        Raises ProtocolError if the rank is at another barrier than the others.
         """
         # 1. A repeated request for a barrier that has ended.
         if gather.sequence < self.barrier_sequence:
@@ -328,7 +326,6 @@ class Membership:
         return [rank for rank in range(self.num_workers) if rank not in self.barrier]
 
     def take_barrier(self) -> list[Waiter]:
-        """Remove and return the waiters at the barrier."""
         waiters = [wait.waiter for wait in self.barrier.values()]
         self.barrier.clear()
         return waiters

@@ -362,7 +362,6 @@ class Namespace:
 
     @property
     def least_memory(self) -> int:
-        """Bytes that it needs without any table."""
         return NAMESPACE + MEMBER * self.membership.num_workers
 
     def begin(self) -> None:
@@ -373,7 +372,7 @@ class Namespace:
         self._claimed = 0
 
     def table(self, number: int) -> Table:
-        """X."""
+        """Return the table with that number. Raises ProtocolError if it does not exist."""
         if not 0 <= number < len(self.tables):
             raise ProtocolError(f"namespace {self.name!r} has no table {number}; register it first")
         return self.tables[number]
@@ -381,8 +380,7 @@ class Namespace:
     def batch_of(self, tables: Ints) -> TableBatch:
         """Return the cached lookups for some tables; they must not be modified.
 
-        Raises:
-            ProtocolError: A table does not exist or is named twice, or there are too many.
+        Raises ProtocolError if a table does not exist or is named twice, or there are too many.
         """
         return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
@@ -444,7 +442,6 @@ class Namespace:
         return f"{'the end' if wait.is_join else 'a read'} of {self.tables[wait.table].name!r} by rank {wait.rank}"
 
     def forget_absent(self, tables: Collection[int]) -> None:
-        """Forget the keys that ranks leave out of rounds of some tables that are over."""
         self.absent = {where: keys for where, keys in self.absent.items() if where[0] not in tables}
 
     # ---------------------------------------------------------------- slices
@@ -521,7 +518,6 @@ class Namespace:
             table.begin_round(ALL)
 
     def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
-        """Interpret the only payload as a part of a slice that ends at element `end`; None if it cannot be one."""
         (table, at), codec = self.place(slot), None
         piece = table.unit.slices[at]
         numel, itemsize = piece.length, SIZES[piece.dtype]
@@ -735,8 +731,7 @@ class Namespace:
     def set_optimizer(self, rank: int, spec: bytes) -> None:
         """Set the optimizer that a rank names; another algorithm than before starts with fresh state.
 
-        Raises:
-            ConfigurationError: Its options are not valid, or its state needs more memory than there is.
+        Raises ConfigurationError if its options are not valid, or its state needs more memory than there is.
         """
         replaced = self.optimizer.set(rank, spec, self._make_room)
         if replaced is not None:
@@ -773,7 +768,6 @@ class Namespace:
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
 
     def stats(self, now: float) -> Mapping[str, Any]:
-        """Return counters of every table and the state of the members."""
         members = self.membership
         return {
             "server": self.config.server,

@@ -71,8 +71,7 @@ class Portion(NamedTuple):
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
     """Record a rank's intent. With the last rank's, apply what has already arrived.
 
-    Raises:
-        ProtocolError: It names slices that are not of its table.
+    Raises ProtocolError if it names slices that are not of its table.
     """
     out: list[m.Outgoing] = []
     tracker = space.rounds.shared
@@ -187,7 +186,6 @@ def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
 
 
 def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return the element of each slot up to which all ranks have given what they declared."""
     begun, first = table.begun, table.unit.first
     assert begun is not None
     levels = list(sizes)
@@ -246,7 +244,6 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
 def _weights(
     space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
 ) -> list[m.Outgoing]:
-    """Build the messages with new weights for ranks that want bytes."""
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
     bodies = {half: _message(space, table, portions, half) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]

@@ -591,10 +591,8 @@ class RoundTracker:
     def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> bool:
         """Record a rank's intent for a table's open round. The rank has not committed yet.
 
-        Returns whether it is news. A tentative intent has no effect beside a firm one.
-
-        Raises:
-            ProtocolError: It names slices that the table does not have on this server, or contains payloads.
+        Returns whether it is news. A tentative intent has no effect beside a firm one. Raises ProtocolError if it
+        names slices that the table does not have on this server, or contains payloads.
         """
         table, _, count, generations, _, flags = commit
         first, end = self._slots.first[table : table + 2].tolist()
@@ -944,7 +942,6 @@ class Waits:
 
 
 def _grown(array: Any, size: int, fill: Any) -> Any:
-    """Return the array with room for `size` records, new ones filled with `fill`."""
     if len(array) >= size:
         return array
     more = np.full(max(size, 2 * len(array)), fill, array.dtype)

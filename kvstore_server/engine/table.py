@@ -289,7 +289,6 @@ class Table:
         return self._applied(given, hyper)
 
     def _assign(self, round_: int, parts: Parts, is_lane: bool) -> None:
-        """Assign the lowest rank's values, in the first round or when all ranks want that."""
         rank, first = next(iter(parts.items()))
         updating = [r for r, part in parts.items() if not part.flags & m.ASSIGNS]
         if is_lane and not first.given.runs:
@@ -543,8 +542,7 @@ class Table:
     def pulled_part(self, pull: m.PullRows) -> RowPart:
         """Return the values of the requested rows, flat.
 
-        Raises:
-            ProtocolError: The key has no such rows on this server, or they do not fit into one message.
+        Raises ProtocolError if the key has no such rows on this server, or they do not fit into one message.
         """
         self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
@@ -579,7 +577,6 @@ class Table:
         return self._cut(plan.rows(first.segments[0].key).blocks[unit.server], only)
 
     def _pack_joined(self, keys: Sequence[int], changed: Mapping[int, Rows | None]) -> list[RowPart]:
-        """Encode the changed rows of a row group in common parts."""
         unit, block = self.unit, self.plan.joined_rows(keys[0]).blocks[self.unit.server]
         of_keys = []
         for key in keys:
@@ -590,7 +587,6 @@ class Table:
         return self._cut(block, RowSet(ids, self.shard.take_rows(unit, keys[0], ids)))
 
     def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
-        """Encode rows of a block in as few parts as can hold them."""
         found = []
         for at, end, part in block.cut(rows.ids.numpy()):
             piece, some = block.pieces[at], RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
@@ -602,8 +598,7 @@ class Table:
 def norm_to_hold(parts: Parts) -> float:
     """Return the type of norm for which all ranks want their sum held; 0 if they do not.
 
-    Raises:
-        PlanMismatchError: Ranks disagree about that.
+    Raises PlanMismatchError if ranks disagree about that.
     """
     lowest, first = next(iter(parts.items()))
     for rank, part in parts.items():

@@ -141,7 +141,6 @@ def apply_update(
 
 
 def _wide(optimizer: Optimizer, weight: Tensor, state: State) -> Tensor:
-    """Return the float32 weights to update instead of half-precision ones."""
     if not optimizer.multi_precision:
         optimizer.warn_of_low_precision(weight.dtype)
         return weight.float()
@@ -369,7 +368,6 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 def _new_entry(
     optimizer: Optimizer, name: str, value: Tensor, weight: Tensor, count: int, room: Room
 ) -> Tensor:
-    """Return a new entry for the whole key, with zeros in rows that were not updated."""
     if optimizer.elementwise:
         return room(name, value).view(weight.shape)
     if len(value) != count:

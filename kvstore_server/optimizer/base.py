@@ -303,7 +303,6 @@ class Optimizer:
         return described
 
     def plain_hyper(self) -> dict[str, Any]:
-        """Return the current values of the options that a group may set, as plain values."""
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def without_scheduler(self) -> Optimizer:
@@ -449,7 +448,6 @@ class Optimizer:
                 options[ours] = options.pop(theirs)
 
     def _take_common(self, options: dict[str, Any]) -> None:
-        """Move the two options that are not group keys from `options` to attributes."""
         self.rescale_grad = self._checked("rescale_grad", options.pop("rescale_grad", 1.0), 1.0)
         self.multi_precision = self._checked("multi_precision", options.pop("multi_precision", False), False)
 

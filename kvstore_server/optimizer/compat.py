@@ -24,8 +24,7 @@ VARIABLE = "KVSTORE_COMPAT"
 def release(given: Any, environ: Mapping[str, str]) -> str:
     """Return the release to follow: `given`, or else the environment variable's, or else MXNet 2.x.
 
-    Raises:
-        ConfigurationError: There is no such release.
+    Raises ConfigurationError if there is no such release.
     """
     if given is not None:
         return check.one_of("compat", given, RELEASES)
@@ -46,8 +45,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 def parameter_names(given: Any, who: str) -> dict[str, str]:
     """Check MXNet's `param_idx2name`; return the name of each key, whose index may be an integer.
 
-    Raises:
-        ConfigurationError: It is not a dict of keys and names.
+    Raises ConfigurationError if it is not a dict of keys and names.
     """
     is_fit = isinstance(given, Mapping) and all(
         (check.is_integer(key) or isinstance(key, str)) and isinstance(name, str)

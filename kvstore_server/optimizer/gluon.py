@@ -743,7 +743,6 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift right as if unsigned."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -126,7 +126,6 @@ class LRScheduler:
         return f"{type(self).__name__}({', '.join(kept)})"
 
     def _kept(self, key: str) -> Any:
-        """Return a constructor argument as a plain value."""
         if not hasattr(self, key):
             raise self._wrong(f"its constructor's argument {key!r} must be kept in an attribute of that name")
         value = getattr(self, key)

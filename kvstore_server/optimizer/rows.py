@@ -110,7 +110,6 @@ def joined(grad: Gradient, factor: float) -> Tensor:
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Merge or split fragments into blocks that fit the cache."""
     block, size = list[Tensor](), 0
     for tensor in tensors:
         flat = tensor if tensor.dim() == 1 else tensor.view(-1)

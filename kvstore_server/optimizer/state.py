@@ -90,7 +90,6 @@ class States:
         return cls(piece.dtype, piece.length, [(s.start, s.numel) for s in piece.segments], device)
 
     def add(self, segments: Sequence[tuple[int, int]]) -> None:
-        """Append segments that were never updated."""
         self.segments += segments
         self.steps = np.concatenate([self.steps, np.zeros(len(segments), np.int64)])
         self.entries += [self._share({})] * len(segments)

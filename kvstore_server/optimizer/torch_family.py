@@ -386,7 +386,6 @@ class TorchOptimizer(Optimizer):
 
 
 def torch_name(cls: TorchClass) -> str:
-    """Return the name of a torch class in a store."""
     return f"torch:{cls.__name__}"
 
 

@@ -76,7 +76,6 @@ def map_tree(function: Any, tree: Any) -> Any:
 
 
 def cloned(tree: Any) -> Any:
-    """Return a copy that shares no tensor."""
     return map_tree(lambda one: copied(one) if isinstance(one, Tensor) else copy.copy(one), tree)
 
 

@@ -70,10 +70,8 @@ def encode(message: m.Request | m.Reply) -> list[Frame]:
 def encode_parts(message: m.Request | m.Reply) -> tuple[list[Frame], Sequence[Tensor] | None]:
     """Return a message's frames, and separately its payloads.
 
-    A reply that does not fit into a frame is replaced by a failure that says so.
-
-    Raises:
-        ProtocolError: A frame of a request would be too large.
+    A reply that does not fit into a frame is replaced by a failure that says so. Raises ProtocolError if a frame of a
+    request would be too large.
     """
     body: Any = message.body
     kind = _KINDS.get(type(body))
@@ -216,7 +214,6 @@ def _groups(sizes: Sequence[int], most: int, alone: int) -> Iterator[slice]:
 
 
 def _cut(payloads: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Cut payloads into groups of these sizes in bytes."""
     left = deque(payloads)
     for size in sizes:
         own: list[Tensor] = []
@@ -275,8 +272,7 @@ def pack_control(value: Any) -> bytes:
 def unpack_control(data: bytes | memoryview) -> Any:
     """Inverse of `pack_control`. Every size is bounded by the frame.
 
-    Raises:
-        ProtocolError: The bytes are not msgpack, nest too deeply or contain other than plain values.
+    Raises ProtocolError if the bytes are not msgpack, nest too deeply or contain other than plain values.
     """
     try:
         return msgpack.unpackb(
@@ -294,11 +290,7 @@ def unpack_control(data: bytes | memoryview) -> Any:
 
 
 def decode_control(kind: int, data: memoryview) -> Any:
-    """Decode a control message.
-
-    Raises:
-        ProtocolError: The kind is unknown, or the bytes do not fit it.
-    """
+    """Decode a control message. Raises ProtocolError if the kind is unknown, or the bytes do not fit it."""
     if kind >= len(_CONTROL):
         raise ProtocolError(f"unknown kind of message: {kind}")
     cls = _CONTROL[kind]
@@ -446,7 +438,6 @@ def _decode_held(frames: Sequence[Frame]) -> m.Held:
 
 
 def _encode_rows(body: m.Weights | m.Done) -> list[bytes]:
-    """Encode the places and parts of weights, or the rounds of a Done, as one frame."""
     rows, parts = (body.places, body.parts) if isinstance(body, m.Weights) else (body.rounds, m.NO_PARTS)
     return [b"".join((_ROWS.pack(len(rows)), rows.tobytes(), parts.tobytes()))]
 
@@ -526,8 +517,6 @@ def _joined(payloads: Sequence[Tensor]) -> Frame:
 
 
 class _Kind(NamedTuple):
-    """The encoding of one kind of message."""
-
     code: int
     num_frames: int
     """0: one or more."""

@@ -356,8 +356,6 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answers Hello."""
-
     run: int
     session: int
     spread_from: int = 0
@@ -484,8 +482,6 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request, or one round of a table, failed."""
-
     code: str
     text: str
     table: int = -1
@@ -566,7 +562,5 @@ class Reply(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A reply and its receiver."""
-
     peer: bytes
     reply: Reply

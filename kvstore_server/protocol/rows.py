@@ -205,7 +205,6 @@ class _Reader:
         self._data = data
 
     def take(self, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
-        """Return a view of the next `count` numbers."""
         size = dtype.itemsize * count
         if size > len(self._data) - self.at:
             raise ProtocolError(f"a row-sparse slice of {len(self._data)} bytes ends too early")
@@ -214,7 +213,6 @@ class _Reader:
         return found
 
     def numbers(self, dtype: str, count: int) -> Tensor:
-        """Return a view of the next `count` numbers as a tensor."""
         return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
 
     def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:

@@ -151,8 +151,7 @@ class Deltas:
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
     """Add encoded changes of some weights to them, in order.
 
-    Raises:
-        ProtocolError: The data is not a whole number of changes.
+    Raises ProtocolError if the data is not a whole number of changes.
     """
     dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)

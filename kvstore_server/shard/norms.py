@@ -120,7 +120,6 @@ def _root(total: float, norm_type: float) -> float:
 
 
 def _powers(values: Tensor, norm_type: float) -> Tensor:
-    """|g|^p of each element, in place."""
     if norm_type == 2.0:
         return values.mul_(values)
     return values.abs_() if norm_type == 1.0 else values.abs_().pow_(norm_type)
@@ -147,7 +146,6 @@ UNCHANGED = Decision()
 
 
 def same_decision(a: Decision, b: Decision) -> bool:
-    """Return whether two decisions have the same effect."""
     if a.skip or b.skip:
         return a.skip == b.skip
     return a == b or (a.clip_value == b.clip_value and math.isnan(a.coef) and math.isnan(b.coef))
@@ -235,7 +233,6 @@ def _scaled(values: Tensor, scale: float) -> Tensor:
 
 
 def _greatest(partials: Iterable[float]) -> float:
-    """Return the largest of non-negative numbers; NaN if one is."""
     found = 0.0
     for partial in partials:
         if math.isnan(partial) or partial > found:  # nothing compares above a NaN that was found already

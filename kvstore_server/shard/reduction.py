@@ -273,7 +273,6 @@ class Sums:
         return chunks
 
     def _placed(self, span: Span, begin: int) -> Span:
-        """Add the position of a span in a chunk that begins at `begin` in the block."""
         last, stop = self._storage.slots[span.end - 1], self._storage.ends[span.end - 1] - begin
         start, used = self._storage.slots[span.first].start - begin, last.start + last.piece.used - begin
         return span._replace(start=start, used=used, stop=stop)

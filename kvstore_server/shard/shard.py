@@ -196,8 +196,7 @@ class Shard:
     def assign_sum(self, contributions: Sequence[RankContribution]) -> None:
         """Replace the weights by the sum. Keys that every rank left out, and rows that no rank gave, stay unchanged.
 
-        Raises:
-            ConfigurationError: Integers would be multiplied by a factor; nothing has changed.
+        Raises ConfigurationError if integers would be multiplied by a factor; nothing has changed.
         """
         # 1. Keys that every rank gave as rows.
         if any([one.scale != 1.0 for one in contributions]):
@@ -230,7 +229,6 @@ class Shard:
                 self._note_dense(chunk)
 
     def _check_factors(self, contributions: Sequence[RankContribution]) -> None:
-        """Raise ConfigurationError if integers would be multiplied by a factor."""
         for one in contributions:
             if one.scale == 1.0:
                 continue
@@ -729,7 +727,6 @@ class Shard:
         return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), marks)
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
-        """Set the hyper-parameters of each segment."""
         unit.hypers = hypers
         for slot in self.storage.slots[unit.first : unit.end]:
             own = [hypers[segment.key] for segment in slot.piece.segments]
@@ -741,7 +738,6 @@ class Shard:
             slot.block.hyper_ids[slot.first : slot.last] = list(map(id, own))
 
     def _updated_by_rows(self, contributions: Sequence[RankContribution], optimizer: Optimizer) -> list[int]:
-        """List the keys that the optimizer updates by rows."""
         return [
             key
             for key in self._sums.given_as_rows(contributions)

@@ -244,7 +244,6 @@ class Channel:
         return None if arena is None else (arena, place & ~(-1 << _NUMBER))
 
     def _take_back(self, place: int) -> None:
-        """Record that the peer has read one message in a place."""
         found = self._read.pop(place, None)
         if found is not None:
             pieces = found.pop()
@@ -456,7 +455,6 @@ class Channel:
         return frames
 
     def _take_place(self, nbytes: int, place: int, may_borrow: bool) -> Frame:
-        """Return the bytes of a place, copied or borrowed."""
         number, begin = place >> _NUMBER, place & ~(-1 << _NUMBER)
         weights = self._weights.get(number)
         arena = self._reads[number] if weights is None else weights
@@ -488,7 +486,6 @@ class Channel:
 
 
 def _join(pieces: Sequence[Tensor], place: Tensor) -> None:
-    """Concatenate pieces of bytes into a place."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) == 1:  # viewing each of many small pieces as bytes costs more than copying them
         torch.cat(list(pieces), out=place.view(dtypes.pop()))
@@ -595,7 +592,6 @@ class Listener:
         return self._ready.fileno()
 
     def close(self) -> None:
-        """Close all channels."""
         for fd in list(self._peers):
             self._drop(fd)
         for end in (*self._pending_peers.values(), self._end):

@@ -61,7 +61,6 @@ class WeightExports:
         return arena.numbers
 
     def _say_why(self, error: Exception) -> None:
-        """Log once why weights are sent to workers on this host."""
         if not self._has_said_why:
             _log.warning("weights are sent to workers on this host, because they cannot map them: %s", error)
         self._has_said_why = True
@@ -119,8 +118,6 @@ class StagingBuffer:
 
 
 class StagingBufferRequest:
-    """A worker's request for a staging buffer."""
-
     def __init__(self) -> None:
         self.staging_buffer: StagingBuffer | None = None
         """Set once the server has made it; stays None if it has no memory, or another buffer was requested

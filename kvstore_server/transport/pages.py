@@ -44,7 +44,6 @@ _AT_ONCE = 512
 
 
 def _neighbours(pages: Any) -> list[Any]:
-    """Group (ascending) pages into contiguous runs."""
     return np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else []
 
 
@@ -184,6 +183,5 @@ class WrittenPages:
 
 
 def _all_of(firsts: Any, counts: Any) -> Any:
-    """Return the ranges [first, first + count), concatenated."""
     ends = np.cumsum(counts)
     return np.repeat(firsts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
