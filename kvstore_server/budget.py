@@ -55,7 +55,7 @@ class Budget:
         self.used += nbytes
         if nbytes >= _MUCH and 0 < (available := self.available()) < nbytes:
             _log.warning(
-                "%s needs about %d bytes on server %d, where %d are available now; without swap the system may kill "
+                "%s needs about %d bytes on server %d, where %d are available now; without swap the system may end "
                 "this process as they fill: use more servers, or end what else needs memory there",
                 what, nbytes, self._server, available,
             )  # fmt: skip

@@ -350,7 +350,7 @@ class EightBit(Codec):
             scale = _scale(scales)
             if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.view(np.int8).min() < -127:
                 raise ProtocolError(
-                    "a payload has a scale or a number that 'int8' never sends; it was not written by an 'int8' "
+                    "a payload holds a scale or a number that 'int8' never sends; it was not written by an 'int8' "
                     "codec, or was damaged on the way"
                 )
 
@@ -426,7 +426,7 @@ class TwoBit(Codec):
         lone = payload & ~(payload >> 1) & 0b01010101
         if lone.any():
             raise ProtocolError(
-                f"byte {torch.nonzero(lone)[0].item()} of a payload has the code 01, which '2bit' never sends; "
+                f"byte {torch.nonzero(lone)[0].item()} of a payload holds the code 01, which '2bit' never sends; "
                 "it was not written by a '2bit' codec, or was damaged on the way"
             )
 
@@ -488,7 +488,7 @@ class Ternary(Codec):
             scale = _scale(scales)
             if not ((scale >= 0) & (scale <= self.largest)).all() or (numbers & ~(numbers >> 1) & 0x55).any():
                 raise ProtocolError(
-                    "a payload has a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
+                    "a payload holds a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
                     "codec, or was damaged on the way"
                 )
 

@@ -117,11 +117,11 @@ class Commands:
             ) from error
         if not isinstance(given, str):
             raise CommandError(
-                f"command {head} returned a {type(given).__name__} on {place}; a handler must return a str"
+                f"command {head} gave a {type(given).__name__} on {place}; a handler must return a str"
             )
         answer = given.encode(errors="replace")
         if len(answer) > LONGEST:
             raise CommandError(
-                f"command {head} returned {len(answer)} bytes on {place}; an answer may have {LONGEST}"
+                f"command {head} gave {len(answer)} bytes on {place}; an answer may have {LONGEST}"
             )
         return answer

@@ -30,7 +30,7 @@ def limited_log() -> Iterator[None]:
         for handler in handlers:
             handler.removeFilter(limit)
         if limit.left_out:
-            _log.warning("%d more lines were suppressed in this log", limit.left_out)
+            _log.warning("%d more lines were left out of this log", limit.left_out)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class LogLimit(logging.Filter):
             place.left_out += 1
             return False
         if place.left_out:
-            record.msg = f"{record.getMessage()} ({place.left_out} more like this were suppressed before)"
+            record.msg = f"{record.getMessage()} ({place.left_out} more like this were left out before)"
             record.args, place.left_out = (), 0
         return True
 

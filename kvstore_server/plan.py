@@ -640,7 +640,7 @@ def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = 
         for spec in specs:
             if spec.dtype not in storable:
                 raise ConfigurationError(
-                    f"key {spec.key!r} has dtype {spec.dtype}; a store only holds {', '.join(ITEM_SIZE)}"
+                    f"key {spec.key!r} has dtype {spec.dtype}; a store holds {', '.join(ITEM_SIZE)} only"
                 )
             if spec.shape in impossible:
                 raise ConfigurationError(f"key {spec.key!r} has the impossible shape {spec.shape}")

@@ -122,7 +122,7 @@ def make_server(
     try:
         listener = Listener(config.run, engine.is_session, engine.budget, leases, engine.look_at)
     except OSError as error:
-        _log.warning("workers on this host cannot share memory with this server: %s", error)
+        _log.warning("workers of this host cannot share memory with this server: %s", error)
         listener = None
     return Server(engine, options, leases, clock, listener, engine.name_of)
 
@@ -191,8 +191,8 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigurationError(
-                f"cannot listen on {options.bind}: {error}; does another process use this address, or does it not "
-                "belong to this machine?"
+                f"cannot listen on {options.bind}: {error}; is another process there, or is this not an address of "
+                "this machine?"
             ) from None
 
     @property
@@ -251,7 +251,9 @@ class Server:
             if self._backlog:
                 self._retry_backlog()
             if self.is_stop_requested and not self.service.is_stopping:
-                _log.info("stopping; waiting up to %g s for open rounds to end", self._options.drain_timeout)
+                _log.info(
+                    "stopping; waiting up to %g s for rounds that have begun", self._options.drain_timeout
+                )
                 self.service.stop()
                 self._drain_until = self._clock() + self._options.drain_timeout
         self._budget = _PORTION
@@ -368,9 +370,7 @@ class Server:
             if waiting is not None and waiting.has_state and isinstance(out.reply.body, m.SliceState):
                 continue  # a worker that still needs this copy asks again
             if waiting is not None and waiting.nbytes > self._options.max_backlog:
-                _log.error(
-                    "a peer does not read its replies; the %d bytes queued for it are dropped", waiting.nbytes
-                )
+                _log.error("a peer does not read; %d bytes for it are dropped", waiting.nbytes)
                 self._drop_backlog(out.peer)
             elif waiting is not None:
                 out = m.Outgoing(out.peer, waiting.without_coming(out.reply))

@@ -912,8 +912,8 @@ class Engine:
         if len(self.namespaces) >= config.max_namespaces and not self._reclaim(now):
             raise ConfigurationError(
                 f"server {config.server} has {len(self.namespaces)} namespaces and accepts up to "
-                f"{config.max_namespaces} (--max-namespaces); a namespace ends with its last worker, or after "
-                f"{config.forget_after:g} s without a message from its workers (--forget-after), without weights after "
+                f"{config.max_namespaces} (--max-namespaces); a namespace ends with its last worker, or when none of "
+                f"its workers was heard from for {config.forget_after:g} s (--forget-after), without weights for "
                 f"{config.dead_after:g} s (--dead-after), or earlier if another one needs its place"
             )
         space = Namespace(

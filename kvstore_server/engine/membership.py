@@ -286,7 +286,7 @@ class Membership:
                 "the job from its last saved states"
             )
         may_be = (
-            ". If it was in one long C call that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
+            ". If it was in one long call in C that holds Python's interpreter lock (GIL), raise KVSTORE_DEAD_AFTER "
             "for workers and servers"
         )
         return WorkerLostError(
@@ -341,7 +341,7 @@ class Membership:
         """Name a rank in an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
         if member is not None and member.state is ProcessState.ENDED:
-            how = member.how_ended or "has ended without saying goodbye"
+            how = member.how_ended or "has ended without a word"
             return f"the process of rank {rank} ({member.hello.address}) {how}"
         if member is not None:
             heard = f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"

@@ -146,7 +146,7 @@ def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bo
         )
     except ConfigurationError as error:
         if not table.is_tight:
-            _log.warning("rounds of table %r are not pipelined: %s", table.name, error)
+            _log.warning("rounds of table %r are not applied slice by slice: %s", table.name, error)
             table.is_tight = True
         return False
     table.undo_nbytes = max(needed, table.undo_nbytes)

@@ -126,7 +126,7 @@ class Mode:
             )
         if self.by_host and not self.is_sync:
             raise ConfigurationError(
-                f"by_host sums the ranks of a host in synchronous rounds; it does not go with {self.name!r}"
+                f"by_host does not go with {self.name!r}: it sums the ranks of a host in synchronous rounds"
             )
 
     def __str__(self) -> str:

@@ -340,7 +340,7 @@ def _unpack(value: Any) -> StateValue | FlatEntry:
     if dtype == _JSON:
         return decode(json.loads(number))
     if not isinstance(number, int | float) or (dtype and dtype not in _DTYPES):
-        raise ValueError(f"{value!r} is not a number")
+        raise ValueError(f"{value!r} is no number")
     return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu") if dtype else number
 
 

@@ -297,7 +297,7 @@ def decode_control(kind: int, data: memoryview) -> Any:
     values = unpack_control(data)
     if not isinstance(values, list) or len(values) != len(_FIELDS[cls]):
         raise ProtocolError(
-            f"a {cls.__name__} message must have {len(_FIELDS[cls])} values, got {values!r:.80}"
+            f"a {cls.__name__} message must hold {len(_FIELDS[cls])} values, got {values!r:.80}"
         )
     values = [_freeze(value) for value in values]
     for (name, declared), value in zip(_FIELDS[cls], values, strict=True):
@@ -310,7 +310,7 @@ def decode_control(kind: int, data: memoryview) -> Any:
         )
     if isinstance(message, m.Hello) and not _is_identified(message):
         raise ProtocolError(
-            f"Hello must have a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
+            f"Hello must hold a nonce and 1 … {m.MAX_SOCKETS} routing ids, of {m.SECRET_BYTES} bytes each"
         )
     return message
 
@@ -382,7 +382,7 @@ def _decode_contribute(frames: Sequence[Frame]) -> m.Contribute:
     size = split + _WORD.itemsize * m.COMMIT_WORDS * num_commits
     if num_pushes < 0 or num_commits < 0 or size > nbytes:
         raise ProtocolError(
-            f"a contribution of {nbytes} bytes cannot contain {num_pushes} slices and {num_commits} commits"
+            f"a contribution of {nbytes} bytes cannot hold {num_pushes} slices and {num_commits} commits"
         )
     if not 0 <= timeout < math.inf or math.isinf(rescale):
         raise ProtocolError(f"a commit has timeout {timeout} and rescale {rescale}; both must be finite")
@@ -484,7 +484,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
         raise ProtocolError("a state message must begin with [table, index, summary, size]")
     data = b"".join(frames[1:])
     if len(data) != head[3]:
-        raise ProtocolError(f"a state message names {head[3]} bytes and contains {len(data)}")
+        raise ProtocolError(f"a state message names {head[3]} bytes and brings {len(data)}")
     return m.SliceState(head[0], head[1], head[2], data)
 
 

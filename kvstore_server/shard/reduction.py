@@ -242,7 +242,7 @@ class Sums:
         used = min(end, one.piece.used) - begin
         place = slice(one.start + begin, one.start + end)
         ends = one.block.ends
-        # An empty segment belongs to the part at whose end it is; those at the beginning of the slot, to its first part.
+        # An empty segment belongs to the part at whose end it is; those at the start of the slot, to its first part.
         first = bisect_right(ends, place.start, one.first, one.last) if begin else one.first
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
         last = max(last, bisect_right(ends, place.stop, first, one.last))

@@ -337,7 +337,7 @@ class Channel:
     def _set_tight(self, is_tight: bool) -> None:
         if is_tight and not self.is_tight and self._make is not None:
             _log.warning(
-                "answers to a worker on this host go through %d bytes, in portions: there is no memory for more",
+                "answers to a worker of this host go through %d bytes, some at a time: there is no memory for more",
                 self._sends.nbytes,
             )
         self.is_tight = is_tight
@@ -652,7 +652,7 @@ class Listener:
         while sizes and self._budget.excess(sum([nbytes for nbytes, _ in sizes])) > 0:
             nbytes, peer = sizes.pop()
             _log.warning(
-                "a worker on this host continues over TCP: tables need the %d bytes that it shared (--max-memory)",
+                "a worker of this host goes on over tcp: tables need the %d bytes that it shared (--max-memory)",
                 nbytes,
             )
             self.drop(peer)

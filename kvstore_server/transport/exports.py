@@ -62,7 +62,7 @@ class WeightExports:
 
     def _say_why(self, error: Exception) -> None:
         if not self._has_said_why:
-            _log.warning("weights are sent to workers on this host, because they cannot map them: %s", error)
+            _log.warning("workers of this host are sent weights, and cannot map them: %s", error)
         self._has_said_why = True
 
     def find(self, pieces: Sequence[Tensor]) -> int | None:

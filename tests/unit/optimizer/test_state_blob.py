@@ -87,7 +87,7 @@ def test_the_state_of_another_slice_is_refused() -> None:
 )
 def test_a_summary_that_does_not_describe_the_bytes_is_refused(entry: str, value: Any, reason: str) -> None:
     summary, data = pack_states(states())
-    with pytest.raises(ProtocolError, match=f"this is no optimizer state of slice 0: .*{reason}"):
+    with pytest.raises(ProtocolError, match=f"slice 0: .*{reason}"):
         unpack_states(PIECE, {**summary, entry: value}, data)
 
 

@@ -228,7 +228,7 @@ def test_a_scheduler_that_is_not_registered_is_not_described() -> None:
 
     with pytest.raises(ConfigurationError, match=r"InverseRoot.*'inverseroot'.*register.*--import"):
         InverseRoot(0.5).spec()
-    with pytest.raises(ConfigurationError, match="'slower' does not stand for its class"):
+    with pytest.raises(ConfigurationError, match=r"'slower'.*register"):
         Slower(2).spec()
 
 
@@ -258,7 +258,7 @@ def test_a_name_that_is_registered_again_is_replaced_with_a_warning(caplog: pyte
         register(Other)
     assert "'inverseroot' is now" in caplog.text
     assert type(travel(Other(0.5))) is Other
-    with pytest.raises(ConfigurationError, match="'inverseroot' does not stand for its class"):
+    with pytest.raises(ConfigurationError, match=r"'inverseroot'.*register"):
         InverseRoot(0.5).spec()
 
 

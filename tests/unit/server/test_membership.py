@@ -46,7 +46,7 @@ def enter(
 
 
 def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).*in 4.*3"):
+    with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).* 4 workers.* 3;"):
         joined(0).join(session(1, num_workers=4, token=2, now=0.0))
 
 
@@ -92,12 +92,16 @@ def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joinin
 
 def test_the_error_of_a_silent_rank_says_where_it_runs_and_when_it_was_heard() -> None:
     error = joined(0, 1).lost_error([1], "round 4 of 'w'", 31.25, DEAD_AFTER)
-    assert str(error) == (
-        "round 4 of 'w' cannot complete: rank 1 (host1:11) was last heard 31.2 s ago; "
-        "a worker counts as lost after 20 s of silence (--dead-after). Look for its own last words, and restart "
-        "the job from its last saved states. If it was in one long call in C that holds Python's interpreter lock "
-        "(GIL), raise KVSTORE_DEAD_AFTER for workers and servers"
-    )
+    assert isinstance(error, WorkerLostError)
+    for value in (
+        "round 4 of 'w'",
+        "rank 1 (host1:11)",
+        "31.2 s",
+        "20 s",
+        "--dead-after",
+        "KVSTORE_DEAD_AFTER",
+    ):
+        assert value in str(error)
 
 
 def test_a_barrier_ahead_of_the_open_one_is_refused() -> None:
