@@ -46,12 +46,10 @@ class Budget:
             )
 
     def claim(self, nbytes: int, what: str) -> None:
-        """Claim memory. Raises like `check`.
-
-        A claim beyond what is available is logged but not refused: pages are allocated as they are written, other
-        processes may end until then, and swap and the file cache do not count as available.
-        """
+        """Claim memory. Raises like `check`."""
         self.check(nbytes, what)
+        # Not refused: pages are allocated as they are written, other processes may end until then, and swap and the
+        # file cache do not count as available.
         self.used += nbytes
         if nbytes >= _MUCH and 0 < (available := self.available()) < nbytes:
             _log.warning(
@@ -64,11 +62,9 @@ class Budget:
         self.used -= nbytes
 
     def claim_shared(self, nbytes: int) -> bool:
-        """Claim memory that is shared with a worker; return whether it fits.
-
-        All of it counts, although a worker usually writes only half: it could write all, and that could not be
-        prevented.
-        """
+        """Claim memory that is shared with a worker; return whether it fits."""
+        # All of it counts, although a worker usually writes only half: it could write all, and that could not be
+        # prevented.
         is_left = not self._limit or self.used + self.shared + nbytes <= self._limit
         self.shared += nbytes * is_left
         return is_left

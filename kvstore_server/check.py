@@ -108,9 +108,8 @@ def is_same(one: object, other: object) -> bool:
 def mapping(
     name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError
 ) -> Mapping[Any, Any]:
-    """Return a dict, any other Mapping, or the dict of an object that `as_mapping` converts.
-
-    Raises ConfigurationError if it is something else.
+    """Return a dict, another Mapping, or the dict of a configuration object. Raises ConfigurationError for anything
+    else.
     """
     found = as_mapping(value)
     if not isinstance(found, Mapping):
@@ -125,10 +124,7 @@ def one_of(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> _Choice:
-    """Return the choice that equals `value`.
-
-    Raises ConfigurationError if there is no such choice; the message lists them, and similar ones.
-    """
+    """Return the choice that equals `value`. Raises ConfigurationError, with similar choices, if none does."""
     for choice in choices:
         if isinstance(value, type(choice)) and choice == value:
             return choice
@@ -143,10 +139,8 @@ def known(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> None:
-    """Raise an error that lists the known names unless all given names are known.
-
-    Args:
-        what: What has these options, keys or entries, for the message.
+    """Raise an error that lists the known names unless all given names are known. `what` has these names, for the
+    message.
     """
     right = list(names)
     wrong = [one for one in given if one not in right]
@@ -164,10 +158,7 @@ def others(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> list[str]:
-    """Return those of the given names that are not known and may belong to others.
-
-    Raises ConfigurationError if one is a misspelt known name.
-    """
+    """Return those of the given names that are not known. Raises ConfigurationError for a misspelt known name."""
     right = list(names)
     rest = [str(one) for one in given if one not in right]
     known(what, [one for one in rest if _is_misspelt(one, right)], right, error=error)
@@ -175,12 +166,10 @@ def others(
 
 
 def _is_misspelt(name: str, known: Iterable[str]) -> bool:
-    """Return whether a name is a misspelt known name rather than a user's own variable.
+    """Return whether a name is a misspelt known name rather than a user's own variable."""
 
-    Compared word by word, because an additional or another word, as in num_epochs, optimizer_g or lr_cfg, is no
-    misspelling.
-    """
-
+    # Compared word by word, because an additional or another word, as in num_epochs, optimizer_g or lr_cfg, is no
+    # misspelling.
     def is_near(one: str) -> bool:
         if len(one) > 3 and sorted(name.replace("_", "")) == sorted(one.replace("_", "")):
             return True

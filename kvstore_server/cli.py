@@ -148,10 +148,8 @@ def main(argv: Sequence[str] | None = None, announce: Callable[[Server], None] |
 
 
 def run() -> NoReturn:
-    """Run a server, then end the process like Python does but without unloading modules.
-
-    With torch loaded that takes so long on a busy machine that supervisors would kill the server for it.
-    """
+    """Run a server, then end the process like Python does but without unloading modules."""
+    # With torch loaded, unloading takes so long on a busy machine that supervisors would kill the server for it.
     code = main()
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):

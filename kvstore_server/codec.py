@@ -211,9 +211,7 @@ class Codec(ABC):
 
     @contextmanager
     def _spare(self, like: Numbers) -> Iterator[Numbers]:
-        """Borrow scratch memory for one block. It is kept for the next call, because allocating takes longer than the
-        work.
-        """
+        """Borrow scratch memory for one block; it is kept, because allocating takes longer than the work."""
         size, kind = min(len(like), self._step()), like.dtype.char
         spare = self._memory.pop(kind, None)  # so that another thread does not get it, too
         if spare is None or len(spare) < size:

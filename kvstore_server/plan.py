@@ -174,11 +174,10 @@ class RowBlock(NamedTuple):
     """How many rows fit into a message with their ids; at least one."""
 
     def cut(self, ids: Ints) -> Iterator[tuple[int, int, slice]]:
-        """Split (ascending) rows of the block at slice boundaries, into parts that fit into a message or are of one
-        slice.
+        """Split (ascending) rows of the block into parts that fit into a message or are of one slice.
 
-        Yields for each part the first slice and the end, by position, and which of the rows it has. Together they
-        cover all slices.
+        Yields for each part the first slice and the end, by position, and which of the rows it has; all slices are
+        covered.
         """
         last, first, most = len(self.pieces), 0, self.most
         if len(ids) <= most and self.starts[last] <= MAX_ROWS:
@@ -193,9 +192,7 @@ class RowBlock(NamedTuple):
             first = end
 
     def in_key(self, ids: Ints, first: int, end: int) -> Ints:
-        """Return rows of the slices `first` to `end`, counted from the first of them, as (ascending) rows of
-        the key.
-        """
+        """Return rows of the slices `first` to `end`, counted from the first one, as (ascending) rows of the key."""
         ids = ids + self.starts[first]
         ends = ids.searchsorted(self.starts[first : end + 1])
         return ids + self.shifts[first:end].repeat(ends[1:] - ends[:-1])
@@ -306,11 +303,9 @@ class _Arena:
 
 
 def _run_length(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
-    """Return the number of adjacent slices of a key that are placed together.
-
-    Mapped slices must start at the same offset in a page as on workers, so as many are kept together as fill whole
-    pages; if that would leave each server few such groups, a server's whole share is kept together.
-    """
+    """Return the number of adjacent slices of a key that are placed together."""
+    # Mapped slices must start at the same offset in a page as on workers, so as many are kept together as fill whole
+    # pages; if that would leave each server few such groups, a server's whole share is kept together.
     nbytes = drafts[pieces[0]].length * SIZES[drafts[pieces[0]].dtype]
     fill = PAGE // math.gcd(nbytes, PAGE)
     if nbytes < LONG or fill == 1:
@@ -343,16 +338,10 @@ def _placed(
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
-    """Assign each unit to the least loaded server, largest unit first.
-
-    Args:
-        sizes: Bytes of each item.
-        units: Items, by index, that must stay together; each item is in one unit.
-        seed: Rotates the order of servers, so that many tables of one key are not all on server 0.
-
-    Returns:
-        The server of each item.
+    """Return the server of each item: units, which must stay together, go to the least loaded server, largest
+    first.
     """
+    # `seed` rotates the order of servers, so that many tables of one key are not all on server 0.
     loads = [0] * num_servers
     placed = [0] * len(sizes)
     totals = [sum(sizes[i] for i in unit) for unit in units]
@@ -471,18 +460,14 @@ class Plan:
         return self._by_key.get(key, ())
 
     def rows(self, key: int) -> RowPlaces:
-        """Return where the rows of a key (by index) are; there are no blocks if its slices do not contain whole rows.
-        Cached.
-        """
+        """Return where the rows of a key (by index) are; no blocks if slices do not contain whole rows. Cached."""
         found = self._rows.get(key)
         if found is None:
             found = self._rows[key] = _row_places(self, (key,))
         return found
 
     def joined_rows(self, key: int) -> RowPlaces:
-        """Return where the rows of the row group from a key on are, counted as rows of one key; otherwise like
-        `rows`.
-        """
+        """Return where the rows of the row group from a key on are, counted as rows of one key."""
         found = self._joined.get(key)
         if found is None:
             keys = [key]
@@ -493,9 +478,7 @@ class Plan:
 
     @cached_property
     def _followers(self) -> dict[int, int]:
-        """Key → the next one in its row group: it has rows of the same width, and begins where the key ends in the
-        arena.
-        """
+        """Key → the next one of its row group: as wide, and beginning where the key ends in the arena."""
         takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
         by_place = sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key]))
         found = {}
@@ -621,9 +604,7 @@ def check_same(
 
 
 def check_specs(specs: Sequence[TensorSpec], num_servers: int, integers: bool = False) -> None:
-    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers. `integers` allows these
-    dtypes.
-    """
+    """Raise ConfigurationError unless `specs` can be laid out over `num_servers` servers; `integers` allows them."""
     if num_servers < 1:
         raise ConfigurationError(f"a plan needs at least one server, got {num_servers}")
     if not specs:

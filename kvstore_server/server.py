@@ -301,10 +301,8 @@ class Server:
                     self._incoming_since = now
 
     def _answer(self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True) -> None:
-        """Let the service answer a message, and send or queue the replies.
-
-        Args:
-            is_shared: The message came through shared memory.
+        """Let the service answer a message that came through shared memory or the socket; send or queue the
+        replies.
         """
         nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
@@ -443,8 +441,8 @@ class Server:
             peers = [peer for peer in peers if self._budget > 0 and self._retry(peer)]
 
     def _retry(self, peer: bytes) -> bool:
-        """Send the oldest reply queued for a peer, and move the peer to the end; return whether it may get more
-        now.
+        """Send the oldest reply queued for a peer, and move the peer to the end; return whether to continue
+        with it.
         """
         waiting = self._backlog[peer]
         waiting.divide(self._portion(peer))
@@ -548,11 +546,7 @@ def _keys(reply: m.Reply) -> list[tuple[int, int, int]]:
 def packed(
     replies: Iterable[m.Outgoing], portion: Callable[[bytes], int] = lambda _: MAX_PAYLOAD
 ) -> list[m.Outgoing]:
-    """Join replies to the same request into few messages, in order.
-
-    Args:
-        portion: Returns the most data, in bytes, that a message to a peer may contain.
-    """
+    """Join replies to the same request into few messages, in order; `portion` is the most data in a peer's message."""
     weights: dict[tuple[bytes, int], list[m.Outgoing]] = {}
     done: dict[tuple[bytes, int], list[m.Matrix]] = {}
     # 1. Sort them by kind. What is said about a round (Absent, Done) goes before its weights.

@@ -68,9 +68,8 @@ class AgreedOptimizer:
         return spec in self._sent.values()
 
     def agreed(self) -> Optimizer | None:
-        """Return the effective optimizer, with the lowest rank's options; None if no rank has set one.
-
-        Raises PlanMismatchError if two ranks set different ones.
+        """Return the optimizer with the lowest rank's options; None if none is set. Raises PlanMismatchError if ranks
+        differ.
         """
         if self.named is None or self._is_agreed:
             return self.named
@@ -134,13 +133,8 @@ class AgreedOptions:
         return self._sent[min(senders)] if senders else b""
 
     def common(self, ranks: Collection[int], news: Mapping[int, bytes] = {}) -> bytes:
-        """Return what these ranks sent, packed; empty if none has sent any.
-
-        Args:
-            news: Rank → what it is going to send.
-
-        Raises:
-            PlanMismatchError: Two of them disagree.
+        """Return what these ranks sent, packed; `news` is what ranks are going to send. Raises PlanMismatchError if
+        they differ.
         """
         if not self._sent and not news:
             return b""

@@ -142,10 +142,7 @@ class Engine:
         clock: Clock | None = None,
         tokens: Callable[[], int] = random_token,
     ) -> None:
-        """`clock` times requests while a job is profiled; without it profiling is not possible.
-
-        `tokens` returns the secret token of each new session: 64 bits that cannot be guessed.
-        """
+        """`clock` times requests while a job is profiled; `tokens` returns secret 64-bit tokens for sessions."""
         self.config = config
         self._clock = clock
         self._commands = Commands(CommandContext(config.server, config.num_servers))
@@ -291,11 +288,8 @@ class Engine:
         return out
 
     def look_at(self, processes: Processes, now: float) -> None:
-        """Record whether the processes of workers on this host are running.
-
-        A worker whose process has ended is dead shortly after, even if it never said goodbye. One whose process runs
-        is alive although its heartbeats stop (its GIL may be held, say), and is waited for as long as a slow one.
-        """
+        """Record whether the processes of workers on this host are running."""
+        # A worker whose process has ended is dead shortly after, even if it never said goodbye.
         for (peer, token), how in processes.ended().items():
             if self.is_session(peer, token):
                 session = self._sessions.find(peer, token)
@@ -475,9 +469,8 @@ class Engine:
         now: float,
         decision: Decision | None = None,
     ) -> list[m.Outgoing]:
-        """Apply complete rounds and answer all members, or fail them for all members.
-
-        A round whose ranks want a decision on the sum is held until `decision` arrives.
+        """Apply complete rounds and answer all members, fail the rounds for all members, or hold them for a
+        decision.
         """
         out: list[m.Outgoing] = []
         # 1. Apply: tables that can share one update first, the others one by one.
@@ -534,9 +527,7 @@ class Engine:
         decision: Decision | None,
         out: list[m.Outgoing],
     ) -> bool:
-        """Apply the open round of one table; return whether it was. If it failed or is held, `out` receives the
-        messages.
-        """
+        """Apply the open round of one table; return whether it was. If not, `out` receives the messages to send."""
         number = table.number
         try:
             rest = pipelined.finish(space, table) if table.begun is not None else None
@@ -929,9 +920,8 @@ class Engine:
             self._free(space, silence, "--dead-after")
 
     def _reclaim(self, now: float) -> bool:
-        """Free the longest silent namespace without weights.
-
-        Returns whether one was freed: it must have missed a few heartbeats.
+        """Free the longest silent namespace without weights, if it has missed a few heartbeats; return whether one was
+        freed.
         """
         empty = [space for space in self.namespaces.values() if not space.has_values]
         heard, space = min(
@@ -1002,12 +992,10 @@ def _outcomes(
     commits: Sequence[Committed],
     may_wait: tuple[float, float] | None,
 ) -> list[m.Outgoing]:
-    """Answer commits of rounds that did not fail: what was special about each, then the weights.
+    """Answer commits of rounds that did not fail: what was special about each, then the weights or what changed in
+    them.
 
-    The weights are those of all slices, or only the changes since the version that the worker has.
-
-    Args:
-        may_wait: The time, and for how long a read may be delayed until other ranks catch up; None: never delay.
+    `may_wait`: the time, and for how long a read may be delayed until other ranks catch up; None: never delay.
     """
     out: list[m.Outgoing] = []
     done: list[tuple[int, int, int]] = []

@@ -63,11 +63,7 @@ def available_memory(
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, usage) in bytes of each control group around this process that has a limit.
-
-    A group's limit holds for all groups inside it. Inactive file pages do not count as used, because the kernel drops
-    them before the limit is reached.
-    """
+    """Yield (limit, usage) in bytes of each control group around this process that has a limit."""
     try:
         lines = own.read_text(errors="surrogateescape").splitlines()
         named = [line.split(":", 2) for line in lines if line.count(":") > 1]
@@ -103,12 +99,9 @@ def return_free_memory() -> None:
 
 
 def keep_free_memory() -> None:
-    """Let the C library keep freed memory for reuse, if it can.
-
-    The frames of each round are allocated and freed. By default glibc would return their memory and fault it in again
-    page by page, which takes longer than filling it. Nothing is changed if the environment configures malloc (as
-    `kvlaunch` does).
-    """
+    """Let the C library keep freed memory for reuse, if it can and the environment does not configure malloc."""
+    # The frames of each round are allocated and freed. By default glibc would return their memory and fault it in
+    # again page by page, which takes longer than filling it.
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     is_told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if set_option is not None and not is_told:
@@ -160,10 +153,7 @@ def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _state_bytes(spec: bytes, dtype: str) -> float:
-    """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails.
-
-    User-defined optimizers are not tried, because that could change them.
-    """
+    """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails."""
     described = unpack_control(spec)
     optimizer = create_from_spec(described)
     if optimizer.may_raise:

@@ -314,9 +314,7 @@ class Namespace:
             raise table.conflict
 
     def _declared(self, rank: int, register: m.Register) -> list[TensorSpec] | int:
-        """Return all keys of a table that a rank declares in several messages; while some are missing, how many
-        arrived.
-        """
+        """Return all keys of a table that a rank declares in several messages, or how many arrived so far."""
         name, specs = self.forget_declaration(rank)
         if name != register.table:
             specs = []
@@ -378,9 +376,8 @@ class Namespace:
         return self.tables[number]
 
     def batch_of(self, tables: Ints) -> TableBatch:
-        """Return the cached lookups for some tables; they must not be modified.
-
-        Raises ProtocolError if a table does not exist or is named twice, or there are too many.
+        """Return the cached lookups for some tables, not to be modified. Raises ProtocolError if one is unknown or
+        named twice.
         """
         return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
@@ -532,10 +529,8 @@ class Namespace:
         return SlicePart(data, begin, end, numel * itemsize, codec)
 
     def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
-        """Find the slices in the payloads of these sizes and dtypes; uint8 stands for any dtype.
-
-        Raises:
-            ProtocolError: A slice does not exist or is named twice, or their sizes do not match those of the payloads.
+        """Find the slices in payloads of these sizes and dtypes (uint8 stands for any). Raises ProtocolError if they
+        do not fit.
         """
         if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
             # Fast path for rows of one table: a single slice that fills a single payload.
@@ -671,10 +666,8 @@ class Namespace:
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return the current weights for ranks that map them: their places, and the bytes of those that have none.
-
-        Args:
-            are_known: The ranks still map everything that has a place.
+        """Return weights for ranks that map them: places, and the bytes of slices without one. See KNOWS_PLACES for
+        `are_known`.
         """
         storage, places = self.shard.storage, some.places
         if storage.has_moved:
@@ -785,11 +778,7 @@ class Namespace:
             self.failures.append((self.rounds.num_ended, text))
 
     def facts(self, pending: Iterable[Any], now: float) -> Mapping[str, Any]:
-        """Return the state of the namespace for status displays.
-
-        Args:
-            pending: The engine's `RankWait`s of this namespace.
-        """
+        """Return the state of the namespace for status displays; `pending` are the engine's `RankWait`s."""
         has_clocks = bool(self.tables) and not self.mode.is_sync
         clocks = dict(enumerate(self.rounds.clocks(0))) if has_clocks else {}
         joined = self.rounds.joined(0) if self.tables else set()

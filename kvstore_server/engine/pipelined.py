@@ -69,9 +69,8 @@ class Portion(NamedTuple):
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
-    """Record a rank's intent. With the last rank's, apply what has already arrived.
-
-    Raises ProtocolError if it names slices that are not of its table.
+    """Record a rank's intent, and with the last rank's begin to apply. Raises ProtocolError if it names unknown
+    slices.
     """
     out: list[m.Outgoing] = []
     tracker = space.rounds.shared

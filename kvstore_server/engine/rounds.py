@@ -331,10 +331,8 @@ class Given:
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
-        """Return the elements from `begin` up to `end` of a slot, whose other elements may be missing; nothing if
-        `mark` is 0.
-
-        Raises ProtocolError if the slice's encoding does not allow single elements to be decoded.
+        """Return elements of a slot that may be incomplete. Raises ProtocolError if its encoding has no single
+        elements.
         """
         if not mark:
             return []
@@ -548,9 +546,8 @@ class RoundTracker:
     def commit(
         self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
     ) -> Ints | None:
-        """Make a rank's contributions to some rounds final.
-
-        Returns a `CommitStatus` for each commit, or None if all were accepted.
+        """Make contributions to some rounds final; return a `CommitStatus` for each commit, or None if all were
+        accepted.
         """
         # 1. Unpack. A single commit is handled with scalars, as in `push`.
         given, verdicts, is_single = self.of(rank), None, len(commits) == 1
@@ -630,8 +627,8 @@ class RoundTracker:
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:
-        """Return since when the open round is waited for, and the earliest deadline of its waiters; inf if there is
-        none.
+        """Return since when the open round is waited for, and the earliest deadline of its waiters; inf without
+        any.
         """
         said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
         since = min((terms.since for terms in said), default=math.inf)
@@ -670,8 +667,8 @@ class RoundTracker:
         return given is not None and bool(given.committed[table])
 
     def finish(self, tables: Ints, slots: Ints) -> None:
-        """Close the open rounds of some tables, which have these slots, as applied. Lateness is measured on the
-        first.
+        """Close the open rounds of some tables, which have these slots, as applied. The first one measures
+        lateness.
         """
         if not len(tables):
             return
@@ -770,12 +767,10 @@ class NamespaceRounds:
         return tracker
 
     def lane(self, rank: int, tables: Ints, rounds: Ints) -> RoundTracker:
-        """Return the lane of a rank that contains these rounds of some tables.
-
-        The first round that a process names is where its lane begins, and sets its clock. With several servers a
-        worker takes the largest round that one of them proposed: if servers disagreed on who is ahead, ranks could
-        deadlock.
-        """
+        """Return the lane of a rank that contains these rounds of some tables."""
+        # The first round that a process names is where its lane begins, and sets its clock. With several servers a
+        # worker takes the largest round that one of them proposed: if servers disagreed on who is ahead, ranks could
+        # deadlock.
         lane = self._lanes.get(rank)
         if lane is None:
             lane = self._lanes[rank] = RoundTracker(1, self.slots, self.durations)
@@ -793,7 +788,7 @@ class NamespaceRounds:
         return self._joined.setdefault(table, set())
 
     def next_round(self, rank: int, table: int) -> int:
-        """Return the round at which a rank should begin; a new process starts level with the slowest of the others, or
+        """Return the round at which a rank should begin; a new process is level with the slowest of the others, or
         later.
         """
         if self._is_sync or not self.shared.number(table):
@@ -1025,9 +1020,8 @@ class Growing:
         return data if self._codec is None else CompressedPayload(self._codec, data)
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
-        """Return the bytes of some elements that have arrived, decoded if they are encoded.
-
-        None: the encoding does not allow single elements to be decoded.
+        """Return the (decoded) bytes of some elements that have arrived; None if the encoding has no single
+        elements.
         """
         codec = self._codec
         size = SIZES[dtype] if codec is None else codec.itemsize(dtype)

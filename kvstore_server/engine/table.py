@@ -192,8 +192,8 @@ class Table:
             self.shard.undos.pop(self.unit, None)
 
     def hold(self, parts: Parts, optimizer: Optimizer | None, updater: Updater | None) -> bool:
-        """Sum a round of all ranks if they want to decide about the sum before it is applied; return whether that is
-        so.
+        """Sum a round of all ranks, if they want to decide about the sum before it is applied; return whether it is
+        held.
 
         Raises:
             PlanMismatchError: Ranks disagree about that, or about hyper-parameters.
@@ -375,9 +375,7 @@ class Table:
     def _delayed(
         self, parts: Parts, optimizer: Optimizer, hypers: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
-        """Correct for the updates of others since this rank read the weights: delay compensation, or a smaller
-        rate.
-        """
+        """Correct for updates of others since this rank read the weights: delay compensation, or a smaller rate."""
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
@@ -403,10 +401,7 @@ class Table:
             raise self.break_off(error) from error
 
     def break_off(self, error: Exception) -> KVStoreError:
-        """Refuse all further use, because an update failed midway.
-
-        No copy is kept for the built-in optimizers, and training must not continue on half-updated weights.
-        """
+        """Refuse all further use, because an update failed midway and left weights half updated."""
         self.conflict = KVStoreError(
             f"the update of {self.name!r} failed midway with {type(error).__name__}: {error}; its weights may be half "
             "updated. Restart the job from its last saved states"
@@ -414,11 +409,7 @@ class Table:
         return self.conflict
 
     def changed(self, hyper: bytes, end: RoundEnd | None = None) -> RoundEnd:
-        """Count a round of all ranks that changed every key; return how it ended.
-
-        Args:
-            end: The end of another table's round, shared if it is equal.
-        """
+        """Count a round of all ranks that changed every key; return how it ended (`end` itself if that is equal)."""
         self.shard.undos.pop(self.unit, None)
         self.version += 1
         self.rounds_applied += 1
@@ -471,10 +462,8 @@ class Table:
     # ---------------------------------------------------------------- rows
 
     def changed_parts(self, held: int) -> list[RowPart]:
-        """Return what a worker that has version `held` of all its slices must be sent.
-
-        A key without changes has one empty part of kind ROWS. The result is cached, because most workers have the same
-        version.
+        """Return what a worker that has version `held` of all its slices must be sent. A key without changes gets
+        empty ROWS.
         """
         # 1. Find the rows that changed; None stands for a whole key.
         if self.deltas is not None:
@@ -515,9 +504,7 @@ class Table:
         return parts
 
     def _follow(self, deltas: Deltas) -> None:
-        """Bring the copy of workers' weights to the current version; keys that changed by rows are sent as rows from
-        now on.
-        """
+        """Bring the copy of workers' weights up to date; keys that changed by rows are sent as rows from now on."""
         for key, pieces in self.unit.stacks.items():
             own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
             rows = self._changed_rows(key, deltas.version) if own else None
@@ -540,9 +527,8 @@ class Table:
         return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 
     def pulled_part(self, pull: m.PullRows) -> RowPart:
-        """Return the values of the requested rows, flat.
-
-        Raises ProtocolError if the key has no such rows on this server, or they do not fit into one message.
+        """Return the values of the requested rows, flat. Raises ProtocolError if they do not exist or fit into one
+        message.
         """
         self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]

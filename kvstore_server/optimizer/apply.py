@@ -157,11 +157,9 @@ def _update_in_blocks(
     scale: float,
     bound: float | None,
 ) -> None:
-    """Update a run in blocks that stay in the cache.
-
-    Bits of an unverified optimizer could depend on where a vector ends. So it gets blocks of whole units that torch
-    does not split between threads, padded with zeros if needed.
-    """
+    """Update a run in blocks that stay in the cache."""
+    # Bits of an unverified optimizer could depend on where a vector ends, so it gets blocks of whole units that torch
+    # does not split between threads, padded with zeros.
     length = CACHED if optimizer.verified else _BLOCK
     former = state.values if state.step else {}
     result: Values = {}
@@ -205,10 +203,8 @@ def _update_in_blocks(
 def _entry(
     optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """Check an entry that an optimizer put into its state, and copy it if it shares memory with a tensor it was lent.
-
-    Raises OptimizerError if it is not a tensor or plain value that can be stored. `shape` is what all tensors but 0-d
-    ones must have; None: any.
+    """Check an entry of the state, and copy it if it shares memory with a borrowed tensor. Raises OptimizerError if
+    unfit.
     """
     fits = is_plain_leaf(value)
     got = type(value).__name__

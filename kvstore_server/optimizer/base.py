@@ -425,9 +425,7 @@ class Optimizer:
         return valid
 
     def _take_compat(self, compat: str | None, options: dict[str, Any]) -> None:
-        """Choose the release whose formulas apply, and convert options that only MXNet 1.9.1 has or names
-        differently.
-        """
+        """Choose the release to follow, and convert options that only MXNet 1.9.1 has or names differently."""
         # The environment variable does not apply to an optimizer that has only one set of formulas.
         has_say = compat is not None or self.mxnet1 is not None
         is_mxnet1 = has_say and release_of_process(compat) == MXNET1

@@ -84,11 +84,9 @@ def fused_sgd(
 
 
 def _survives(lr: float, dtype: torch.dtype) -> bool:
-    """Return whether 1 - (1 - lr), as kernels compute it in double, is `lr` up to rounding in `dtype`.
-
-    The error is at most 2**-53 (2**-52 if lr is negative): negligible for float32 from rates of 1e-8; for float64 it
-    is zero from 0.5, but mostly too large below. An eighth of epsilon is a quarter of the rounding error.
-    """
+    """Return whether 1 - (1 - lr), as kernels compute it in double, is `lr` up to rounding in `dtype`."""
+    # The error is at most 2**-53 (2**-52 if lr is negative): negligible for float32 from rates of 1e-8; for float64 it
+    # is zero from 0.5, but mostly too large below. An eighth of epsilon is a quarter of the rounding error.
     return abs((1.0 - (1.0 - lr)) - lr) <= torch.finfo(dtype).eps / 8 * abs(lr)
 
 

@@ -220,8 +220,8 @@ class _Decaying(LRScheduler):
     """Cache of the last result, from which the next one continues; it changes no result."""
 
     def _decayed(self, decays: int, least: float = -math.inf) -> float:
-        """Multiply `base_lr` `decays` times, but never below `least`; one by one, because a power is rounded
-        differently.
+        """Multiply `base_lr` `decays` times, one by one, because a power is rounded differently; never below
+        `least`.
         """
         done = decays - decays % _ONE_BY_ONE
         start = self.base_lr, self.factor, least, done

@@ -95,7 +95,7 @@ class States:
         self.entries += [self._share({})] * len(segments)
 
     def view(self, first: int, part: slice) -> State:
-        """Return the state of the segments from `first` on that share it and have the elements `part`; tensors are
+        """Return the state of the segments from `first` on with the elements `part`, which must share it; tensors are
         views.
         """
         values = {
@@ -138,9 +138,7 @@ class States:
         return memory if is_new else memory.zero_()
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return the flat memory with that name; allocated and zero if it is new, in the dtype that updates compute
-        in.
-        """
+        """Return the flat memory with that name; if it is new, zeroed, in the dtype that updates compute in."""
         if name not in self.tensors:
             compute = torch.float64 if self.dtype == "float64" else torch.float32
             dtype = compute if like.is_floating_point() else like.dtype
@@ -275,10 +273,8 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
-    """Decode the state of a slice.
-
-    Raises:
-        ProtocolError: Summary and data do not describe the state of a slice of this shape.
+    """Decode the state of a slice. Raises ProtocolError if summary and data do not describe the state of such a
+    slice.
     """
     try:
         return _unpacked(piece, summary, data)

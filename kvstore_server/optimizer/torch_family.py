@@ -111,7 +111,7 @@ class TorchOptimizer(Optimizer):
 
     @classmethod
     def from_instance(cls, instance: optim.Optimizer, declared: bool = False) -> TorchOptimizer:
-        """Return an optimizer with the class and options of a torch optimizer: those of its one group, or else its
+        """Return an optimizer like a torch instance: its class, with the options of its one group or else its
         defaults.
         """
         kind, groups = type(instance), instance.param_groups
@@ -167,7 +167,7 @@ class TorchOptimizer(Optimizer):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the class may share state between parameters; assumed of every foreign class that is not
+        """Whether the class may share state between parameters; assumed of foreign classes that are not
         elementwise.
         """
         return self.is_foreign and not self.elementwise

@@ -96,8 +96,8 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def encode(value: Any) -> Any:
-    """Return the JSON value for an entry other than a tensor. Raises TypeError, naming it, if it contains other than
-    plain values.
+    """Return the JSON value for an entry other than a tensor. Raises TypeError if it contains other than plain
+    values.
     """
     if isinstance(value, Form):
         return {_TREE: _encode(value.tree)}
@@ -105,9 +105,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`; other values, such as a list, are returned unchanged.
-
-    Raises KeyError, TypeError or ValueError if it makes no sense.
+    """Inverse of `encode`; other values are unchanged. Raises KeyError, TypeError or ValueError for what makes no
+    sense.
     """
     if isinstance(value, dict) and set(value) == {_TREE}:
         return Form(_decode(value[_TREE]))

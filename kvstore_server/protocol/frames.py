@@ -60,9 +60,7 @@ _NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 
 
 def encode(message: m.Request | m.Reply) -> list[Frame]:
-    """Return the frames of a message. A single payload is passed through without a copy. Raises like
-    `encode_parts`.
-    """
+    """Return the frames of a message; a single payload is passed through, not copied. Raises like `encode_parts`."""
     frames, payloads = encode_parts(message)
     return frames if payloads is None else [*frames, _joined(payloads)]
 
@@ -158,9 +156,7 @@ class LongMessage:
             self._frames.clear()
 
     def decode(self) -> tuple[int, int, int, Any]:
-        """Decode the complete message, like `decode`. Raises ProtocolError, too, if it had too many frames or
-        bytes.
-        """
+        """Decode the complete message, like `decode`. Raises ProtocolError, too, if it was too large."""
         if not self._is_refused:
             return decode(self._frames)
         raise ProtocolError(
@@ -489,9 +485,7 @@ def _decode_state(frames: Sequence[Frame]) -> m.SliceState:
 
 
 def _payload(frame: Frame, sizes: m.Ints) -> Tensor:
-    """Return the bytes of a payload frame. Raises ProtocolError if the sizes of its pieces do not add up to its
-    size.
-    """
+    """Return the bytes of a payload frame. Raises ProtocolError unless the sizes of its pieces add up to its own."""
     total = len(frame)
     listed = sizes.tolist()  # Python ints: their sum cannot overflow to the right one
     if min(listed, default=0) < 0 or sum(listed) != total:

@@ -44,9 +44,7 @@ class CompressedPayload(NamedTuple):
     """uint8, as long as the codec says."""
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
-        """Decode elements of a gradient of `dtype`, as far as present; None if the codec cannot decode single
-        elements.
-        """
+        """Decode elements of a gradient of `dtype`, as far as present; None if the codec has no single elements."""
         size = self.codec.itemsize(dtype)
         if size is None:
             return None
@@ -76,9 +74,7 @@ _PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 
 
 def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
-    """Encode parts of a slice, or rows of `slices` slices from it on (of one key or row group), as one uint8
-    tensor.
-    """
+    """Encode parts of a slice, or rows of `slices` slices from it on (of one row group), as one uint8 tensor."""
     head = [len(parts), slices]
     body: list[np.ndarray[Any, Any]] = []
     for position, part in sorted(parts.items()):

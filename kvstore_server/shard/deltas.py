@@ -103,9 +103,8 @@ class Deltas:
         self.version, self._still = version, None
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
-        """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead.
-
-        Returns an empty change if the weights are equal, zeros of another sign included, or no round updated them.
+        """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied, empty if
+        equal.
         """
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
         segments, keys = self._pieces[slot].segments, self._still or ()

@@ -126,9 +126,7 @@ def _powers(values: Tensor, norm_type: float) -> Tensor:
 
 
 def is_finite(values: Tensor, partial: float) -> bool:
-    """Return whether all elements are finite, given their partial norm; elements are read only if that is not
-    finite.
-    """
+    """Return whether all elements are finite; they are only read if their partial norm is not."""
     return math.isfinite(partial) or bool(torch.isfinite(values).all())
 
 

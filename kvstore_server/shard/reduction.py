@@ -126,7 +126,7 @@ class Chunk(NamedTuple):
 
 
 def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
-    """Return a part of a vector; for the whole vector no view is made, which takes as long as adding 10,000
+    """Return a part of a vector. For the whole vector no view is made, which costs as much as adding 10,000
     elements.
     """
     return flat if not start and stop >= flat.numel() else flat[start:stop]
@@ -332,9 +332,7 @@ class Sums:
                 yield Span(first, end, given, sparse)
 
     def alone(self, chunk: Chunk, contributions: Sequence[RankContribution]) -> tuple[Tensor, float] | None:
-        """Return one rank's scratch memory and factor for a chunk if it can be used instead of a sum; otherwise
-        None.
-        """
+        """Return one rank's scratch memory and factor for a chunk if they can replace its sum; otherwise None."""
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
         one = contributions[source.number]

@@ -108,8 +108,8 @@ class Shard:
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
     ) -> RankContribution:
-        """Build the contribution of one rank from its slices, in slot order. Raises ProtocolError if slices repeat
-        rows of a key.
+        """Build the contribution of one rank from its slices, in slot order. Raises ProtocolError if rows are
+        repeated.
         """
         runs, found = [], dict[int, list[RowSet]]()
         for run in given:
@@ -126,7 +126,7 @@ class Shard:
         return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
-        """Collect the rows of a slice in `found`, numbered as in their key's block; return its dense elements,
+        """Collect the rows of a slice in `found`, by key and numbered in its block; return its dense elements,
         if any.
         """
         one, dense = self.storage.slots[slot], None
@@ -391,9 +391,8 @@ class Shard:
         scale: float,
         borrowed: Mapping[int, Tensor],
     ) -> None:
-        """Update segments of a chunk by `scale * grad`, in one call where options and state are equal.
-
-        Some keys' gradients are in `borrowed`, not in `grad`.
+        """Update segments of a chunk by `scale * grad` (or keys' `borrowed` gradients), together if options and state
+        are equal.
         """
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
@@ -426,9 +425,7 @@ class Shard:
     def _pieces(
         self, chunk: Chunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Return the gradient of adjacent segments as fragments, in order; those of borrowed keys are views of
-        them.
-        """
+        """Return the gradient of adjacent segments as fragments, in order; those of borrowed keys are views."""
         block, begin = chunk.block, chunk.place.start
         keys = list(dict.fromkeys(block.keys[first:end]))
         # The common case: every key is borrowed as a whole.
@@ -547,7 +544,7 @@ class Shard:
         """Sum the contributions to one unit and keep the sum; return it, as a contribution for `update`, with its
         norms.
 
-        What all ranks gave as rows is measured as rows, as in workers that update in process. The next call reuses the
+        What all ranks gave as rows is measured as rows, as in workers that update in process. The next call reuses
         memory.
         """
         # 1. Sum the rows that all ranks gave as rows.
@@ -589,11 +586,8 @@ class Shard:
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
     def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
-        """Sum the contributions and let a user's function update each key; the unit must contain all slices of its
-        plan.
-
-        Raises:
-            OptimizerError: The function raised; the weights are as before.
+        """Sum the contributions, and let a user's function update each key of a unit. Raises OptimizerError if that
+        raises.
         """
         # 1. Sum. The function gets whole keys, so the sums of all chunks are collected first.
         self.undos[unit] = self.snapshot(unit)
@@ -765,9 +759,7 @@ class Shard:
 
 
 def _joined(parts: Sequence[RowSet]) -> RowSet:
-    """Join rows of a key that arrived in several slices. Raises ProtocolError unless they are distinct and
-    ascending.
-    """
+    """Join rows of a key from several slices. Raises ProtocolError unless they are distinct and ascending."""
     ids = torch.cat([part.ids for part in parts])
     if not bool((ids[1:] > ids[:-1]).all()):
         raise ProtocolError("slices of one key name the same rows, or rows of each other")

@@ -94,9 +94,7 @@ class RowChanges:
             self.note(stack)
 
     def since(self, stack: int, held: int, version: int) -> Rows | None:
-        """Return the rows that changed between version `held` of a key and the current one; None: send the
-        whole key.
-        """
+        """Return the rows of a key that changed from version `held` to the current one; None: send the whole key."""
         if not self._is_wanted:
             self._is_wanted = True
             self._floors = dict.fromkeys(self._rooms, version)
@@ -462,10 +460,8 @@ class Storage:
         self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
 
     def half(self, slot: int, version: int) -> Tensor:
-        """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes are returned as they
-        are.
-
-        The memory is reused for the next version unless the leases report a reader.
+        """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes are returned
+        unchanged.
         """
         weights = self.padded[slot]
         if not weights.is_floating_point() or weights.dtype.itemsize <= torch.bfloat16.itemsize:

@@ -625,10 +625,8 @@ class Listener:
                     del frames  # a reference would keep the place in use
 
     def reap_and_flush(self, now: float) -> None:
-        """Close channels that have ended or whose memory is needed, and flush what could not be sent. Call it
-        regularly.
-
-        Processes are watched until their sessions end; `look_at` is called with them.
+        """Close channels that have ended or whose memory is needed, flush what is postponed, and show processes to
+        `look_at`.
         """
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
@@ -687,10 +685,7 @@ class Listener:
             self._ready.register(end, select.EPOLLIN)
 
     def _attach(self, pending_peer: int) -> None:
-        """Give memory to a worker that has authenticated itself; refuse others.
-
-        A worker that only wants to be watched is answered, and its connection is closed.
-        """
+        """Give memory to a worker that has authenticated itself, or only watch its process; refuse others."""
         arenas: list[SharedArena] = []
         fds: list[int] = []
         end = self._pending_peers.pop(pending_peer)
@@ -736,11 +731,9 @@ class Listener:
         self._peers[end.fileno()] = peer, token
 
     def make(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
-        """Allocate memory for a channel; return it with a descriptor that the caller must close.
-
-        None if less than twice the memory that will be written (its first half) is available. The writer faults its
-        pages in.
-        """
+        """Allocate memory for a channel, with a descriptor that the caller must close; None if there is too little."""
+        # Only half of the memory will be written (its first half), so twice as much must be available. The writer
+        # faults its pages in.
         with suppress(OSError):
             return self._share(nbytes, number) if nbytes < self._budget.available() else None
         return None
