@@ -108,9 +108,7 @@ def is_same(one: object, other: object) -> bool:
 def mapping(
     name: str, value: object, *, error: type[ConfigurationError] = ConfigurationError
 ) -> Mapping[Any, Any]:
-    """Return a dict, another Mapping, or the dict of a configuration object. Raises ConfigurationError for anything
-    else.
-    """
+    """Return a dict or another Mapping; see `as_mapping` for other objects. Raises ConfigurationError for the rest."""
     found = as_mapping(value)
     if not isinstance(found, Mapping):
         raise error(f"{name} must be a dict, got {type(value).__name__}: {value!r:.80}")
@@ -139,9 +137,7 @@ def known(
     *,
     error: type[ConfigurationError] = ConfigurationError,
 ) -> None:
-    """Raise an error that lists the known names unless all given names are known. `what` has these names, for the
-    message.
-    """
+    """Raise an error that lists the known names unless all given names are known. `what` is for the message."""
     right = list(names)
     wrong = [one for one in given if one not in right]
     if wrong:

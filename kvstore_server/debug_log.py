@@ -107,9 +107,7 @@ class DebugLog:
 
 
 def debug_log(name: str) -> DebugLog | None:
-    """Return the log of the logger `name`; None if debug lines are off, so that callers pay one comparison for a
-    message.
-    """
+    """Return the log of the logger `name`, or None if debug lines are off. Callers keep the result."""
     logger = logging.getLogger(name)
     return DebugLog(logger) if logger.isEnabledFor(logging.DEBUG) else None
 

@@ -96,9 +96,7 @@ class SlowReports:
         self._next = -math.inf
 
     def is_due(self, waited: float, now: float) -> bool:
-        """Return whether a wait of `waited` seconds should be reported at time `now`; if so, the next one is due
-        later.
-        """
+        """Return whether a wait of `waited` seconds is to be reported at time `now`; the next one is due later."""
         if waited < self._slow_after or now < self._next:
             return False
         was_quiet = now > self._next + self._gap

@@ -338,9 +338,7 @@ def _placed(
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
-    """Return the server of each item: units, which must stay together, go to the least loaded server, largest
-    first.
-    """
+    """Return the server of each item. Units stay together; the largest go first, to the least loaded server."""
     # `seed` rotates the order of servers, so that many tables of one key are not all on server 0.
     loads = [0] * num_servers
     placed = [0] * len(sizes)

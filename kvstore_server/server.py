@@ -301,9 +301,7 @@ class Server:
                     self._incoming_since = now
 
     def _answer(self, peer: bytes, message: Sequence[Frame] | LongMessage, is_shared: bool = True) -> None:
-        """Let the service answer a message that came through shared memory or the socket; send or queue the
-        replies.
-        """
+        """Let the service answer a message of the socket or of shared memory; send or queue the replies."""
         nbytes = message.nbytes if isinstance(message, LongMessage) else sum(map(len, message))
         try:
             request = m.Request(*(message.decode() if isinstance(message, LongMessage) else decode(message)))
@@ -441,9 +439,7 @@ class Server:
             peers = [peer for peer in peers if self._budget > 0 and self._retry(peer)]
 
     def _retry(self, peer: bytes) -> bool:
-        """Send the oldest reply queued for a peer, and move the peer to the end; return whether to continue
-        with it.
-        """
+        """Send the oldest reply queued for a peer, and move the peer to the end; return whether to go on with it."""
         waiting = self._backlog[peer]
         waiting.divide(self._portion(peer))
         reply = waiting.replies[0]

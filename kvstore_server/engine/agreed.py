@@ -68,11 +68,10 @@ class AgreedOptimizer:
         return spec in self._sent.values()
 
     def agreed(self) -> Optimizer | None:
-        """Return the optimizer with the lowest rank's options; None if none is set. Raises PlanMismatchError if ranks
-        differ.
-        """
+        """Return the optimizer with the lowest rank's options, if any. Raises PlanMismatchError if ranks differ."""
         if self.named is None or self._is_agreed:
             return self.named
+        # The lowest rank's is effective; compare all others with it.
         reference = self._sent[min(self._sent)]
         if self._spec != reference:
             self._spec, self.named = reference, create_from_spec(_tuples(unpack_control(reference)))
@@ -119,6 +118,7 @@ class AgreedOptions:
             rows = effective_hypers(self._plan, optimizer, values)
             for row in {id(row): row for row in rows}.values():
                 optimizer.try_out(row)
+            # Keys last, because their errors are the most specific.
             for spec, row in zip(self._plan.specs, rows, strict=True):
                 optimizer.check_key(spec.key, spec.shape, row)
             cached = self._cached = (packed, rate, optimizer, rows)
@@ -133,11 +133,10 @@ class AgreedOptions:
         return self._sent[min(senders)] if senders else b""
 
     def common(self, ranks: Collection[int], news: Mapping[int, bytes] = {}) -> bytes:
-        """Return what these ranks sent, packed; `news` is what ranks are going to send. Raises PlanMismatchError if
-        they differ.
-        """
+        """Return what these ranks sent or (`news`) will send, packed. Raises PlanMismatchError if they differ."""
         if not self._sent and not news:
             return b""
+        # Only these ranks' values count: others may have joined, or left.
         sent = {rank: packed for rank, packed in {**self._sent, **news}.items() if rank in ranks}
         if len(set(sent.values())) > 1:
             way_out = "change them in the same step on every worker"

@@ -439,6 +439,7 @@ class Engine:
             commits.tolist(), verdicts.tolist(), strict=True
         ):
             table = space.tables[number]
+            # A held round: the first `Held` may have been lost.
             if verdict == CommitStatus.REPEATED and table.held is not None and body.hold:
                 out += _held(table, round_, waiter, table.held.sum.partials)
             elif verdict == CommitStatus.REPEATED:
@@ -469,9 +470,7 @@ class Engine:
         now: float,
         decision: Decision | None = None,
     ) -> list[m.Outgoing]:
-        """Apply complete rounds and answer all members, fail the rounds for all members, or hold them for a
-        decision.
-        """
+        """Apply complete rounds and answer, fail them for all members, or hold them for a decision."""
         out: list[m.Outgoing] = []
         # 1. Apply: tables that can share one update first, the others one by one.
         is_shared = tracker is space.rounds.shared
@@ -613,6 +612,7 @@ class Engine:
         round_, is_shared = tracker.number(table.number), tracker is space.rounds.shared
         parts: dict[int, RankCommit] = {}
         if decision is not None:
+            # The sums were kept when the round was held; only the decision is new.
             table.apply_held(decision)
         else:
             optimizer = space.optimizer.agreed()
@@ -621,6 +621,7 @@ class Engine:
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
                 return False
+            # Ranks without data have no say in hyper-parameters.
             without = space.rounds.joined(table.number) | space.rounds.left
             whose = ALL if is_shared else found[0][0]
             table.apply(whose, round_, parts, optimizer, updater, without)
@@ -659,6 +660,7 @@ class Engine:
         out = []
         if abort.round == number:
             out += self._fail(space, tracker, table, error)
+        # Another server failed the round that this one has applied: undo it while no slice of the next has arrived.
         elif abort.undo and abort.round == number - 1 and stands and table.undo(whose):
             tracker.undo(table.number, error)
             space.log_rounds("undone", tracker, [table], rank, error, back=1)
@@ -674,6 +676,7 @@ class Engine:
         shared, rank = space.rounds.shared, sender.rank
         number = shared.number(table.number)
         decision = Decision(resolve.coef, resolve.clip_value, resolve.skip)
+        # Over already, as a rule because another rank decided first. Its decision must have been the same.
         if resolve.round < number:
             is_last = resolve.round == number - 1 and shared.was_applied(table.number, resolve.round)
             if is_last and not table.note_decision(decision):
@@ -701,6 +704,7 @@ class Engine:
                     f"table {table.name!r} has not been initialised yet; call init on every worker first"
                 )
         behind = list[int]()
+        # A partly applied round must not be read, and a bounded rank may be too far ahead: those tables wait.
         if space.rounds.begun or space.rounds.bound is not None:
             pipelined.let_read(space, rank, numbers)
             behind = [number for number in numbers if space.rounds.behind(rank, number)]
@@ -826,6 +830,7 @@ class Engine:
         return _reply(sender.waiter, m.Registered(table.number, slot, following))
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
+        # A pipelined round was begun with the former optimizer.
         for number in () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.begun):
             pipelined.roll_back(sender.space, sender.space.tables[number])
         try:
@@ -920,9 +925,7 @@ class Engine:
             self._free(space, silence, "--dead-after")
 
     def _reclaim(self, now: float) -> bool:
-        """Free the longest silent namespace without weights, if it has missed a few heartbeats; return whether one was
-        freed.
-        """
+        """Free the longest silent namespace without weights if it missed some heartbeats; return whether it did."""
         empty = [space for space in self.namespaces.values() if not space.has_values]
         heard, space = min(
             [(one.membership.last_sign(now), one) for one in empty], key=itemgetter(0), default=(now, None)
@@ -955,6 +958,7 @@ class Engine:
 
     def _leave(self, sender: Sender, leave: m.Leave) -> list[m.Outgoing]:
         space, rank = sender.space, sender.rank
+        # First the session, so that no later message of it counts; then the rounds that still need the rank.
         self._shut_out(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
@@ -992,8 +996,7 @@ def _outcomes(
     commits: Sequence[Committed],
     may_wait: tuple[float, float] | None,
 ) -> list[m.Outgoing]:
-    """Answer commits of rounds that did not fail: what was special about each, then the weights or what changed in
-    them.
+    """Answer commits of rounds that did not fail: what was special about each, then the weights.
 
     `may_wait`: the time, and for how long a read may be delayed until other ranks catch up; None: never delay.
     """

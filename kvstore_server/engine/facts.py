@@ -19,10 +19,7 @@ _REPORT_BYTES, _REPORT_NUMBERS = 1024, 16
 
 
 def read_report(packed: bytes) -> Mapping[str, float]:
-    """Return the numbers that a worker reports about itself, by name.
-
-    Raises ProtocolError if they are not a few finite numbers with short names.
-    """
+    """Return the numbers that a worker reports about itself. Raises ProtocolError unless they are few and finite."""
     found = unpack_control(packed) if len(packed) <= _REPORT_BYTES else None
     if (
         not isinstance(found, dict)

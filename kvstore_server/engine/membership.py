@@ -123,6 +123,7 @@ class Sessions:
         session = self._live.get(token)
         if session is not None and peer in session.hello.sockets:
             return session
+        # A wrong socket is told the same as an unknown token, so that tokens cannot be probed.
         session, reason = self._ended.get(token, (None, ""))
         if session is None or peer not in session.hello.sockets:
             reason = "it has no session on this server"
@@ -147,6 +148,7 @@ class Sessions:
     def new(self, peer: bytes, hello: Hello, now: float) -> RankSession:
         """Return a session with a new non-zero token. It is not valid before `open`."""
         token = 0
+        # 0 stands for no session in messages.
         while not token or token in self._live or token in self._ended:
             token = self._tokens()
         return RankSession(token, hello, peer, now)
@@ -158,6 +160,7 @@ class Sessions:
     def end(self, token: int, reason: str) -> None:
         """End a session; later messages in it are refused with this reason."""
         self._ended[token] = (self._live.pop(token), reason)
+        # Oldest first, so that memory stays bounded however often processes come back.
         if len(self._ended) > _ENDED_KEPT:
             _, (session, _) = self._ended.popitem(last=False)
             del self._opened[session.process]
@@ -272,6 +275,7 @@ class Membership:
                     f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "
                     f"{uneven if rank in self.finished else ''}restart the job from its last saved states"
                 )
+        # Ranks that left come first, because their reason says most.
         lost = set(self.lost(now, dead_after))
         for rank in waiting_for:
             if rank in lost:
@@ -340,6 +344,7 @@ class Membership:
     def describe(self, rank: int, now: float) -> str:
         """Name a rank in an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
+        # What is known best comes first: how the process ended, when it was heard, why it left.
         if member is not None and member.state is ProcessState.ENDED:
             how = member.how_ended or "has ended without a word"
             return f"the process of rank {rank} ({member.hello.address}) {how}"

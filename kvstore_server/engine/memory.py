@@ -82,6 +82,7 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
                 most, now = int((group / limit).read_text()), 0
                 with suppress(OSError, ValueError, StopIteration):
                     now = int((group / used).read_text())
+                    # Inactive file pages do not count: the kernel drops them before the limit is reached.
                     now -= _number_behind(unused, group / "memory.stat")
                 yield most, now
 
@@ -120,6 +121,7 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     for piece in plan.slices_of(server):
         weights = piece.length * SIZES[piece.dtype]
         state = 0.0
+        # Measured once per optimizer and dtype, by one update of a small key.
         if optimizer is not None and piece.dtype in ITEM_SIZE:  # integers have no optimizer state
             state = weights * _state_bytes(pack_control(optimizer.spec()), piece.dtype)
             state += (weights + state) * optimizer.may_raise  # the copy that a failed update restores
@@ -156,6 +158,7 @@ def _state_bytes(spec: bytes, dtype: str) -> float:
     """Return the bytes of state per byte of weights, measured by one update of a small key; 0 if that fails."""
     described = unpack_control(spec)
     optimizer = create_from_spec(described)
+    # User-defined optimizers are not tried, because that could change them.
     if optimizer.may_raise:
         return 0.0
     optimizer.mute()

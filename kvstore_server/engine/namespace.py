@@ -267,6 +267,7 @@ class Namespace:
             table = self.tables[number]
             first = self._registered_by[register.table]
             try:
+                # Name the first key that differs; the digests only say that something does.
                 check_same(table.plan.specs, specs, f"rank {first}", f"rank {rank}")
                 _check_same_placement(table.plan, register, first, rank)
             except PlanMismatchError as error:
@@ -320,6 +321,7 @@ class Namespace:
             specs = []
         if register.first < 0:
             raise ProtocolError(f"a declaration begins with key {register.first}")
+        # A repeated message rewrites what it brought before; one beyond a gap is ignored.
         if register.first <= len(specs):
             total = max(register.total, len(register.specs))
             self.budget.check(KEY * total, f"declaring {total} keys of table {register.table!r}")
@@ -376,9 +378,7 @@ class Namespace:
         return self.tables[number]
 
     def batch_of(self, tables: Ints) -> TableBatch:
-        """Return the cached lookups for some tables, not to be modified. Raises ProtocolError if one is unknown or
-        named twice.
-        """
+        """Return the cached lookups for tables. Raises ProtocolError for unknown or repeated tables, or too many."""
         return self._batches.get(tables.tobytes(), self._make_batch, tables)
 
     def _make_batch(self, tables: Ints) -> TableBatch:
@@ -529,9 +529,7 @@ class Namespace:
         return SlicePart(data, begin, end, numel * itemsize, codec)
 
     def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
-        """Find the slices in payloads of these sizes and dtypes (uint8 stands for any). Raises ProtocolError if they
-        do not fit.
-        """
+        """Find the slices in payloads of these sizes and dtypes; uint8 stands for any. Raises ProtocolError."""
         if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
             # Fast path for rows of one table: a single slice that fills a single payload.
             [slot], [nbytes], none = slots.tolist(), sizes.tolist(), np.zeros(1, np.int64)
@@ -587,6 +585,7 @@ class Namespace:
         assert said is not None
         if flags & m.HAS_JOINED:
             return None
+        # Messages number keys by table, the shard numbers them over all tables.
         absent = frozenset(unit.first_key + key for key in self.absent.get((number, rank), ()))
         runs = given.runs(np.arange(unit.first, unit.end))
         contribution = self.contribution(said, optimizer, runs, absent)
@@ -632,6 +631,7 @@ class Namespace:
         for first, end, source, begin, last in given:
             if isinstance(source, Tensor):
                 source = part_of(source, begin, last)
+                # Arrived as bytes; the slot knows the dtype.
                 if source.dtype is torch.uint8:
                     source = source.view(self._dtypes[first])
             else:
@@ -666,14 +666,13 @@ class Namespace:
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
-        """Return weights for ranks that map them: places, and the bytes of slices without one. See KNOWS_PLACES for
-        `are_known`.
-        """
+        """Return weights for ranks that map them: places, or bytes. `are_known`: they know all places."""
         storage, places = self.shard.storage, some.places
         if storage.has_moved:
             places = np.array([storage.place(slot) for slot in some.resident], np.int64)
         versions = np.array([table.version for table in some.named])[some.owners]
         [mapped], [others] = (places >= 0).nonzero(), (places < 0).nonzero()
+        # The common case of a step: one word for each table instead of all places.
         if are_known and not storage.has_moved:
             mapped = some.firsts
             places = np.full_like(places, m.STILL)
@@ -726,6 +725,7 @@ class Namespace:
 
         Raises ConfigurationError if its options are not valid, or its state needs more memory than there is.
         """
+        # Memory for its state is claimed before it is accepted.
         replaced = self.optimizer.set(rank, spec, self._make_room)
         if replaced is not None:
             _log.warning(

@@ -69,9 +69,7 @@ class Portion(NamedTuple):
 
 
 def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
-    """Record a rank's intent, and with the last rank's begin to apply. Raises ProtocolError if it names unknown
-    slices.
-    """
+    """Record a rank's intent; with the last one begin to apply. Raises ProtocolError if it names unknown slices."""
     out: list[m.Outgoing] = []
     tracker = space.rounds.shared
     is_plain = space.mode.is_sync and not body.hold and not body.absent
@@ -117,6 +115,7 @@ def _begin(space: Namespace, table: Table) -> None:
     if len(said) < tracker.num_members or not is_ready:
         return
     # 2. They must agree on the optimizer and hyper-parameters.
+    # Hyper-parameters of the intent replace those sent before, but are not stored before the commit.
     news = {rank: one.hyper for rank, one in said.items() if one.hyper}
     try:
         for packed in set(news.values()):
@@ -192,6 +191,7 @@ def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequenc
         own, marks = space.rounds.shared.given[rank], said.marks
         if len(slots) == 1:  # the common case; scalars take a tenth of the time of arrays
             [slot] = slots
+            # Not complete in the declared generation; perhaps in part.
             if own.marks[slot] != marks[slot - first]:
                 levels = [min(levels[0], _grown_to(own, slot, marks[slot - first]))]
             continue
@@ -213,6 +213,7 @@ def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
     assert begun is not None
     whole = np.array([one.slot for one in portions if one.is_whole], np.int64)
     try:
+        # The copy is made as late as possible: a round that is never applied in part needs none.
         if begun.undo is None:
             begun.undo = table.shard.snapshot(table.unit)
         ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
@@ -283,6 +284,7 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
     for rank, one in begun.said.items():
         given = tracker.of(rank)
         said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
+        # The commit must have the same terms and flags as the intent.
         is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
         is_as_said &= _fits(table, begun, one, given.marks[table.unit.first : table.unit.end])
     try:
@@ -326,6 +328,7 @@ def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
         table = space.tables[number]
         assert table.begun is not None
         if not (table.begun.said[rank].is_firm or space.rounds.shared.has_committed(rank, number)):
+            # It reads before it commits: nothing else would end the round.
             roll_back(space, table)
 
 

@@ -234,9 +234,7 @@ class Slots:
         return np.asarray(np.repeat(self.first[tables] - starts, counts) + np.arange(counts.sum()), np.int64)
 
     def divide(self, slots: Ints, places: Ints) -> list[tuple[int, int, int]]:
-        """Split ascending slots into ranges (first slot, end, bytes) that are contiguous in memory and in their
-        buffers.
-        """
+        """Split ascending slots into ranges (first slot, end, bytes), contiguous in memory and in their buffers."""
         ends = places + self.nbytes[slots]
         is_cut = (np.diff(slots) != 1) | ~self.is_next[slots[1:]] | (places[1:] != ends[:-1])
         first = np.flatnonzero(np.append(True, is_cut))[: len(slots)]
@@ -308,6 +306,7 @@ class Given:
                 self._buffers[slot] = sources[at]
         self.marks[slots] = marks
         self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
+        # Wraps around, so that offsets fit into 64 bits.
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
 
     def payload(self, slot: int) -> tuple[Any, int]:
@@ -323,6 +322,7 @@ class Given:
         places = self._places[here]
         places = places - places[:1]  # relative, so that the cache hits in every round
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
+        # How slots group into ranges depends on offsets only, so it is cached over rounds.
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
             source, begin = self._buffers[first], int(self._places[first] % _BUFFER)
             if isinstance(source, Growing):
@@ -331,9 +331,7 @@ class Given:
         return found
 
     def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
-        """Return elements of a slot that may be incomplete. Raises ProtocolError if its encoding has no single
-        elements.
-        """
+        """Return elements of a possibly incomplete slot. Raises ProtocolError if they cannot be decoded singly."""
         if not mark:
             return []
         source = self._buffers[slot] if self.marks[slot] == mark else self.growing[slot]
@@ -546,9 +544,7 @@ class RoundTracker:
     def commit(
         self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
     ) -> Ints | None:
-        """Make contributions to some rounds final; return a `CommitStatus` for each commit, or None if all were
-        accepted.
-        """
+        """Make contributions final; return a `CommitStatus` for each commit, or None if all were accepted."""
         # 1. Unpack. A single commit is handled with scalars, as in `push`.
         given, verdicts, is_single = self.of(rank), None, len(commits) == 1
         columns: Any = commits[0].tolist() if is_single else commits.T
@@ -627,9 +623,7 @@ class RoundTracker:
         return verdicts
 
     def times(self, table: int) -> tuple[float, float]:
-        """Return since when the open round is waited for, and the earliest deadline of its waiters; inf without
-        any.
-        """
+        """Return since when the open round is waited for, and the earliest deadline of its waiters, or inf."""
         said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
         since = min((terms.since for terms in said), default=math.inf)
         return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
@@ -652,6 +646,7 @@ class RoundTracker:
         """Return the slots that a rank must send again: those missing, or all if one arrived in a lower generation."""
         first, end = self._slots.first[table : table + 2].tolist()
         missing = np.flatnonzero(self.of(rank).marks[first:end] == 0) + first
+        # If enough slices are here, a generation is too low, and it is not known which.
         is_short = end - first - len(missing) < count
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
 
@@ -667,9 +662,7 @@ class RoundTracker:
         return given is not None and bool(given.committed[table])
 
     def finish(self, tables: Ints, slots: Ints) -> None:
-        """Close the open rounds of some tables, which have these slots, as applied. The first one measures
-        lateness.
-        """
+        """Close the open rounds of some tables, which have these slots, as applied; measure lateness on the first."""
         if not len(tables):
             return
         one = tables[0]
@@ -695,6 +688,7 @@ class RoundTracker:
         found = [waiter for given in self.given.values() if (waiter := given.waiters[table]) is not None]
         self._note_failure(table, self.number(table), error)
         tables = np.array([table])
+        # What was given is dropped, also by ranks that have not committed.
         for given in self.given.values():
             given.clear(tables, self._slots.of(tables))
         self.numbers[table] += 1
@@ -774,6 +768,7 @@ class NamespaceRounds:
         lane = self._lanes.get(rank)
         if lane is None:
             lane = self._lanes[rank] = RoundTracker(1, self.slots, self.durations)
+        # Round 0 was shared, so number 0 means that the lane has not begun for a table.
         for at in np.flatnonzero(lane.numbers[tables] == 0):
             table, number = int(tables[at]), int(rounds[at])
             lane.numbers[table] = max(1, number)
@@ -788,9 +783,7 @@ class NamespaceRounds:
         return self._joined.setdefault(table, set())
 
     def next_round(self, rank: int, table: int) -> int:
-        """Return the round at which a rank should begin; a new process is level with the slowest of the others, or
-        later.
-        """
+        """Return the round at which a rank should begin; a new process is not behind the slowest of the others."""
         if self._is_sync or not self.shared.number(table):
             return self.shared.number(table)
         lane = self._lanes.get(rank)
@@ -840,6 +833,7 @@ class NamespaceRounds:
 
     def begin_process(self, rank: int) -> None:
         """Let a new process of a rank take part, in a new lane."""
+        # Commits of the former process stay; it can no longer be answered.
         self.shared.replace_process(rank)
         self._lanes.pop(rank, None)
         for joined in self._joined.values():
@@ -923,6 +917,7 @@ class Waits:
                     del self.all[key]
                 wait.deadline = now + wait.timeout
             elif rank in wait.late and rank not in wait.missing(self._rounds):
+                # Only time that was not counted before for this rank.
                 begin = max(wait.since, self._late_until.get(rank, -math.inf))
                 self._rounds.shared.lateness[rank] += max(now - begin, 0.0)
                 self._late_until[rank] = now
@@ -1020,9 +1015,7 @@ class Growing:
         return data if self._codec is None else CompressedPayload(self._codec, data)
 
     def elements(self, dtype: str, begin: int, end: int) -> Tensor | None:
-        """Return the (decoded) bytes of some elements that have arrived; None if the encoding has no single
-        elements.
-        """
+        """Return the decoded bytes of some elements; None if the encoding does not have single elements."""
         codec = self._codec
         size = SIZES[dtype] if codec is None else codec.itemsize(dtype)
         if size is None:

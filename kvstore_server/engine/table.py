@@ -251,6 +251,7 @@ class Table:
         self.shard.undos.pop(self.unit, None)
         is_lane = whose != ALL
         vetoes = tuple(rank for rank, part in parts.items() if part.flags & m.VETOES)
+        # All members have joined: nothing changes, and all take part again.
         if not parts:
             hyper = self.hyper.lowest(joined) if is_lane else b""
             end = RoundEnd(self.version, hyper=hyper, is_over=True)
@@ -342,6 +343,7 @@ class Table:
             return
         former = [*known[:1], *known[1:][-1:]]
         others_more = sum([len(own) - 1 for other, own in reads.items() if other != rank])
+        # Without memory the older reads are dropped; the correction is then less exact.
         if former and not has_room(others_more + len(former)):
             former = []
         everywhere = itertools.chain.from_iterable(reads.values())
@@ -379,6 +381,7 @@ class Table:
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
+        # How many updates of others the rank did not know.
         staleness = self.version - part.version if part.version >= 0 else 0
         if not self.mode.slow_down or staleness <= 1:
             return hypers
@@ -402,6 +405,7 @@ class Table:
 
     def break_off(self, error: Exception) -> KVStoreError:
         """Refuse all further use, because an update failed midway and left weights half updated."""
+        # No copy is kept for built-in optimizers, so the weights cannot be restored.
         self.conflict = KVStoreError(
             f"the update of {self.name!r} failed midway with {type(error).__name__}: {error}; its weights may be half "
             "updated. Restart the job from its last saved states"
@@ -423,6 +427,7 @@ class Table:
 
     def _applied(self, given: Sequence[RankContribution], hyper: bytes) -> RoundEnd:
         keys = self.unit.keys
+        # If any rank gave all keys, none was left out by all.
         if all(one.absent for one in given):
             first = self.unit.first_key  # a Shard numbers the keys of all of its tables
             keys = frozenset(key for key in keys if any(first + key not in one.absent for one in given))
@@ -444,6 +449,7 @@ class Table:
         if end.is_skipped or end.is_over:
             self.undone += 1
             return True  # it changed nothing
+        # Final: a slice of the next round, or another rank's contribution, has come.
         if self.unit not in self.shard.undos or self._last_rank != whose:
             return False
         self.shard.undo(self.unit)
@@ -462,9 +468,7 @@ class Table:
     # ---------------------------------------------------------------- rows
 
     def changed_parts(self, held: int) -> list[RowPart]:
-        """Return what a worker that has version `held` of all its slices must be sent. A key without changes gets
-        empty ROWS.
-        """
+        """Return what a worker with version `held` of all its slices must be sent; empty ROWS for unchanged keys."""
         # 1. Find the rows that changed; None stands for a whole key.
         if self.deltas is not None:
             self._follow(self.deltas)
@@ -514,6 +518,7 @@ class Table:
 
     def _changed_rows(self, stack: int, held: int) -> Rows | None:
         """Return the rows of a key to send; None if sending the whole key is not longer."""
+        # Recording starts with the first request for changes; it costs time in every update.
         self.shard.notes_changes = True
         pieces, rows = self.unit.stacks[stack], self.unit.changes.since(stack, held, self.version)
         if rows and _bytes_of(self.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
@@ -527,9 +532,7 @@ class Table:
         return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 
     def pulled_part(self, pull: m.PullRows) -> RowPart:
-        """Return the values of the requested rows, flat. Raises ProtocolError if they do not exist or fit into one
-        message.
-        """
+        """Return the values of the requested rows, flat. Raises ProtocolError unless they exist and fit a message."""
         self.shard.rows_of(self.unit, pull.key)
         block = self.plan.joined_rows(pull.key).blocks[self.unit.server]
         num_rows = int(block.starts[-1])
@@ -582,10 +585,7 @@ class Table:
 
 
 def norm_to_hold(parts: Parts) -> float:
-    """Return the type of norm for which all ranks want their sum held; 0 if they do not.
-
-    Raises PlanMismatchError if ranks disagree about that.
-    """
+    """Return the norm type for which ranks want their sum held, or 0. Raises PlanMismatchError if they disagree."""
     lowest, first = next(iter(parts.items()))
     for rank, part in parts.items():
         if part.hold != first.hold:

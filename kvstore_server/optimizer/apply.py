@@ -203,9 +203,7 @@ def _update_in_blocks(
 def _entry(
     optimizer: Optimizer, name: str, value: object, padded: Sequence[Tensor], shape: torch.Size | None
 ) -> StateValue:
-    """Check an entry of the state, and copy it if it shares memory with a borrowed tensor. Raises OptimizerError if
-    unfit.
-    """
+    """Check an entry of the state; copy it if it shares memory with a borrowed tensor. Raises OptimizerError."""
     fits = is_plain_leaf(value)
     got = type(value).__name__
     if isinstance(value, Tensor) and is_composed(value):

@@ -81,9 +81,7 @@ def _both_spellings(key: str) -> str:
 
 
 def capability() -> str:
-    """Return the instruction set of torch's kernels, as `x86_64/AVX2`; results are bit-identical only between equal
-    ones.
-    """
+    """Return the instruction set of torch's kernels, as `x86_64/AVX2`; bits are only equal between equal ones."""
     return f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -386,6 +384,7 @@ class Optimizer:
         """Warn once that updates of half-precision weights without a float32 copy may be lost."""
         if not self._said_low_precision:
             self._said_low_precision = True
+            # Once per optimizer: every step would say the same.
             _log.warning(
                 "%s updates %s weights without multi_precision: an update smaller than half a rounding step of its "
                 "weight is lost; multi_precision=True keeps a float32 copy",
@@ -462,6 +461,7 @@ class Optimizer:
             return value
         if value is None and default is None:
             return None
+        # Bounds by name: betas and the class's fractions in [0, 1), others not negative where that makes sense.
         is_fraction = name == "betas" or name in self.fractions
         least = 0 if is_fraction or name in _NEVER_NEGATIVE | self.never_negative else None
         number = check.number(

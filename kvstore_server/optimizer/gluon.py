@@ -225,6 +225,7 @@ def correct_momentum(buffer: Tensor, state: Values, lr: float, correction: Corre
     state["last_lr"] = lr
     if former <= correction.min_lr or max(lr / former, former / max(lr, _TINY)) <= correction.threshold:
         return
+    # The ratio is 0; `zero_` also clears infinities.
     if lr == 0.0:
         buffer.zero_()
     else:
@@ -281,6 +282,7 @@ class NAG(_Momentum):
 
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         wd = hyper["weight_decay"]
+        # The fused kernel has stored m with the decay of the old weight; add the difference to the new one.
         before = weight.clone() if self.is_mxnet1 and wd and hyper["momentum"] else None
         super().update(weight, grad, state, hyper)
         if before is not None:
@@ -364,6 +366,7 @@ class DCASGD(_Elementwise):
         drift, wd = weight - previous, hyper["weight_decay"]
         if not self.is_mxnet1:
             grad.add_(weight, alpha=wd)
+        # MXNet 2.x squares g, which has weight decay; 1.9.1 squares the gradient alone, and adds decay afterwards.
         drift.mul_(grad).mul_(grad)
         if self.is_mxnet1:
             grad.add_(weight, alpha=wd)
@@ -407,6 +410,7 @@ class Adam(_Elementwise):
     def update(self, weight: Tensor, grad: Gradient, state: Values, hyper: Hyper) -> None:
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         lr, betas, eps, wd, step = (hyper[name] for name in ("lr", "betas", "eps", "weight_decay", "step"))
+        # torch corrects v before it adds epsilon, MXNet afterwards: eps / root makes both equal.
         _, root = bias_corrections(betas, step)
         fused_adam(weight, grad, mean, square, lr=lr, betas=betas, eps=eps / root, wd=wd, step=step)
 
@@ -427,6 +431,7 @@ class AdamW(_Elementwise):
         mean, square = state_tensor(state, "exp_avg", weight), state_tensor(state, "exp_avg_sq", weight)
         step = hyper["step"] if hyper["correct_bias"] else math.inf
         lr, betas, eps = hyper["lr"], hyper["betas"], hyper["eps"]
+        # torch's decay uses the plain learning rate, MXNet's the corrected one: the factor moves into wd.
         correction, root = bias_corrections(betas, step)
         wd = hyper["weight_decay"] * root / correction
         fused_adam(
@@ -450,6 +455,7 @@ class AdaBelief(_Elementwise):
         correction, root = bias_corrections(
             hyper["betas"], hyper["step"] if hyper["correct_bias"] else math.inf
         )
+        # MXNet clips after adding the weight decay, so the caller has not clipped.
         grad.add_(weight, alpha=hyper["weight_decay"])
         if bound is not None:
             bound = bound_of(bound, grad)
@@ -480,6 +486,7 @@ class Adamax(_Elementwise):
         torch.maximum(largest.mul_(beta2), grad.abs_(), out=largest)
         correction, _ = bias_corrections(hyper["betas"], hyper["step"])
         scale = largest + hyper["eps"]
+        # An infinite divisor leaves weights unchanged whose gradients were all 0.
         if hyper["eps"] == 0.0:
             scale.masked_fill_(largest == 0.0, math.inf)
         weight.addcdiv_(mean, scale, value=-hyper["lr"] / correction)
@@ -537,6 +544,7 @@ class FTML(_Elementwise):
         beta1, beta2 = hyper["betas"]
         square = state_tensor(state, "exp_avg_sq", weight)
         eps, wd, step = hyper["eps"], hyper["weight_decay"], hyper["step"]
+        # (1 - beta1) / d, written as the learning rate of the kernel, which divides by the rest of d.
         lr = hyper["lr"] * (1.0 - beta1) / (1.0 - beta1**step)
         fused_scaled(weight, grad, square, lr=lr, beta=beta2, eps=eps, wd=wd, step=step)
 
@@ -642,6 +650,7 @@ class RMSProp(_Elementwise):
             grad.add_(weight, alpha=wd)
             mean.lerp_(grad, 1.0 - rho)
             square.mul_(rho).addcmul_(grad, grad, value=1.0 - rho)
+            # v - n**2 is a variance; rounding can make it slightly negative.
             spread = square.addcmul(mean, mean, value=-1.0).clamp_min_(0.0).add_(eps).sqrt_()
             weight.sub_(buffer.mul_(hyper["momentum"]).addcdiv_(grad, spread, value=lr))
         elif self.is_mxnet1:
@@ -717,6 +726,7 @@ def normal(stream: tuple[object, ...], first: int, count: int, device: torch.dev
     name = repr(stream).encode()
     digest = hashlib.blake2b(name, digest_size=16).digest()
     keys = (_signed(int.from_bytes(digest[:8], "little")), _signed(int.from_bytes(digest[8:], "little")))
+    # Draw whole units around the wanted range, and cut it out.
     begin, end = first - first % _UNIT, first + count + -(first + count) % _UNIT
     drawn = torch.empty(end - begin, dtype=torch.float64, device=device)
     for start in range(begin, end, _BLOCK):
@@ -728,6 +738,7 @@ def normal(stream: tuple[object, ...], first: int, count: int, device: torch.dev
 def _block(keys: tuple[int, int], start: int, count: int, device: torch.device | str) -> Tensor:
     counters = torch.arange(start, start + count, dtype=torch.int64, device=device)
     words = _mixed(_mixed(counters.mul_(_signed(0x9E3779B97F4A7C15)).add_(keys[0])).add_(keys[1]))
+    # Box-Muller: 24 bits give the angle, the other 40 the radius; + 1 avoids log(0).
     angle = (words & 0xFFFFFF).double().mul_(2.0 * math.pi / 2**24)
     radius = _shifted(words, 24).add_(1).double().mul_(2.0**-40).log_().mul_(-2.0).sqrt_()
     return radius.mul_(angle.cos_())

@@ -95,14 +95,17 @@ class LANS(_TrustRatio):
     clips = False
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        # 1. Normalise the gradient, then clip: the bound applies to the normalised one.
         norm = l2_norm(grad)
         if norm:
             grad.div_(norm)
         _clip(grad, hyper)
+        # 2. The averages, and their bias correction.
         mean, square = self._averages(grad, state, hyper)
         corrections = _corrections(hyper)
         root, length = _root(square, corrections[1], hyper["eps"]), self._length(weight, hyper)
         beta1, lr = hyper["betas"][0], hyper["lr"]
+        # 3. Two directions, each scaled to the length of the weights.
         averaged = self._scaled((mean / corrections[0]).div_(root), weight, length, hyper)
         newest = self._scaled(grad.div_(root), weight, length, hyper)
         weight.sub_(averaged.mul_(lr * beta1)).sub_(newest.mul_(lr * (1 - beta1)))
@@ -139,6 +142,7 @@ class LARS(Optimizer):
         return {**hyper, "layer_factor": self._factor(weight, grad_rows, hyper)}
 
     def update(self, weight: Tensor, grad: Tensor, state: Values, hyper: Hyper) -> None:
+        # For row-sparse updates the factor was computed from the whole key.
         factor = hyper.get("layer_factor")
         lr = hyper["lr"] * (self._factor(weight, grad, hyper) if factor is None else factor)
         _clip(grad, hyper)

@@ -220,9 +220,8 @@ class _Decaying(LRScheduler):
     """Cache of the last result, from which the next one continues; it changes no result."""
 
     def _decayed(self, decays: int, least: float = -math.inf) -> float:
-        """Multiply `base_lr` `decays` times, one by one, because a power is rounded differently; never below
-        `least`.
-        """
+        """Multiply `base_lr` `decays` times, but never below `least`."""
+        # One by one, because a power would be rounded differently; powers of whole blocks keep large counts fast.
         done = decays - decays % _ONE_BY_ONE
         start = self.base_lr, self.factor, least, done
         lr = max(self.base_lr * self.factor**done, least) if done else self.base_lr

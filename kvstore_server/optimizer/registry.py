@@ -100,6 +100,7 @@ def create(optimizer: str | AnyClass | Optimizer | torch.optim.Optimizer, /, **o
             options["compat"] = release
         optimizer = _lookup(name)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer | torch.optim.Optimizer):
+        # A trial update now, so that impossible options fail here and not on a server.
         made = _from_class(optimizer, options)
         made.try_out(made.hyper)
         return made

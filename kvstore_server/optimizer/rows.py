@@ -66,9 +66,7 @@ Gradient = Tensor | Pieces
 
 
 def bound_of(limit: float, values: Tensor) -> float:
-    """Return a limit that the elements' dtype can represent; larger ones would only limit infinities, and torch
-    refuses them.
-    """
+    """Return a limit that the dtype can represent; torch refuses larger ones, which would only limit infinities."""
     return min(limit, torch.finfo(values.dtype).max)
 
 
@@ -94,6 +92,7 @@ def aligned_fragments(
     for block, size, *own in zip(blocks, sizes, *[cut(flat, sizes) for flat in flats], strict=True):
         made = memory[:size]
         places = [made] if len(block) == 1 else torch.split(made, [part.numel() for part in block])
+        # Scale while copying into the block's memory; then clip and scale in place.
         for part, place in zip(block, places, strict=True):
             torch.mul(part, early, out=place)
         if bound is not None:
@@ -215,6 +214,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
     if not ids.numel():
         return ids, values
     given = ids.cpu().numpy()  # reading ids on another device waits for it anyway
+    # Range checks on the extremes only, before anything is summed.
     for end in (int(given.min()), int(given.max())):
         if not 0 <= end < num_rows:
             raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")

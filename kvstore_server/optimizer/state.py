@@ -95,9 +95,7 @@ class States:
         self.entries += [self._share({})] * len(segments)
 
     def view(self, first: int, part: slice) -> State:
-        """Return the state of the segments from `first` on with the elements `part`, which must share it; tensors are
-        views.
-        """
+        """Return the common state of the segments from `first` on with the elements `part`; tensors are views."""
         values = {
             name: self.tensors[name][part] if value is FlatEntry.MEMORY else own(value)
             for name, value in self.entries[first].items()
@@ -115,11 +113,13 @@ class States:
             entries[name] = value
             if isinstance(value, Tensor) and value.dim():
                 memory = self.tensors[name] if name in self.tensors else self.tensor(name, value)
+                # Views were updated in place; anything else is copied.
                 if memory[part].data_ptr() != value.data_ptr():
                     memory[part].copy_(value.reshape(-1))
                 entries[name] = FlatEntry.MEMORY
             else:
                 has_own = True
+        # One mapping for all segments with these names, so that runs are found by identity.
         shared = entries if has_own else self._shared.setdefault(tuple(entries), entries)
         if shared is not self.entries[first]:
             self.entries[first:end] = [shared] * (end - first)
@@ -235,6 +235,7 @@ def spread(
             states.tensor(name, tensor)[start : start + numel].copy_(tensor[at : at + numel])
         states.steps[index] = int(values.get("step", 0))
         states.entries[index] = states._share({**others, **dict.fromkeys(flat, FlatEntry.MEMORY)})
+        # Tensors of other shapes belong to the first segment alone, and with them trees that contain them.
         others = {n: v for n, v in others.items() if not (isinstance(v, Tensor) and v.dim())}
         there = others.keys() | flat.keys()
         others = {n: v for n, v in others.items() if there.issuperset(leaf_names(v))}
@@ -246,6 +247,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "
     if torch.device(device).type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     nbytes = numel * dtype.itemsize
+    # numpy's zeros are pages that the system provides on first write; torch's would be written at once.
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return torch.from_numpy(raw[start : start + nbytes]).view(dtype)
@@ -266,6 +268,7 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
                 rows[-1][name] = [value, ""]
             else:
                 rows[-1][name] = None if value is FlatEntry.MEMORY else [json.dumps(encode(value)), _JSON]
+    # Flat memory (index -1) comes first, then tensors of single segments.
     parts = [tensor.detach().cpu().contiguous() for _, tensor, _ in tensors]
     named = [[name, _dtype_name(t), list(t.shape), index] for name, t, index in tensors]
     data = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
@@ -273,9 +276,7 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
 
 
 def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
-    """Decode the state of a slice. Raises ProtocolError if summary and data do not describe the state of such a
-    slice.
-    """
+    """Decode the state of a slice. Raises ProtocolError unless summary and data describe such a state."""
     try:
         return _unpacked(piece, summary, data)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:

@@ -8,8 +8,8 @@ in torch. The copy is made without calling the constructor, from a template.
 - Foreign classes get whole keys unless a user declares them elementwise, which is right for every class that treats
   its parameters independently. Anything shared between parameters would be lost, so that is checked after each step.
 
-Invariant: an update has the bits of torch's own step. Where a faster path exists (fused kernels, sparse rows), tests
-compare the bits.
+Invariant: an update does what torch's own step does with the same options; tests compare it with torch's unfused
+optimizers. The faster path for sparse rows has the same bits.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ class TorchOptimizer(Optimizer):
 
     @classmethod
     def from_instance(cls, instance: optim.Optimizer, declared: bool = False) -> TorchOptimizer:
-        """Return an optimizer like a torch instance: its class, with the options of its one group or else its
-        defaults.
-        """
+        """Return an optimizer like a torch instance, with the options of its one group or else its defaults."""
         kind, groups = type(instance), instance.param_groups
         found = (
             _group_of(instance) if len(groups) == 1 else {k: _number(v) for k, v in instance.defaults.items()}
@@ -124,6 +122,8 @@ class TorchOptimizer(Optimizer):
         made = cls.__new__(cls)
         made._take_class(kind, declared)
         made._take_common({})
+        # A foreign class may need arguments that its instance does not reveal, so the instance itself serves as the
+        # template.
         template = kind.__new__(kind)
         template.__dict__.update(instance.__dict__)
         template.param_groups, template.state = [{"params": [], **found}], defaultdict(dict)
@@ -167,9 +167,7 @@ class TorchOptimizer(Optimizer):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the class may share state between parameters; assumed of foreign classes that are not
-        elementwise.
-        """
+        """Whether the class may share state between parameters; foreign ones may, unless elementwise."""
         return self.is_foreign and not self.elementwise
 
     def spec(self) -> dict[str, Any]:
@@ -308,6 +306,7 @@ class TorchOptimizer(Optimizer):
             given["momentum_buffer"] = given["momentum_buffer"].to_sparse(1)
         if state or (not self.is_foreign and number > 1):
             step = given.pop(OWN_COUNT, None)
+            # torch's own classes count in `hyper['step']`; foreign ones have stored their count in the state.
             if step is None and self.is_foreign:
                 return given  # it has no count
             if step is None and self.cls is optim.SparseAdam:
@@ -350,6 +349,7 @@ class TorchOptimizer(Optimizer):
             group |= {key: value for key, value in hyper.items() if key not in _OF_UPDATE}
             group = self.with_tensors(group)
         group["params"] = [weight]
+        # torch's fused and foreach kernels do not take sparse gradients.
         if grad.is_sparse:
             group |= {key: False for key in ("fused", "foreach") if key in group}
             return group
@@ -357,6 +357,7 @@ class TorchOptimizer(Optimizer):
             return group
         if "capturable" in group:
             group["capturable"] = False  # torch refuses it on a CPU
+        # Prefer the fused kernel unless the user chose otherwise. It only takes flags that are bools.
         if self.cls in _FUSED_ON_CPU and group["fused"] is not False and not group["foreach"]:
             group["fused"], group["foreach"] = True, False
             group |= {name: bool(group[name]) for name in _FLAGS if name in group}
@@ -479,6 +480,7 @@ def _recovered(instance: optim.Optimizer, found: Mapping[str, Any]) -> tuple[dic
             options,
             f"its constructor takes more than its groups contain ({type(error).__name__}: {error})",
         )
+    # Attributes of every torch optimizer do not count; all others must be equal.
     torchs = {*vars(optim.SGD([torch.zeros(1, device="cpu")])), "step", "_opt_called"}
     unlike = [
         name

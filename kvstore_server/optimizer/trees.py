@@ -68,6 +68,7 @@ def leaf_names(value: Any) -> list[str]:
 
 def map_tree(function: Any, tree: Any) -> Any:
     """Return the same tree of function(leaf); a namedtuple or another subclass of a container counts as a leaf."""
+    # The exact type, because a subclass could not be rebuilt from its items.
     if isinstance(tree, dict) and type(tree) in _KIND_OF:
         return type(tree)((key, map_tree(function, one)) for key, one in tree.items())
     if type(tree) in (list, tuple):
@@ -96,18 +97,14 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def encode(value: Any) -> Any:
-    """Return the JSON value for an entry other than a tensor. Raises TypeError if it contains other than plain
-    values.
-    """
+    """Return the JSON value for an entry other than a tensor. Raises TypeError for other than plain values."""
     if isinstance(value, Form):
         return {_TREE: _encode(value.tree)}
     return {_BYTES: value.hex()} if type(value) is bytes else _checked(value)
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`; other values are unchanged. Raises KeyError, TypeError or ValueError for what makes no
-    sense.
-    """
+    """Inverse of `encode`; other values are unchanged. Raises KeyError, TypeError or ValueError."""
     if isinstance(value, dict) and set(value) == {_TREE}:
         return Form(_decode(value[_TREE]))
     if isinstance(value, dict) and set(value) == {_BYTES}:
@@ -122,6 +119,7 @@ def _take_apart(tree: Any, path: str, found: dict[str, Any]) -> Any:
         return type(tree)([_take_apart(one, f"{path}.{at}", found) for at, one in enumerate(tree)])
     if not isinstance(tree, Tensor):
         return tree
+    # Another entry may have this name already.
     while path in found:
         path += "'"
     found[path] = tree
@@ -134,6 +132,7 @@ def _assemble(tree: Any, found: dict[str, Any]) -> Any:
 
 def _leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, dict) and type(tree) in _KIND_OF:
+        # Keys have to be storable, too.
         tree = [*tree, *tree.values()]
     if type(tree) in (list, tuple):
         for one in tree:
@@ -151,6 +150,7 @@ def _encode(tree: Any) -> Any:
     kind = _KIND_OF.get(type(tree))
     if kind is None:
         return _checked(tree)
+    # Pairs, because JSON objects only have string keys.
     if isinstance(tree, dict):
         return [kind, [[_encode(key), _encode(one)] for key, one in tree.items()]]
     return [kind, [_encode(one) for one in tree]]

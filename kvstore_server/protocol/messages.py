@@ -248,9 +248,7 @@ class SetOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Waits for all ranks of the namespace at one barrier, where each gives bytes. Ranks that read get those of
-    all.
-    """
+    """Waits for all ranks of the namespace at a barrier, where each gives bytes; ranks that read get all of them."""
 
     sequence: int
     timeout: float
@@ -436,9 +434,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Vetoed:
-    """Precedes the Done of a round that was not applied: the ranks with non-finite gradients; empty if a Resolve
-    skipped it.
-    """
+    """Precedes the Done of a skipped round: the ranks with non-finite gradients; empty if a Resolve skipped it."""
 
     table: int
     round: int
@@ -447,9 +443,7 @@ class Vetoed:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """Precedes the Weights or Done of a rank that has joined: the effective hyper-parameters, and whether joining is
-    over.
-    """
+    """Precedes the Weights or Done of a rank that joined: the effective options, and whether joining is over."""
 
     table: int
     round: int
@@ -461,9 +455,7 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Refuses a commit whose slices have not all arrived: send what was given of these slots again, then commit
-    again.
-    """
+    """Refuses a commit whose slices have not all arrived: send these slots again, then commit again."""
 
     table: int
     round: int

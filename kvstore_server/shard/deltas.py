@@ -103,9 +103,7 @@ class Deltas:
         self.version, self._still = version, None
 
     def _change(self, slot: int, weights: Tensor) -> Tensor | None:
-        """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied, empty if
-        equal.
-        """
+        """Encode a slot's difference and apply it to the workers' weights; None if they had to be copied instead."""
         given, dtype = self._storage.padded[slot], compute_dtype(_name(weights))
         segments, keys = self._pieces[slot].segments, self._still or ()
         still = [slice(one.start, one.start + one.numel) for one in segments if one.key in keys]
@@ -148,10 +146,7 @@ class Deltas:
 
 
 def add_changes(codec: Codec, changes: Tensor, weights: Tensor) -> None:
-    """Add encoded changes of some weights to them, in order.
-
-    Raises ProtocolError if the data is not a whole number of changes.
-    """
+    """Add encoded changes of some weights to them, in order. Raises ProtocolError unless these are whole changes."""
     dtype = _name(torch.empty(0, dtype=compute_dtype(_name(weights)), device="cpu"))
     size = codec.encoded_nbytes(len(weights), dtype)
     if len(changes) % size:

@@ -126,9 +126,7 @@ class Chunk(NamedTuple):
 
 
 def part_of(flat: Tensor, start: int, stop: int) -> Tensor:
-    """Return a part of a vector. For the whole vector no view is made, which costs as much as adding 10,000
-    elements.
-    """
+    """Return a part of a vector. Making a view costs as much as adding 10,000 elements, so the whole needs none."""
     return flat if not start and stop >= flat.numel() else flat[start:stop]
 
 
@@ -162,10 +160,7 @@ class Sums:
     def side_by_side(
         self, keys: Sequence[int], contributions: Sequence[RankContribution]
     ) -> list[list[Home]]:
-        """Group (ascending) keys whose rows are adjacent in memory and come from the same ranks.
-
-        Rows that belong to no key may be between them.
-        """
+        """Group (ascending) keys whose rows, from the same ranks, are adjacent in memory, gaps of whole rows aside."""
         joined: list[list[Home]] = []
         for home in map(self._storage.homes.__getitem__, keys):
             before = joined[-1][-1] if joined else home

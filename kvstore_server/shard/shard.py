@@ -108,9 +108,7 @@ class Shard:
     def contribution_of(
         self, given: Iterable[Run], scale: float, absent: frozenset[int] = NO_KEYS
     ) -> RankContribution:
-        """Build the contribution of one rank from its slices, in slot order. Raises ProtocolError if rows are
-        repeated.
-        """
+        """Build one rank's contribution from its slices, in slot order. Raises ProtocolError if rows are repeated."""
         runs, found = [], dict[int, list[RowSet]]()
         for run in given:
             if isinstance(run.payload, Tensor):
@@ -126,9 +124,7 @@ class Shard:
         return RankContribution(runs, scale, absent, rows_of)
 
     def _take_rows(self, slot: int, parts: Parts, found: dict[int, list[RowSet]]) -> Tensor | None:
-        """Collect the rows of a slice in `found`, by key and numbered in its block; return its dense elements,
-        if any.
-        """
+        """Collect the rows of a slice in `found`, numbered as in their block; return its dense elements, if any."""
         one, dense = self.storage.slots[slot], None
         for position, part in parts.items():
             segment = one.piece.segments[position]
@@ -194,10 +190,7 @@ class Shard:
 
     @torch.no_grad()
     def assign_sum(self, contributions: Sequence[RankContribution]) -> None:
-        """Replace the weights by the sum. Keys that every rank left out, and rows that no rank gave, stay unchanged.
-
-        Raises ConfigurationError if integers would be multiplied by a factor; nothing has changed.
-        """
+        """Replace the weights by the sum, except keys and rows that no rank gave. Integers only take factor 1."""
         # 1. Keys that every rank gave as rows.
         if any([one.scale != 1.0 for one in contributions]):
             self._check_factors(contributions)
@@ -391,9 +384,7 @@ class Shard:
         scale: float,
         borrowed: Mapping[int, Tensor],
     ) -> None:
-        """Update segments of a chunk by `scale * grad` (or keys' `borrowed` gradients), together if options and state
-        are equal.
-        """
+        """Update a chunk by `scale * grad` and `borrowed` gradients, in one call for equal options and state."""
         block, place, segments = chunk.block, chunk.place, chunk.segments
         states = block.states
         for i, j in self._runs(block, segments.start, segments.stop, chunk.present, optimizer.positioned):
@@ -586,9 +577,7 @@ class Shard:
         return HeldSum(held, tuple(partials[slot] for slot in sorted(partials)))
 
     def call_updater(self, unit: Unit, contributions: Sequence[RankContribution], updater: Updater) -> None:
-        """Sum the contributions, and let a user's function update each key of a unit. Raises OptimizerError if that
-        raises.
-        """
+        """Sum, and let a user's function update each key of a unit. Raises OptimizerError, after a rollback."""
         # 1. Sum. The function gets whole keys, so the sums of all chunks are collected first.
         self.undos[unit] = self.snapshot(unit)
         unit.changes.note_all()

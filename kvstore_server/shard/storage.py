@@ -460,9 +460,7 @@ class Storage:
         self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
 
     def half(self, slot: int, version: int) -> Tensor:
-        """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes are returned
-        unchanged.
-        """
+        """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes unchanged."""
         weights = self.padded[slot]
         if not weights.is_floating_point() or weights.dtype.itemsize <= torch.bfloat16.itemsize:
             return weights

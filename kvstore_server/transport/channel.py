@@ -625,9 +625,7 @@ class Listener:
                     del frames  # a reference would keep the place in use
 
     def reap_and_flush(self, now: float) -> None:
-        """Close channels that have ended or whose memory is needed, flush what is postponed, and show processes to
-        `look_at`.
-        """
+        """Close ended channels, and others if memory is needed; flush the rest; pass processes to `look_at`."""
         self._ready.modify(self._end, select.EPOLLIN)
         for channel in self.channels.values():
             channel.tell()
