@@ -48,15 +48,10 @@ def number(
     below: float | None = None,
     finite: bool = True,
 ) -> float:
-    """Return a number as a float.
-
-    Args:
-        name: Its name in the message.
-        least, most, above, below: Its bounds, the last two exclusive.
-        finite: Whether infinities are refused. NaN always is.
+    """Return a number as a float; `least` and `most` are inclusive bounds, `above` and `below` exclusive ones.
 
     Raises:
-        ConfigurationError: It is not a number, or out of bounds.
+        ConfigurationError: It is not a number, NaN, out of bounds, or infinite (unless `finite` is False).
     """
     found = math.nan
     if is_number(value):

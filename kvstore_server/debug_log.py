@@ -38,8 +38,6 @@ _LONGEST = 200
 
 
 class Peer(NamedTuple):
-    """The other side of a message."""
-
     name: str = "-"
     """server:INDEX, worker:RANK, or "-" for a process without a session."""
     namespace: str | None = None

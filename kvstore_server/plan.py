@@ -320,7 +320,6 @@ def _placed(
     whole_keys: bool,
     one_server: bool,
 ) -> tuple[Slice, ...]:
-    """Assign each slice of a table to a server; arguments as for `make_plan`."""
     units: list[list[int]] = [list(range(len(slices)))] if one_server else []
     # A bucket contains whole keys, so it is placed on its own.
     keys = [piece.segments[-1].key for piece in slices]
@@ -404,7 +403,6 @@ class Plan:
 
     @cached_property
     def has_row_sparse(self) -> bool:
-        """Whether workers hold no copy of some slices."""
         return any([spec.row_sparse for spec in self.specs])
 
     @cached_property
@@ -498,7 +496,6 @@ class Plan:
 
 
 def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
-    """Group slices by key or server, in the order given."""
     found: dict[int, list[Slice]] = {}
     for number, piece in pairs:
         found.setdefault(number, []).append(piece)

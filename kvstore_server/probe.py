@@ -102,7 +102,6 @@ def ask(address: str, seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` by default) and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m kvstore_server.probe", description="Ask one server whether it answers."
     )

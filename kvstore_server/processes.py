@@ -103,8 +103,6 @@ Key = tuple[bytes, int]
 
 
 class Processes:
-    """The processes of sessions on this host."""
-
     def __init__(self) -> None:
         self._found: dict[Key, Process] = {}
         self._by_fd: dict[int, Key] = {}

@@ -332,7 +332,6 @@ class Server:
             self._send_all(replies)
 
     def _with_own_facts(self, out: m.Outgoing) -> m.Outgoing:
-        """Add this process's age, CPU time and queued bytes to a status."""
         if not isinstance(out.reply.body, m.Status):
             return out
         queued = sum([one.nbytes for one in self._backlog.values()])
@@ -432,7 +431,6 @@ class Server:
         return self._copies[where][1]
 
     def _retry_backlog(self) -> None:
-        """Send a portion of what is queued, one message for each peer in turn."""
         self._copies.clear()
         peers = list(self._backlog)
         while peers and self._budget > 0:

@@ -30,8 +30,6 @@ Clock = Callable[[], float]
 
 
 class Event(NamedTuple):
-    """A span of time on a lane."""
-
     name: str
     category: str
     start: float
@@ -62,7 +60,6 @@ class Trace:
         self._limit = limit
 
     def add(self, name: str, category: str, start: float, lane: int, args: Mapping[str, Any]) -> None:
-        """Record an event that began at `start` and ends now."""
         self.add_past(Event(name[:_LONGEST_NAME], category, start, self.clock() - start, lane, args))
 
     def add_past(self, event: Event) -> None:
@@ -174,7 +171,6 @@ def chrome_trace(
     """Return a trace file as plain values.
 
     Args:
-        events: The recorded events.
         pid: A number that is unique in the job, so that files can be merged.
         process: The name of the process.
         lanes: Returns the name of a lane.

@@ -83,8 +83,6 @@ MAX_REASON = 2000
 
 
 class Sender(NamedTuple):
-    """The sender of a request, and when it arrived."""
-
     space: Namespace
     rank: int
     waiter: Waiter

@@ -40,13 +40,7 @@ def workers_of(
     joined: Iterable[int],
     now: float,
 ) -> list[dict[str, Any]]:
-    """Describe the first ranks of a namespace.
-
-    Args:
-        late: Rank → seconds that the others waited for it.
-        rounds: Rank → its round, in asynchronous modes.
-        joined: The ranks that have no more data.
-    """
+    """Describe the first ranks. `late`: rank → seconds others waited for it; `rounds`: its round, if asynchronous."""
     resting = set(joined)
     told = []
     for rank in range(min(members.num_workers, MOST_WORKERS)):

@@ -255,13 +255,11 @@ class Membership:
     def lost_error(
         self, waiting_for: list[int], what: str, now: float, dead_after: float
     ) -> KVStoreError | None:
-        """Return the error of a wait that cannot end because a rank is gone; None if it still can.
-
-        A rank that left because it lost a server is not the cause: the error names the server instead.
-        """
+        """Return the error of a wait that cannot end because a rank is gone; None if it still can."""
         for rank in waiting_for:
             if rank in self.departed:
                 kind, _, cause = self.departed[rank].partition(": ")
+                # The rank is a victim, too: name the server that it lost instead.
                 if kind in _LOST_SERVERS:
                     return from_wire(
                         kind,

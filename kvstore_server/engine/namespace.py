@@ -757,7 +757,6 @@ class Namespace:
                 table.note_given(range(self.membership.num_workers))
 
     def is_waiting(self) -> bool:
-        """Return whether a rank waits for a round, a read or at the barrier."""
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
 
     def stats(self, now: float) -> Mapping[str, Any]:

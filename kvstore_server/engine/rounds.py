@@ -141,8 +141,6 @@ SYNCHRONOUS = Mode()
 
 
 class Waiter(NamedTuple):
-    """The request that is answered when a round is over."""
-
     peer: bytes
     number: int
 
@@ -355,7 +353,6 @@ class Given:
             del self.growing[slot]
 
     def clear(self, tables: Ints, slots: Ints) -> None:
-        """Forget what was given to rounds that are over, or by a process that has ended."""
         self.committed[tables] = False
         self.sums[tables] = self.marks[slots] = 0
         for slot in slots.tolist():
@@ -905,10 +902,7 @@ class Waits:
         del self.all[(wait.table, wait.rank, *wait.waiter)]
 
     def contributed(self, table: int, rank: int, now: float) -> None:
-        """Record a contribution: its rank no longer waits to join, and the deadlines of other joins start again.
-
-        The rank was late for as long as another one could not read because of it; simultaneous waits count once.
-        """
+        """Record a contribution: its rank no longer waits to join, and the deadlines of other joins start again."""
         for key, wait in list(self.all.items()):
             if wait.table != table:
                 continue
@@ -916,6 +910,7 @@ class Waits:
                 if wait.rank == rank:
                     del self.all[key]
                 wait.deadline = now + wait.timeout
+            # The rank was late as long as a read waited for it; simultaneous waits count once.
             elif rank in wait.late and rank not in wait.missing(self._rounds):
                 # Only time that was not counted before for this rank.
                 begin = max(wait.since, self._late_until.get(rank, -math.inf))
@@ -926,7 +921,6 @@ class Waits:
         return self.take(lambda wait: not wait.missing(self._rounds))
 
     def take(self, is_over: Callable[[DelayedRequest], bool]) -> list[DelayedRequest]:
-        """Remove and return the requests for which `is_over` is true."""
         found = [key for key, wait in self.all.items() if is_over(wait)]
         return [self.all.pop(key) for key in found]
 

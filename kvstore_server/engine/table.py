@@ -381,7 +381,7 @@ class Table:
         [(rank, part)] = parts.items()
         if self.notes_reads and optimizer.delay_state is not None:
             self.shard.restore_read(self.unit, rank, part.version, optimizer.delay_state)
-        # How many updates of others the rank did not know.
+        # How many updates were applied since the weights that the rank computed with.
         staleness = self.version - part.version if part.version >= 0 else 0
         if not self.mode.slow_down or staleness <= 1:
             return hypers
@@ -550,7 +550,6 @@ class Table:
         return RowPart(block.pieces[0].index, found.view(-1), m.VALUES)
 
     def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
-        """Encode the changed rows of a key's slices, in as few parts as can hold them."""
         unit, plan = self.unit, self.plan
         first, parts = pieces[0], dict[int, RowSet | Tensor]()
         for position, ids in rows.items():

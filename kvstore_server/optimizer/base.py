@@ -304,7 +304,6 @@ class Optimizer:
         return {key: plain_value(self.hyper[key]) for key in self._valid_options() if key in self.hyper}
 
     def without_scheduler(self) -> Optimizer:
-        """Return a copy without the scheduler, which may be code."""
         alone = copy.copy(self)
         alone.lr_scheduler = None
         return alone
@@ -470,7 +469,6 @@ class Optimizer:
         return int(value) if isinstance(default, int) and check.is_integer(value) else number
 
     def _follow(self, scheduler: LRScheduler, lr: float | None) -> None:
-        """Take the learning rate from `scheduler`; `lr`, if given, becomes its base_lr."""
         if lr is not None and lr != scheduler.base_lr:
             former, scheduler.base_lr = scheduler.base_lr, lr
             _log.warning(

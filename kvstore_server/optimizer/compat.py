@@ -43,9 +43,8 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def parameter_names(given: Any, who: str) -> dict[str, str]:
-    """Check MXNet's `param_idx2name`; return the name of each key, whose index may be an integer.
-
-    Raises ConfigurationError if it is not a dict of keys and names.
+    """Check MXNet's `param_idx2name` and return it with text keys. Raises ConfigurationError unless it is such
+    a dict.
     """
     is_fit = isinstance(given, Mapping) and all(
         (check.is_integer(key) or isinstance(key, str)) and isinstance(name, str)

@@ -213,8 +213,6 @@ def _argument_names(cls: type[LRScheduler]) -> list[str]:
 
 
 class _Decaying(LRScheduler):
-    """Multiplies by `factor` repeatedly."""
-
     factor: float
     _reached: tuple[object, int, float] | None = None
     """Cache of the last result, from which the next one continues; it changes no result."""

@@ -103,7 +103,6 @@ def aligned_fragments(
 
 
 def joined(grad: Gradient, factor: float) -> Tensor:
-    """Return a copy of a gradient, flat and times a factor."""
     tensors = grad.tensors if isinstance(grad, Pieces) else [grad]
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(factor)
 
@@ -128,8 +127,6 @@ _MANY = 512
 
 
 class Ordered(NamedTuple):
-    """Ids of rows in ascending order."""
-
     ids: Tensor
     """The distinct ids, int64."""
     order: npt.NDArray[np.int64]

@@ -146,7 +146,6 @@ class States:
         return self.tensors[name]
 
     def copy(self, first: int, end: int, part: slice) -> States:
-        """Return a copy of the state of some segments with the elements `part`."""
         segments = [(start - part.start, numel) for start, numel in self.segments[first:end]]
         found = States(self.dtype, part.stop - part.start, segments, self.device)
         found.steps[:] = self.steps[first:end]
@@ -156,7 +155,6 @@ class States:
         return found
 
     def replace(self, first: int, part: slice, other: States) -> None:
-        """Replace the state of the segments from `first` on, with the elements `part`, by that of `other`."""
         for name, memory in other.tensors.items():
             self.tensor(name, memory)[part].copy_(memory)
         end = first + len(other.segments)

@@ -166,16 +166,14 @@ class LongMessage:
 
 
 def divided(body: Any, most: int = MAX_PAYLOAD) -> list[Any]:
-    """Split slices or new weights into messages of at most `most` bytes; commits are in the last one.
-
-    In messages of MAX_PAYLOAD a large slice is alone, so that it is not copied together with others.
-    """
+    """Split slices or new weights into messages of at most `most` bytes; commits are in the last one."""
     if not isinstance(body, m.Contribute | m.Weights):
         return [body]
     # 1. The common case: everything fits into one message.
     sizes = body.parts[:, 3] if isinstance(body, m.Weights) else body.pushes[:, 3]
     if len(sizes) < 2:
         return [body]
+    # A large slice gets a message of its own, so that it is not copied together with others.
     alone = SENT_ALONE if most == MAX_PAYLOAD else most
     if len(sizes) <= KEYS_PER_MESSAGE and sizes.sum() <= most and sizes.max() < alone:
         return [body]
@@ -439,7 +437,6 @@ def _encode_rows(body: m.Weights | m.Done) -> list[bytes]:
 
 
 def _decode_rows(frames: Sequence[Frame]) -> m.Weights | m.Done:
-    """Decode weights, which have a frame of payloads, or a Done, which has none."""
     body, is_done = memoryview(frames[0]), len(frames) == 1
     nbytes, begin, row = len(body), _ROWS.size, _WORD.itemsize * m.PART_WORDS
     [num_rows] = _ROWS.unpack_from(body) if nbytes >= begin else [-1]

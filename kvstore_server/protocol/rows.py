@@ -145,7 +145,6 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
 
 
 def num_slices(data: Tensor) -> int:
-    """Return the number of slices that encoded rows belong to."""
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
@@ -303,7 +302,6 @@ def pack_rows(
 
 
 def same_payload(a: object, b: object) -> bool:
-    """Return whether two payloads of one slice are the same contribution."""
     if isinstance(a, CompressedPayload) and isinstance(b, CompressedPayload):
         return a.codec == b.codec and torch.equal(a.data, b.data)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

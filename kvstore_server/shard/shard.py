@@ -271,7 +271,6 @@ class Shard:
             self._counts[list(left_out)] -= 1
 
     def count(self, units: Sequence[Unit]) -> None:
-        """Count one update of every key of some units."""
         first = end = units[0].first_key if units else 0
         for unit in units:  # adjacent units are counted in one call
             if unit.first_key != end:
@@ -613,7 +612,6 @@ class Shard:
         self.restore(unit, self.undos.pop(unit))
 
     def restore(self, unit: Unit, former: Undo) -> None:
-        """Restore weights and state of a unit from a snapshot."""
         unit.changes.note_all()
         rows = zip(range(unit.first, unit.end), former.weights, former.states, former.marks, strict=True)
         for slot, weight, state, before in rows:
@@ -673,13 +671,11 @@ class Shard:
         return Read(version, [others.get(slot, weight)[: len(weight)].clone() for slot, weight in present])
 
     def restore_read(self, unit: Unit, rank: int, version: int, name: str) -> None:
-        """Copy the weights that a rank read at `version` into the optimizer state `name`; forget its other reads.
-
-        If that version is not stored, the one before it is used.
-        """
+        """Copy the weights that a rank read at `version` into the optimizer state `name`; forget its other reads."""
         known = unit.reads.get(rank)
         if not known:
             return
+        # The version itself, or the one before it.
         read = next((one for one in reversed(known) if one.version <= version), known[0])
         unit.reads[rank] = [read]
         for slot, weights in zip(self.storage.slots[unit.first : unit.end], read.weights, strict=True):

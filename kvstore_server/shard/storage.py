@@ -178,8 +178,6 @@ class Slot(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """A unit before its last update."""
-
     weights: list[Tensor]
     states: list[States]
     counts: Counts

@@ -77,7 +77,6 @@ class WeightExports:
         return None
 
     def close(self) -> None:
-        """Close the descriptors; mappings of the memory stay valid."""
         for number in list(self.fds):
             self._forget(number)
 
