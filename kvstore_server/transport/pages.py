@@ -129,7 +129,7 @@ class _System:
         finally:
             os.close(fd)
         if seen != [1] or not is_shown:
-            raise OSError(f"{_PAGE_MAP} does not show which pages were written")
+            raise OSError(f"{_PAGE_MAP} does not tell which pages were written")
 
 
 class WrittenPages:

@@ -40,10 +40,10 @@ def _header(version: int = PROTOCOL_VERSION) -> bytes:
     ("answer", "told"),
     [
         (None, "no answer within 0.5 s"),
-        ([b"HTTP/1.1 400"], "is no kvstore-server"),
+        ([b"HTTP/1.1 400"], "is not a kvstore-server"),
         ([_header(99) + b"\x80"], "speaks protocol version 99"),
         ([_header(15), b"\x80"], "speaks protocol version 15"),
-        ([_header()[:-1]], "is no kvstore-server"),
+        ([_header()[:-1]], "is not a kvstore-server"),
         ([_header()], "cannot be decoded"),
         ([_header() + b"\xc1"], "cannot be decoded"),
         ([_header() + b"\x91\x01"], "does not answer with"),
