@@ -118,7 +118,6 @@ class AgreedOptions:
             rows = effective_hypers(self._plan, optimizer, values)
             for row in {id(row): row for row in rows}.values():
                 optimizer.try_out(row)
-            # Keys last, because their errors are the most specific.
             for spec, row in zip(self._plan.specs, rows, strict=True):
                 optimizer.check_key(spec.key, spec.shape, row)
             cached = self._cached = (packed, rate, optimizer, rows)

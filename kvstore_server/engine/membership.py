@@ -273,7 +273,7 @@ class Membership:
                     f"{what} cannot complete: rank {rank} has left ({self.departed[rank]}); "
                     f"{uneven if rank in self.finished else ''}restart the job from its last saved states"
                 )
-        # Ranks that left come first, because their reason says most.
+        # None of them has left; perhaps one is dead or silent.
         lost = set(self.lost(now, dead_after))
         for rank in waiting_for:
             if rank in lost:
@@ -342,7 +342,6 @@ class Membership:
     def describe(self, rank: int, now: float) -> str:
         """Name a rank in an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
-        # What is known best comes first: how the process ended, when it was heard, why it left.
         if member is not None and member.state is ProcessState.ENDED:
             how = member.how_ended or "has ended without a word"
             return f"the process of rank {rank} ({member.hello.address}) {how}"

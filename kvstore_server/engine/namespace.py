@@ -672,7 +672,7 @@ class Namespace:
             places = np.array([storage.place(slot) for slot in some.resident], np.int64)
         versions = np.array([table.version for table in some.named])[some.owners]
         [mapped], [others] = (places >= 0).nonzero(), (places < 0).nonzero()
-        # The common case of a step: one word for each table instead of all places.
+        # The common case of a step: one record for each table instead of all places.
         if are_known and not storage.has_moved:
             mapped = some.firsts
             places = np.full_like(places, m.STILL)

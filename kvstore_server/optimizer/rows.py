@@ -84,7 +84,7 @@ def aligned_fragments(
         sizes = list(map(Tensor.numel, tensors))
         yield list(tensors), [[flat] if len(sizes) == 1 else list(cut(flat, sizes)) for flat in flats]
         return
-    # The first multiplication combines both factors if nothing is clipped in between.
+    # Scale, clip, then apply the factor; without scale and bound the factor is the only multiplication.
     blocks = list(_blocks(tensors))
     sizes = [sum([part.numel() for part in block]) for block in blocks]
     memory = tensors[0].new_empty(max(sizes))

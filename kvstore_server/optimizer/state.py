@@ -245,7 +245,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "
     if torch.device(device).type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     nbytes = numel * dtype.itemsize
-    # numpy's zeros are pages that the system provides on first write; torch's would be written at once.
+    # numpy's zeros are pages that the system provides on first write (calloc).
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return torch.from_numpy(raw[start : start + nbytes]).view(dtype)

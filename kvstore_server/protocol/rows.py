@@ -163,9 +163,8 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None)
             f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {payload.nbytes} bytes "
             f"compressed by {codec.spec()}"
         )
-    codec.check_payload(
-        payload, piece.dtype, piece.used
-    )  # now, because during an update it would be too late
+    # Now, because during an update it would be too late.
+    codec.check_payload(payload, piece.dtype, piece.used)
     return CompressedPayload(codec, payload)
 
 

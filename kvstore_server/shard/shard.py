@@ -190,7 +190,7 @@ class Shard:
 
     @torch.no_grad()
     def assign_sum(self, contributions: Sequence[RankContribution]) -> None:
-        """Replace the weights by the sum, except keys and rows that no rank gave. Integers only take factor 1."""
+        """Replace the weights by the sum, except what no rank gave. Raises ConfigurationError for scaled integers."""
         # 1. Keys that every rank gave as rows.
         if any([one.scale != 1.0 for one in contributions]):
             self._check_factors(contributions)
@@ -620,9 +620,8 @@ class Shard:
             self._replace_state(slot, state)
             marks = self.storage.slots[slot].block.marks
             if marks is not None and before is not None:
-                marks[:, self.storage.lines[slot]] = (
-                    before  # peers that map them see the weights of the round before again
-                )
+                # Peers that map the weights see those of the round before again.
+                marks[:, self.storage.lines[slot]] = before
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int) -> States:

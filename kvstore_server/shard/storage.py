@@ -302,7 +302,7 @@ class Storage:
         for dtype, size in sizes.items():
             block = self._blocks.get(dtype) if memory is None else None
             if block is None or block.used + size > block.weights.numel():
-                # A new block is twice as large as needed; pages that are not written take no memory.
+                # Blocks grow geometrically; pages that are not written take no memory.
                 numel = max(size, 2 * block.used if block else 0)
                 shared = self._shared_zeros(numel, torch_dtype(dtype)) if memory is None else None
                 if memory is not None:

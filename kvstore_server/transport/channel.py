@@ -461,10 +461,8 @@ class Channel:
         if begin + nbytes > arena.nbytes:
             raise ValueError(f"a frame of {nbytes} bytes at {begin} of {arena.nbytes}")
         if len(self._reads) > 1 and number == max(self._reads):
-            self._reads, self._borrowed_bytes = (
-                {number: arena},
-                0,
-            )  # the peer no longer uses its former memory
+            # The peer no longer uses its former memory.
+            self._reads, self._borrowed_bytes = {number: arena}, 0
         found = arena.bytes[begin : begin + nbytes]
         if may_borrow and (weights is not None or self._borrowed_bytes + nbytes <= arena.nbytes // 2):
             self._num_borrowed += 1
@@ -709,7 +707,7 @@ class Listener:
                 arenas.append(made[0])
                 fds.append(made[1])
             socket.send_fds(end, [_HEAD.pack(_ATTACH, 0, 0, 0)], fds)
-        except BlockingIOError:  # another one's event, who had the same number
+        except BlockingIOError:
             # A stale event of another connection that had this descriptor.
             self._pending_peers[pending_peer] = end
             return
@@ -730,8 +728,7 @@ class Listener:
 
     def make(self, nbytes: int, number: int) -> tuple[SharedArena, int] | None:
         """Allocate memory for a channel, with a descriptor that the caller must close; None if there is too little."""
-        # Only half of the memory will be written (its first half), so twice as much must be available. The writer
-        # faults its pages in.
+        # Twice what will be written soon, its first half, must be available. The writer faults these pages in.
         with suppress(OSError):
             return self._share(nbytes, number) if nbytes < self._budget.available() else None
         return None

@@ -68,10 +68,8 @@ class WeightExports:
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in exported memory; None if they are not."""
         first, end = _extent(pieces)
-        for number, (
-            address,
-            nbytes,
-        ) in self._places.copy().items():  # finalizers may remove entries meanwhile
+        # A copy, because finalizers may remove entries meanwhile.
+        for number, (address, nbytes) in self._places.copy().items():
             if address <= first <= end <= address + nbytes:
                 return first - address | number << _NUMBER
         return None
