@@ -592,6 +592,7 @@ class RoundTracker:
                 f"a declared intent names slices {slots.min()} to {slots.max()} and contains "
                 f"{said.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} on this server"
             )
+        # The slices that are named have generations of their own; all others share the rest of the sum equally.
         marks = np.zeros(end - first, np.int64)
         if count:
             marks[:] = _HERE + (generations - int(named.sum())) // max(count - len(named), 1)
@@ -612,6 +613,7 @@ class RoundTracker:
     def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
+        # In ascending precedence: the state of a round outweighs what the rank has given to it.
         verdicts[given.sums[tables] != counts * _HERE + generations] = CommitStatus.REFUSED
         verdicts[given.committed[tables]] = CommitStatus.REPEATED
         verdicts[rounds < numbers] = CommitStatus.APPLIED

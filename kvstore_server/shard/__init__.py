@@ -1,1 +1,1 @@
-"""The weights of one server: where they lie, how gradients are summed, and how updates are applied."""
+"""The weights of one server: their memory, sums of gradients, and updates."""
