@@ -8,11 +8,11 @@ adjacent slots, so its rows are one block.
 
 How an update works: `Sums` (in `reduction`) cuts the contributions into chunks and adds them in rank order, the
 optimizer is applied to each chunk, split where options or state differ (`_update_runs`); keys that all ranks gave
-only rows are updated row by row (`_update_rows`); optimizers that are not elementwise get whole keys (`_update_keys`).
+as rows are updated row by row (`_update_rows`); optimizers that are not elementwise get whole keys (`_update_keys`).
 
 Invariants:
 
-- No bit depends on the order of arrival, on how keys are cut into slices, or on the number of servers.
+- No bit depends on the order of arrival or on the number of servers.
 - Weights are written only between `Storage.borrow` and `Storage.settle`.
 - An update that raises leaves everything as before if the optimizer may raise; see `undos`.
 - Nothing here knows a message, a clock or a socket: servers, `local` and in-process Trainers use the same class.
