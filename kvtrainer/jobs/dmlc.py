@@ -1,8 +1,8 @@
 """Jobs for MXNet's launcher: one script in a scheduler, servers and workers, told apart by variables.
 
 The role of a process is in DMLC_ROLE. A scheduler or a server does its work where the script creates its store, and
-the process ends there; the script behind it is for workers. Nothing happens on import, and `topology` imports this only
-where DMLC_ROLE is set. All of it travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
+the process ends there; the script behind it is for workers. Nothing happens on import. All of it
+travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
 """
 
 from __future__ import annotations

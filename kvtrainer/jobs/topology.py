@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from kvtrainer.common.env import ROLE, Topology, read_topology, text_of
+from kvtrainer.jobs import dmlc
 
 
 def find_topology(
@@ -30,9 +29,7 @@ def find_topology(
     """
     if not text_of(environ, ROLE):
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
-    dmlc = _dmlc()
-    topology: Topology = dmlc.find_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
-    return topology
+    return dmlc.find_topology(environ, rank, num_workers, servers, connect_timeout, dead_after)
 
 
 def serve_role(environ: Mapping[str, str]) -> None:
@@ -46,9 +43,4 @@ def serve_role(environ: Mapping[str, str]) -> None:
         ConnectTimeoutError: a process of the job is missing.
     """
     if text_of(environ, ROLE):
-        _dmlc().serve_role(environ)
-
-
-def _dmlc() -> ModuleType:
-    # Loaded where it is needed: with it comes all that a server is made of.
-    return importlib.import_module("kvtrainer.jobs.dmlc")
+        dmlc.serve_role(environ)
