@@ -13,8 +13,8 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.rows import put_in_order
 from kvtrainer.errors import RowIdError
 
+# Ids that a message lists.
 _NAMED = 8
-"""Ids that a message lists."""
 
 
 @functools.cache

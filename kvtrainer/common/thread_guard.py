@@ -14,8 +14,8 @@ _Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+# Attribute of the object: who is in which of its calls.
 _CALL = "_call_under_way"
-"""Attribute of the object: who is in which of its calls."""
 
 
 class _Call:

@@ -103,8 +103,8 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, kvstore: str | KVStoreBase = "dist_sync", **options: Any) -> None:
         self.workers = Workers(kvstore)
         self._options = options
+        # Trainers of the present fit that the module did not bring itself.
         self._made: list[Trainer] = []
-        """Trainers of the present fit that the module did not bring itself."""
         super().__init__(cluster_environment=WorkersEnvironment(self.workers))
         self.set_world_ranks()
 

@@ -56,17 +56,17 @@ _log = logging.getLogger(__name__)
 _BASE, _SCALER = "base_param_settings", "loss_scaler"
 _AMP = ("loss_scale", "dtype")
 _LISTS = ("params", "param_names")
+# The part of an optimizer's state with what its wrapper keeps beside the Trainer.
 _NOTES = "notes"
-"""The part of an optimizer's state with what its wrapper keeps beside the Trainer."""
+# Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone.
 _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
-"""Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone."""
+# mmengine's pattern for names, which would also cut 'module1.weight' short.
 _LOOSE_PATTERN = [(r"^module.", "")]
-"""mmengine's pattern for names, which would also cut 'module1.weight' short."""
 _STATISTICS = ("min", "max", "current", "mean")
+# The key that marks a dict which stands for another kind of value; its value says which.
 _MARK = "kvtrainer.mmengine"
-"""The key that marks a dict which stands for another kind of value; its value says which."""
+# Entries of a scheduler's state that say how long it goes: the configuration says that.
 _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
-"""Entries of a scheduler's state that say how long it goes: the configuration says that."""
 
 
 @OPTIM_WRAPPERS.register_module()

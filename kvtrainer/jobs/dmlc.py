@@ -45,11 +45,11 @@ SCHEDULER = "scheduler"
 ALLOW_PUBLIC = "KVSTORE_ALLOW_PUBLIC_BIND"
 MAX_PROCESSES = 4096
 """Processes of one role that a job may have."""
+# Variables that say which process of its role this is; the first that is set counts.
 _RANKS = {WORKER: ("DMLC_WORKER_ID", "DMLC_RANK"), SERVER: ("DMLC_SERVER_ID", "DMLC_RANK"), SCHEDULER: ()}
-"""Variables that say which process of its role this is; the first that is set counts."""
 _TASK = "DMLC_TASK_ID"
+# The namespace in which a server hears that the processes of workers live; their stores have others.
 _GROUP = "workers of the job"
-"""The namespace in which a server hears that the processes of workers live; their stores have others."""
 _ASK_EVERY = 0.1
 
 
@@ -255,8 +255,8 @@ class _Workers:
         return gone >= set(range(self._num_workers))
 
 
+# A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler.
 _joined: dict[tuple[int, str], env.Topology] = {}
-"""A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler."""
 
 
 def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:

@@ -39,6 +39,7 @@ LISTENS = b"kvstore-server: listening on "
 LAST_OUTPUT_WAIT = 1.0
 """Seconds to wait for the end of a pipe when no process is left, which only one that has hidden keeps open."""
 
+# What processes find in their environment unless it says otherwise.
 _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     # Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
@@ -47,7 +48,6 @@ _DEFAULTS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""What processes find in their environment unless it says otherwise."""
 _MAX_WAIT = 1.0
 _READ_SIZE = 64 * 1024
 _MAX_DRAIN_READS = 64

@@ -33,10 +33,10 @@ from kvstore_server.protocol import messages as m
 SERVER, WORKER = "server", "worker"
 REPLACED_AFTER = 1.0
 """A process that waits asks many times a second; after so many seconds of silence another one may take its place."""
+# Seconds of silence after which a process is not waited for any more when the scheduler ends.
 _LAST_WORDS = 2.0
-"""Seconds of silence after which a process is not waited for any more when the scheduler ends."""
+# Characters that are said about who is missing.
 _LONGEST = 4000
-"""Characters that are said about who is missing."""
 _MAX_NAME = 255
 
 
@@ -45,14 +45,14 @@ class _Member:
     """A process that has joined."""
 
     join: m.JoinJob
+    # By which its heartbeats are known.
     token: int
-    """By which its heartbeats are known."""
     heard: float
     rank: int = -1
+    # Where a server listens, once it does.
     address: str = ""
-    """Where a server listens, once it does."""
+    # It has got its last answer: where the servers are, that all listen, or why there is no job.
     is_told: bool = False
-    """It has got its last answer: where the servers are, that all listen, or why there is no job."""
     is_done: bool = False
 
     @property
@@ -98,12 +98,12 @@ class Scheduler:
         self._dead_after = dead_after
         self._tokens = tokens
         self._now = now
+        # By the routing id of the socket that asks.
         self._members: dict[bytes, _Member] = {}
-        """By the routing id of the socket that asks."""
+        # By the token.
         self._peers: dict[int, bytes] = {}
-        """By the token."""
+        # All are there and have their ranks.
         self._is_assigned = False
-        """All are there and have their ranks."""
         self._turned_away = ""
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:

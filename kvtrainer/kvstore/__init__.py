@@ -1,4 +1,4 @@
-"""Key-value stores: where weights live and where gradients meet.
+"""Key-value stores: hold weights under keys and sum the gradients of all workers.
 
 kv = kvtrainer.kvstore.create("local")
 kv.init("w", torch.zeros(3))
@@ -28,7 +28,7 @@ DistName = Literal[
     "dist", "dist_sync", "dist_sync_device", "dist_device_sync", "p3",
     "dist_async", "dist_async_device", "dist_device_async", "dist_ssp", "dist_ssp_device", "dist_device_ssp",
 ]  # fmt: skip
-"""So type checkers know the class of a store that is created by the name of a built-in one."""
+"""These aliases let type checkers infer the class of a built-in store from its name."""
 
 
 @overload
@@ -44,15 +44,14 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
     """Create a store.
 
     Args:
-        type: One of the registered names; case does not matter. "local" keeps everything in this process,
-            "dist_sync" joins the job's servers and blocks until they answer.
-        **options: Passed to the store. For "dist_sync": `rank`, `num_workers`, `servers` (each read from the
-            environment when absent), `namespace`; `timeout`, `connect_timeout`, `dead_after`, `slow_after` in
-            seconds.
+        type: A registered name, in any case. "local" keeps everything in this process; "dist_sync" joins the job's
+            servers and blocks until they answer.
+        **options: Passed to the store. "dist_sync" takes `rank`, `num_workers`, `servers` and `namespace` (read from
+            the environment when absent), and `timeout`, `connect_timeout`, `dead_after`, `slow_after` in seconds.
 
     Raises:
-        UnknownNameError: no store has that name; lists those that there are.
-        ConfigurationError: an option is wrong.
+        UnknownNameError: No store has that name. The message lists the known ones.
+        ConfigurationError: An option is wrong.
     """
     factory = factory_of(type)
     signature = inspect.signature(factory)

@@ -1,7 +1,7 @@
-"""Exchange bytes between workers, over any store of ours: from one to all, or all to all.
+"""Exchange bytes between the workers of a store: broadcast, gather and all-gather.
 
-Every call is collective: all workers make it, in the same order, and it blocks. Where there are several workers it goes
-the way that the store goes: over the process group, or over a server.
+Every call is collective: all workers make the same calls in the same order, and each call blocks. The bytes travel the
+way the store's gradients do: over the process group or over a server.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from kvtrainer.client.client import Client
 from kvtrainer.errors import RoundAbortedError
 from kvtrainer.ranks.process_group import RankGroup
 
+# Size in bytes of the length that precedes a message.
 _HEAD = 8
-"""Bytes before a message that say how long it is."""
+# Size in bytes of the first chunk sent to servers. Most messages fit into it.
 _FIRST = 4096
-"""Bytes of the first piece that is given to servers; most messages are no longer."""
 
 
 class Agreement:
-    """The workers of a job that exchange bytes, and the rank of this one; the base class is one worker alone."""
+    """A group of workers that exchange bytes. The base class is a group of one."""
 
     rank: int = 0
     size: int = 1
 
     def broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's bytes on every worker; what the others give does not count."""
+        """Return rank 0's bytes on every worker. The bytes of other ranks are ignored."""
         return data
 
     def all_gather(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of all workers, by rank; they may differ in length."""
+        """Return the bytes of all workers, ordered by rank. Lengths may differ."""
         return [mine]
 
     def gather(self, mine: bytes) -> list[bytes] | None:
-        """Return the bytes of all workers, by rank, on rank 0; None on the others."""
+        """Return the bytes of all workers on rank 0, ordered by rank, and None on the others."""
         found = self.all_gather(mine)
         return found if self.rank == 0 else None
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Let every worker do a thing of its own, and raise on all if one could not; nothing collective is inside.
+        """Run a local, non-collective action on every worker, and raise on all of them if it fails on one.
 
         Raises:
-            RoundAbortedError: another worker raised; says which, and what.
+            RoundAbortedError: The action failed on another worker. The message has its rank and error.
         """
         mine: Exception | None = None
         try:
@@ -62,11 +62,11 @@ class Agreement:
                 raise RoundAbortedError(f"rank {rank} could not {what}: {text.decode()}")
 
     def close(self) -> None:
-        """Give up what the exchange needs; idempotent."""
+        """Release what the exchange uses. Idempotent."""
 
 
 class OverRanks(Agreement):
-    """The ranks of a torch.distributed group."""
+    """Exchange over the ranks of a torch.distributed group."""
 
     def __init__(self, group: RankGroup) -> None:
         self.rank, self.size = group.rank, group.size
@@ -87,10 +87,7 @@ class OverRanks(Agreement):
 
 
 class OverServers(Agreement):
-    """The workers of parameter servers, who exchange bytes at barriers.
-
-    The client is for this alone.
-    """
+    """Exchange over parameter servers, with data attached to barriers. Owns its client."""
 
     def __init__(self, client: Client) -> None:
         self.rank, self.size = client.options.rank, client.options.num_workers
@@ -110,9 +107,10 @@ class OverServers(Agreement):
         self._client.close()
 
     def _exchange(self, message: bytes, limit: int, reads: bool = True) -> list[bytes]:
-        """Give a message in pieces of at most `limit` bytes; return the messages of all ranks, if this one reads."""
+        """Send a message in chunks of at most `limit` bytes. Return all messages if `reads`, else nothing."""
         first = min(_FIRST, limit)
         pieces = [self._client.gather(message[:first])]
+        # The first chunk carries every message's length, so all ranks know how many more rounds follow.
         longest = max(_HEAD + int.from_bytes(piece[:_HEAD], "little") for piece in pieces[0])
         pieces += [
             self._client.gather(message[at : at + limit], reads) for at in range(first, longest, limit)

@@ -1,4 +1,4 @@
-"""The abstract kvstore, the registry of stores, and what each built-in one can do."""
+"""The abstract kvstore, the registry of stores, and the capabilities of the built-in ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SPARSE_WEIGHTS = "row_sparse_weights"
 ASYNCHRONOUS = "asynchronous"
 SEVERAL_WORKERS = "several_workers"
 CAPABILITIES = (OPTIMIZER, COMPRESSION, SPARSE_GRADIENTS, SPARSE_WEIGHTS, ASYNCHRONOUS, SEVERAL_WORKERS)
-"""What a store may be able to do: run the optimizer; compress gradients on their way; take row-sparse gradients; hold
-row-sparse weights, of which single rows are pulled; apply contributions as they come; join several processes."""
+"""What a store may support, in this order: running the optimizer; compressing gradients in transit; row-sparse
+gradients; row-sparse weights whose rows can be pulled; applying contributions as they arrive; several processes."""
 
 LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu")
 NCCL = "nccl"
@@ -41,21 +41,21 @@ BUILT_IN: Mapping[str, Collection[str]] = {
     **dict.fromkeys(SYNC_NAMES, (*_ROWS, SEVERAL_WORKERS, COMPRESSION)),
     **dict.fromkeys((*ASYNC_NAMES, *SSP_NAMES), (*_ROWS, SEVERAL_WORKERS, COMPRESSION, ASYNCHRONOUS)),
 }
-"""The name of a built-in store → its capabilities. The registry has those of all others."""
+"""Name of a built-in store → its capabilities. Other stores declare theirs when they are registered."""
 
 
 @uncompiled
 class KVStoreBase(ABC):
-    """The least that a store must offer to serve a Trainer; third-party stores derive from this.
+    """The interface that a store must implement to serve a Trainer. Third-party stores derive from it.
 
-    A Trainer calls `broadcast` once per parameter with its position as key, and `pushpull` with the gradient at
-    every step; it applies the optimizer itself.
+    A Trainer calls `broadcast` once per parameter, with its position as the key, and `pushpull` with each gradient at
+    every step. It applies the optimizer itself.
     """
 
     OPTIMIZER: ClassVar[str] = OPTIMIZER
-    """The name of a capability, for `is_capable`."""
+    """Name of a capability, for `is_capable`."""
     capabilities: ClassVar[Collection[str]] = ()
-    """Capabilities of stores of this class, out of CAPABILITIES; a third-party class names them here."""
+    """The capabilities of this class, out of CAPABILITIES. Third-party classes override it."""
 
     @property
     @abstractmethod
@@ -65,12 +65,12 @@ class KVStoreBase(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This worker's number, from 0."""
+        """The rank of this worker, from 0."""
 
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """The number of workers that take part."""
+        """The number of workers."""
 
     @abstractmethod
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -82,14 +82,14 @@ class KVStoreBase(ABC):
 
     @classmethod
     def capabilities_as(cls, type: str) -> Collection[str]:
-        """Return the capabilities of stores of this class under a name; by default `capabilities`."""
+        """Return the capabilities of this class under a registered name. The default is `capabilities`."""
         return cls.capabilities
 
     def is_capable(self, capability: str) -> bool:
-        """Tell whether the store has a capability, out of CAPABILITIES; case does not matter.
+        """Return whether the store has a capability out of CAPABILITIES, in any case.
 
         Raises:
-            ConfigurationError: no such capability exists.
+            ConfigurationError: No such capability exists.
         """
         name = capability.lower() if isinstance(capability, str) else capability
         return check.one_of("a capability", name, CAPABILITIES) in _checked(
@@ -97,17 +97,17 @@ class KVStoreBase(ABC):
         )
 
     def close(self) -> None:
-        """Release the store's resources; idempotent. The base class has none."""
+        """Release the store's resources. Idempotent. The base class has none."""
         return None
 
     @staticmethod
     def register(cls: _ClassT) -> _ClassT:
-        """Register a store under its class name in lower case, as MXNet's plug-ins do.
+        """Register a store under its lower-case class name, as MXNet's plug-ins do.
 
             @kvtrainer.kvstore.KVStoreBase.register
             class MyStore(kvtrainer.kvstore.KVStoreBase): ...   # kvstore="mystore"
 
-        The module's `register` gives it other names.
+        Use the module's `register` to choose other names.
         """
         if not isinstance(cls, type) or not issubclass(cls, KVStoreBase):
             raise ConfigurationError(
@@ -125,10 +125,10 @@ _registry: dict[str, Factory] = {}
 
 
 def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
-    """Register a store for `create` under one or more names; case does not matter.
+    """Register a store for `create` under one or more names, in any case.
 
-    The class is called as `cls(type=name, **options)`; without `type` if it does not take that. Taking over a name that
-    is in use is logged.
+    The factory is called as `cls(type=name, **options)`, without `type` if it does not accept it. Replacing a
+    registered name logs a warning.
 
         @kvtrainer.kvstore.register("mystore")
         class MyStore(kvtrainer.kvstore.KVStoreBase): ...
@@ -152,10 +152,10 @@ def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
 
 
 def capabilities() -> dict[str, dict[str, bool]]:
-    """Tabulate the capabilities of every registered store: name → capability → whether it has it.
+    """Return the capabilities of every registered store, as name → capability → bool, sorted by name.
 
-    A class says so by its `capabilities`, or by `capabilities_as` where it depends on the name; a function that makes
-    stores by an attribute `capabilities`. Names are in alphabetical order.
+    A class declares them in `capabilities`, or in `capabilities_as` if they depend on the name. A factory function
+    declares them in an attribute `capabilities`.
     """
     table = {}
     for name, factory in sorted(_registry.items()):
@@ -168,7 +168,7 @@ def capabilities() -> dict[str, dict[str, bool]]:
 
 
 def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
-    """Raise ConfigurationError if a store claims what is not a capability."""
+    """Return declared capabilities as a set. Raises ConfigurationError for unknown ones."""
     if isinstance(capabilities, str) or not set(capabilities) <= set(CAPABILITIES):
         raise ConfigurationError(
             f"{owner!r} claims the capabilities {capabilities!r:.200}; give a collection out of: "
@@ -178,7 +178,7 @@ def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
 
 
 def factory_of(type: str) -> Factory:
-    """Find the class or function that makes stores of a name. Raises as `create`."""
+    """Return the class or function registered under a name. Raises as `create`."""
     if not isinstance(type, str):
         raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
     factory = _registry.get(type.lower())

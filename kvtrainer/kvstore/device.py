@@ -1,6 +1,6 @@
-"""The stores of one process. 'device' and 'nccl' also sum over the ranks of torch.distributed.
+"""The stores of one process. "device" and "nccl" also sum over the ranks of torch.distributed.
 
-Their keys are in the servers' engine, called in place of a server.
+Their keys live in the same engine that servers run, called directly.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvtrainer.ranks.process_group import Buckets, current_group
 @register(*LOCAL_NAMES)
 @uncompiled
 class LocalKVStore(TableKVStore):
-    """Keeps keys in this process; several replicas of a value are summed. Rank 0 of 1 worker.
+    """Keeps keys in this process and sums the replicas of a value. Rank 0 of 1 worker.
 
-    Sums and updates run on the CPU for every name, so results are the same bit for bit. A round is over, and its
-    error raised, when `push` returns. Keys may also be integers, which no optimizer can update.
+    Sums and updates run on the CPU under every name, so results are bitwise equal. A round is complete when `push`
+    returns, which raises its errors. Keys may also hold integers, which no optimizer can update.
     """
 
     capabilities: ClassVar[Collection[str]] = BUILT_IN["local"]
@@ -39,26 +39,26 @@ class LocalKVStore(TableKVStore):
 @register(*DEVICE_NAMES)
 @uncompiled
 class DeviceKVStore(TableKVStore):
-    """As LocalKVStore; in a torch.distributed group of several ranks it sums over those, too.
+    """A LocalKVStore that also sums over the ranks of a torch.distributed group with several ranks.
 
-    Then `init`, `broadcast`, `push`, `pushpull` and `barrier` are collective: every rank calls them with the same keys
-    and in the same order, and they block, as long as the group's own timeout says. `init` takes rank 0's values. Every
-    rank keeps all keys and applies the same updates to the same sums, so `pull` concerns this rank alone.
+    In a group, `init`, `broadcast`, `push`, `pushpull` and `barrier` are collective: every rank calls them with the
+    same keys in the same order, and they block up to the group's timeout. `init` takes rank 0's values. Every rank
+    holds all keys and applies the same updates to the same sums, so `pull` is local.
 
-    "device" compresses each replica by itself, with a residual of its own; not in a group. "nccl" takes CUDA tensors
-    only, and in a group needs its NCCL.
+    "device" compresses each replica separately, with its own residual, but not in a group. "nccl" takes CUDA tensors
+    only, and in a group needs the NCCL backend.
 
     Args:
-        type: the name.
-        reducer: how replicas are summed: "flat" from left to right; "tree" in pairs; "coalesced" by torch's own sum
-            over devices; "nccl" on distinct CUDA devices only. "auto": from left to right on the CPU; between CUDA
-            devices of a Trainer the tree where they reach each other's memory. Rows always go from left to right.
-        bucket_size_mb: in a group, the most that is summed in one collective, in units of 1024² bytes of one dtype. -1
-            for no limit, None for 25. The same on every rank.
-        coalesce: in a group, whether parameters share collectives.
+        type: The name under which the store is created.
+        reducer: How replicas are summed: "flat" from left to right, "tree" in pairs, "coalesced" by torch's sum over
+            devices, "nccl" on distinct CUDA devices only. "auto" means "flat" on the CPU; for a Trainer's CUDA devices
+            it means "tree" if they can access each other's memory. Rows are always summed from left to right.
+        bucket_size_mb: In a group, the size limit of one collective in MiB for each dtype: -1 for no limit, None for
+            25. Must be equal on all ranks.
+        coalesce: In a group, whether parameters share collectives.
 
     Raises:
-        ConfigurationError: an argument is wrong, or the store cannot work here.
+        ConfigurationError: An argument is wrong, or the store cannot work here.
     """
 
     capabilities: ClassVar[Collection[str]] = BUILT_IN["device"]
@@ -96,15 +96,12 @@ class DeviceKVStore(TableKVStore):
 
     @property
     def reducer(self) -> str:
-        """The name of the reducer that sums replicas."""
+        """Name of the reducer that sums replicas."""
         return self._reducer
 
     @property
     def bucket_size_mb(self) -> float | None:
-        """The most that is summed in one collective, in units of 1024² bytes.
-
-        It may change, on every rank, until a Trainer's first step.
-        """
+        """Size limit of one collective in MiB. It may be changed, on every rank, until a Trainer's first step."""
         return self._buckets.size_mb
 
     @bucket_size_mb.setter
@@ -113,7 +110,7 @@ class DeviceKVStore(TableKVStore):
 
     @property
     def coalesce(self) -> bool:
-        """Whether parameters share collectives. It may change as `bucket_size_mb` may."""
+        """Whether parameters share collectives. It may be changed until a Trainer's first step, as `bucket_size_mb`."""
         return self._buckets.coalesce
 
     @coalesce.setter
@@ -129,8 +126,8 @@ class DeviceKVStore(TableKVStore):
             )
         if not is_left_fold(self.reducer):
             raise ConfigurationError(
-                f"this store has reducer={self.reducer!r}, but replicas that are compressed are decoded and added from "
-                "left to right; leave the reducer or the compression out"
+                f"this store has reducer={self.reducer!r}, but compressed replicas are decoded and added from left to "
+                "right; leave out the reducer or the compression"
             )
         super().set_gradient_compression(compression_params)
 
@@ -138,13 +135,12 @@ class DeviceKVStore(TableKVStore):
         if self.group is not None:
             if self.group.is_agreed:
                 raise ConfigurationError(
-                    "how much is summed in one collective cannot change after the first step; set it before, on "
-                    "every rank"
+                    "bucket_size_mb and coalesce cannot change after the first step; set them before, on every rank"
                 )
             self.group.buckets = buckets
         self._buckets = buckets
 
 
 def is_nccl(type: str) -> bool:
-    """Tell whether a store of this name takes CUDA tensors only."""
+    """Return whether a store of this name takes CUDA tensors only."""
     return type.lower() == NCCL

@@ -1,4 +1,4 @@
-"""The store on parameter servers: this process is one worker of a job."""
+"""The store on parameter servers. This process is one worker of a job."""
 
 from __future__ import annotations
 
@@ -29,49 +29,48 @@ from kvtrainer.kvstore.values import check_text
 from kvtrainer.kvstore.verbs import TableKVStore
 
 STALENESS = "KVSTORE_STALENESS"
-"""The environment variable with the default of `staleness`."""
+"""Environment variable with the default of `staleness`."""
 DEFAULT_STALENESS = 1
 VAN_TYPE, WATER_MARK = "DMLC_PS_VAN_TYPE", "DMLC_PS_WATER_MARK"
-"""MXNet's variables: "p3" lets urgent messages overtake others that wait here; how many may be on their way."""
+"""MXNet's variables. "p3" sends urgent messages first; the water mark limits the messages in flight to a server."""
 DEFAULT_WATER_MARK = 10
 
+# Numbers the stores of this process. The n-th store of each worker shares a namespace with the others' n-th.
 _created = itertools.count()
-"""Counts the stores of this process: the n-th store of every worker meets the n-th of the others."""
 
 
 @register(*SYNC_NAMES, *ASYNC_NAMES, *SSP_NAMES)
 @uncompiled
 class DistKVStore(TableKVStore):
-    """Keys on servers, and this process one of the workers that push to them.
+    """A store whose keys are on servers, with this process as one of the job's workers.
 
-    "dist_sync": rounds, each of which takes one part from every worker. "dist_async": each push is applied by itself
-    when it comes, by the optimizer, which must be set first. "dist_ssp" (stale synchronous parallel): as async, but a
-    read waits while another worker is too far behind. A pull sees this worker's own pushes in any of them.
+    "dist_sync" works in rounds with one contribution from every worker. "dist_async" applies each push when it arrives,
+    by an optimizer that must be set first. "dist_ssp" (stale synchronous parallel) is asynchronous, but a read waits
+    while another worker is too far behind. In each mode a pull sees this worker's own pushes.
 
-    Names with "device" mean the same: replicas are always summed before they are pushed. "p3" is "dist_sync"
-    in which pushes of higher `priority` overtake others that still wait to be sent; DMLC_PS_VAN_TYPE=p3 gives that to
-    the others.
+    Names with "device" are synonyms: replicas are always summed before they are pushed. "p3" is "dist_sync" where
+    queued pushes of higher `priority` are sent first; DMLC_PS_VAN_TYPE=p3 adds that to the other modes.
 
     Args:
-        type: The name under which it was created.
+        type: The name under which the store is created.
         rank, num_workers, servers: The topology; read from the environment when absent, see
             `kvtrainer.jobs.topology.find_topology`.
-        timeout: Seconds to wait for the other workers (KVSTORE_TIMEOUT, 600).
-        connect_timeout: Seconds to wait for the servers at first (KVSTORE_CONNECT_TIMEOUT, 30).
+        timeout: Seconds to wait for other workers (KVSTORE_TIMEOUT, 600).
+        connect_timeout: Seconds to wait for the servers when connecting (KVSTORE_CONNECT_TIMEOUT, 30).
         dead_after: Seconds of silence after which a server counts as gone (KVSTORE_DEAD_AFTER, 60).
-        slow_after: Seconds of waiting for other workers, or a server, after which the log names them; then it does so
-            ever more rarely (KVSTORE_SLOW_AFTER, 10).
-        staleness: For "dist_ssp": how many pushes of a key a worker that reads it may be ahead of the slowest worker
+        slow_after: Seconds of waiting after which the log names the workers or servers waited for, and then again at
+            growing intervals (KVSTORE_SLOW_AFTER, 10).
+        staleness: For "dist_ssp": how many pushes of a key a reading worker may be ahead of the slowest one
             (KVSTORE_STALENESS, 1).
         scale_lr_by_staleness: For "dist_async" and "dist_ssp": divide the learning rate of a push by the number of
-            updates since the weights that it was computed with.
-        namespace: Stores of equal namespaces work together; by default the n-th store that each worker creates,
-            in the same attempt of the job where its launcher counts restarts (KVSTORE_ATTEMPT, torchrun's, Slurm's).
+            updates since its worker read the weights.
+        namespace: Stores with equal namespaces work together. By default the n-th store of each worker joins the
+            others' n-th, within the same attempt of a restarted job (KVSTORE_ATTEMPT, torchrun's, Slurm's).
 
     Raises:
-        ConfigurationError: an argument, or the variable in its place, is missing or wrong; nothing has been sent.
-        ConnectTimeoutError: a server did not answer in time.
-        SystemExit: DMLC_ROLE made this process the scheduler or a server of its job, and the job is over.
+        ConfigurationError: An argument, or the variable in its place, is missing or wrong. Nothing has been sent.
+        ConnectTimeoutError: A server did not answer in time.
+        SystemExit: DMLC_ROLE made this process the scheduler or a server, and the job is over.
     """
 
     def __init__(
@@ -89,11 +88,13 @@ class DistKVStore(TableKVStore):
         staleness: int | None = None,
         scale_lr_by_staleness: bool = False,
     ) -> None:
+        # 1. Read options that can be refused without contacting anyone.
         self.mode = mode_of(type, staleness, scale_lr_by_staleness, os.environ)
-        """When pushes count."""
+        """When pushes are applied."""
         self._water_mark = water_mark_of(type, os.environ)
         self._transport = env.transport_of(os.environ)
         is_debugging = env.shows_debug_log(os.environ)
+        # 2. Find the servers. With DMLC_ROLE this asks the scheduler, or serves and does not return.
         topology = find_topology(
             os.environ,
             rank=rank,
@@ -106,6 +107,7 @@ class DistKVStore(TableKVStore):
             raise ConfigurationError(
                 f"num_workers is {topology.num_workers}; a server takes up to {MAX_WORKERS} workers"
             )
+        # 3. Check and collect the options of the sessions.
         if namespace is not None and not isinstance(namespace, str):
             raise ConfigurationError(
                 f"namespace must be a str, got {namespace!r:.80}; pass for example 'job-5'"
@@ -121,13 +123,14 @@ class DistKVStore(TableKVStore):
             address=f"{socket.gethostname()}:{os.getpid()}",
             mode=self.mode,
             slow_after=env.read_timeout(os.environ, env.SLOW_AFTER, value=slow_after),
-            # The last: a store that is refused does not count.
+            # Evaluated last, so that a store that is refused does not use up a number.
             namespace=_next_namespace(os.environ) if namespace is None else namespace,
         )
+        # 4. Connect. The finalizer leaves the servers even if the store is only dropped.
         if is_debugging:
             _show_debug_log(topology.rank)
         self.servers = topology.servers
-        """Where the servers listen, by their index."""
+        """Addresses of the servers, by index."""
         self._clients: list[Client] = []
         weakref.finalize(self, _leave, self._clients)
         self._sides = 0
@@ -138,16 +141,15 @@ class DistKVStore(TableKVStore):
         return self._borrow(self._connect(name, replace(self.mode, by_host=by_host)))
 
     def open_agreement(self) -> Agreement:
-        """As `TableKVStore.open_agreement`, over synchronous rounds of a new client.
+        """Open an exchange over synchronous rounds of a new client. Collective; blocks until all workers have come.
 
-        It has a namespace of its own. As with `open_client`, the n-th one of every worker meets the n-th of the others;
-        blocks until all workers have come.
+        As with `open_client`, the n-th one of every worker belongs with the others' n-th.
         """
         if self.num_workers == 1:
             return Agreement()
         self._sides += 1
         client = self._connect(f"/side{self._sides}", SYNCHRONOUS)
-        # Servers forget a namespace that its only worker has left: one that comes later would wait for that worker.
+        # Servers forget a namespace once its only worker has left, and a worker that comes later would wait for it.
         try:
             client.barrier()
         except BaseException as error:
@@ -163,7 +165,6 @@ class DistKVStore(TableKVStore):
                 client.close()
 
     def _connect(self, name: str, mode: Mode | None = None) -> Client:
-        """Connect a client with the store's namespace, or one beside it."""
         options = replace(self._options, namespace=self._options.namespace + name, mode=mode or self.mode)
         client = Client(Connection(self.servers, self._water_mark, self._transport), options, time.monotonic)
         self._clients[:] = [known for known in self._clients if not known.is_closed] + [client]
@@ -176,18 +177,19 @@ class DistKVStore(TableKVStore):
 
 
 def _show_debug_log(rank: int) -> None:
-    """Have messages and rounds logged: by the handlers of the script if it has any, otherwise on standard error."""
+    """Log messages and rounds through the script's handlers, or to standard error if it has none."""
     logger = logging.getLogger("kvtrainer.debug")
     logger.setLevel(logging.DEBUG)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(f"%(asctime)s worker {rank} %(levelname)s %(message)s"))
         logger.addHandler(handler)
-        logger.propagate = False  # else each line comes twice once the script sets up handlers
+        # Otherwise each line would appear twice once the script installs handlers.
+        logger.propagate = False
 
 
 def _leave(clients: Sequence[Client]) -> None:
-    """Tell servers that the store is dropped or the process ends, and why. Nobody is to wait for it."""
+    """Leave the servers when the store is dropped or the process ends, with its error if it has one."""
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
@@ -195,14 +197,16 @@ def _leave(clients: Sequence[Client]) -> None:
 def mode_of(
     type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
 ) -> Mode:
-    """Choose the mode of a store of that name.
+    """Return the mode of a store of this name.
 
     Raises:
-        ConfigurationError: an option does not go with the name, or is no whole number of 0 or more.
+        ConfigurationError: An option does not apply to this name, or is not an integer of at least 0.
     """
     name = type.lower()
     if name not in SSP_NAMES and staleness is not None:
-        raise ConfigurationError(f"kvstore {type!r} takes no staleness, got {staleness!r}; 'dist_ssp' does")
+        raise ConfigurationError(
+            f"kvstore {type!r} takes no staleness, got {staleness!r}; use 'dist_ssp' for that"
+        )
     check.boolean("scale_lr_by_staleness", scale_lr_by_staleness)
     if name in ASYNC_NAMES:
         return Mode(ASYNC, 0, scale_lr_by_staleness)
@@ -210,23 +214,21 @@ def mode_of(
         return Mode(SSP, _staleness(staleness, environ), scale_lr_by_staleness)
     if scale_lr_by_staleness:
         raise ConfigurationError(
-            f"scale_lr_by_staleness has no meaning for kvstore {type!r}, whose gradients are never stale; use "
+            f"scale_lr_by_staleness does not apply to kvstore {type!r}, whose gradients are never stale; use "
             "'dist_async' or 'dist_ssp'"
         )
     return SYNCHRONOUS
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
-    """Read how many messages may be under way to one server. Others queue by priority.
-
-    0 stands for all: nothing queues.
+    """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit.
 
     Raises:
-        ConfigurationError: a variable has no value that is known.
+        ConfigurationError: A variable has an unknown value.
     """
     van = environ.get(VAN_TYPE, "").strip().lower()
     if van not in ("", "zmq", P3):
-        raise ConfigurationError(f"{VAN_TYPE} is {van!r}; this library knows 'zmq' and 'p3'")
+        raise ConfigurationError(f"{VAN_TYPE} is {van!r}; the supported values are 'zmq' and 'p3'")
     if P3 not in (type.lower(), van):
         return 0
     given = environ.get(WATER_MARK, "").strip() or str(DEFAULT_WATER_MARK)
@@ -234,7 +236,8 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
 
 
 def _next_namespace(environ: Mapping[str, str]) -> str:
-    """Name what the next store of each worker shares. Servers may still wait for the workers of an attempt before."""
+    """Return the default namespace. It has the attempt, because servers may still wait for workers of an earlier
+    one."""
     attempt = env.attempt_of_job(environ)
     name = f"store{next(_created)}"
     return f"{name}, attempt {attempt}" if attempt else name

@@ -1,4 +1,13 @@
-"""Keys and values as kvstore verbs get them, checked and brought into one form."""
+"""Keys and values of kvstore calls: validation and conversion to one form.
+
+The verbs take a key or a list of keys, and for each a tensor, or a list of replicas. `read_values` turns all of these
+into a sequence of keys and `Values`; `read_row_pulls` does the same for `row_sparse_pull`. `targets_of` decides where
+received weights are written: directly into an `out` that is flat and of the key's dtype, otherwise into a buffer that
+is copied to `out` afterwards.
+
+Everything here is checked before anything is sent. These functions run for every key of every call, so they avoid
+work per tensor on the common path: one dense tensor for each key.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +28,7 @@ _INT_LIMIT = 1 << 63
 
 
 class Entry:
-    """A key that a store has: its spec and its table."""
+    """A key of a store, with its spec and its table."""
 
     __slots__ = ("dtype", "spec", "table")
 
@@ -28,12 +37,12 @@ class Entry:
         self.dtype = torch_dtype(spec.dtype)
 
     def new_arena(self) -> dict[str, Tensor]:
-        """Make room for the key's values; not initialised."""
+        """Allocate an uninitialised buffer for the key's values."""
         return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype, device="cpu")}
 
 
 class RowPull(NamedTuple):
-    """One set of rows of one key, and the tensors that they go to."""
+    """One set of rows of one key, and the tensors that receive them."""
 
     entry: Entry
     ids: Tensor
@@ -42,23 +51,23 @@ class RowPull(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Tensors of some keys: the first one of each, and the others of those that have several.
+    """The tensors of several keys: the first of each key, and the further replicas where there are any.
 
-    There is no list for each key: of thousands, the garbage collector would look at all of them again and again.
+    A list for each key would make the garbage collector traverse thousands of lists again and again.
     """
 
     first: list[Tensor]
     others: dict[int, list[Tensor]]
-    """By position of the key."""
+    """Replicas after the first, by position of the key."""
 
     def lists(self) -> Iterator[list[Tensor]]:
-        """Yield all tensors of each key."""
+        """Yield the list of all tensors of each key."""
         for at, one in enumerate(self.first):
             yield [one, *self.others.get(at, ())]
 
     @classmethod
     def of(cls, lists: Iterable[list[Tensor]]) -> Values:
-        """Tensors of keys that have one at least each."""
+        """Build from one non-empty list for each key."""
         found = cls([], {})
         for at, (one, *others) in enumerate(lists):
             found.first.append(one)
@@ -68,7 +77,7 @@ class Values(NamedTuple):
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
-    """View a tensor as flat memory on the CPU; None where that takes a copy, or it is sparse."""
+    """Return a flat view of a dense CPU tensor, or None if that would need a copy."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     if tensor.requires_grad:
@@ -79,9 +88,11 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 def targets_of(
     entries: Sequence[Entry], outs: Values
 ) -> tuple[list[dict[str, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Choose where new values of keys are received: in the first `out` of each, if that is flat and of its dtype.
+    """Choose the memory that receives the new values of each key.
 
-    Returns the arenas of the keys; and the other tensors, each with that in which its values will be.
+    Returns:
+        The arena of each key, which is its first `out` where that is flat and of the key's dtype; and (out, source)
+        pairs for the tensors that have to be copied from an arena afterwards.
     """
     arenas: list[dict[str, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
@@ -97,12 +108,12 @@ def targets_of(
 
 
 def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]:
-    """Bring (key, value) or (keys, values) into keys and what each of them has; a key may appear more than once.
+    """Normalise (key, value) or (keys, values) to keys and Values. Keys may repeat.
 
-    Keys are not checked here, but by `check_keys` where they are not known.
+    Unknown keys are not validated here; see `check_keys`.
 
     Raises:
-        ConfigurationError: values are no tensors that a key can take, or lists have different lengths.
+        ConfigurationError: A value is not a suitable tensor, or the lists differ in length.
     """
     if not isinstance(key, list | tuple):
         key, value = (key,), (value,)
@@ -125,14 +136,14 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
 
 
 def check_keys(keys: Sequence[Any]) -> None:
-    """Raise ConfigurationError unless all keys of a call are valid and of one type."""
+    """Raise ConfigurationError unless all keys of a call are valid and of the same type."""
     kinds = {type(check_key(one)) for one in keys}
     if len(kinds) > 1:
         raise ConfigurationError(f"the keys of one call must all be int or all be str, got {list(keys)!r}")
 
 
 def check_key(key: Any) -> Key:
-    """Return the key if it is an int of 64 bits or a str, the two types of keys."""
+    """Return the key if it is a str or a 64-bit int. Raises ConfigurationError otherwise."""
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigurationError(f"a key must be an int or a str, got {key!r} of type {type(key).__name__}")
     if isinstance(key, str):
@@ -145,7 +156,7 @@ def check_key(key: Any) -> Key:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ConfigurationError unless UTF-8 can express a key or name."""
+    """Raise ConfigurationError unless a key or name can be encoded as UTF-8."""
     if text.isascii():
         return
     try:
@@ -158,12 +169,13 @@ def check_text(what: str, text: str) -> None:
 
 
 def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
-    """Make the spec of a key from its first value.
+    """Return the spec of a key, made from its first value.
 
-    The store takes dtypes of `others` beside those of ITEM_SIZE.
+    Args:
+        others: Dtype names that the store accepts in addition to those of ITEM_SIZE.
 
     Raises:
-        ConfigurationError: the dtype cannot be stored.
+        ConfigurationError: The dtype cannot be stored.
     """
     name = dtype_name(value.dtype)
     if name not in ITEM_SIZE and name not in others:
@@ -173,25 +185,25 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
 
 
 def check_out(spec: TensorSpec, out: Tensor) -> None:
-    """Raise ShapeMismatchError unless `out`, of any dtype, can take a key's values."""
+    """Raise ShapeMismatchError or ConfigurationError unless `out`, of any dtype, can receive a key's values."""
     if out.shape != spec.shape:
         raise mismatch(spec, out)
     if out.layout is not torch.strided:
         raise ConfigurationError(
-            f"out of key {spec.key!r} is sparse, but all of the key is written to it; give a dense tensor, or call "
+            f"out of key {spec.key!r} is sparse, but pull writes the whole key; give a dense tensor, or call "
             "row_sparse_pull for some rows"
         )
     if out.is_contiguous():
         return
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
         raise ShapeMismatchError(
-            f"out of key {spec.key!r} has shape {list(out.shape)} but strides {list(out.stride())}: several of its "
-            "elements are one place in memory, as after expand(); give a tensor of its own, as clone() returns"
+            f"out of key {spec.key!r} has shape {list(out.shape)} but strides {list(out.stride())}: several elements "
+            "share memory, as after expand(); pass a tensor with its own memory, such as out.clone()"
         )
 
 
 def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
-    """Raise ConfigurationError unless all devices are CUDA's."""
+    """Raise ConfigurationError unless all devices are CUDA devices."""
     others = sorted({str(device) for device in devices if device.type != "cuda"})
     if others:
         raise ConfigurationError(
@@ -204,13 +216,14 @@ def read_row_pulls(
 ) -> tuple[list[list[RowPull]], list[bool]]:
     """Read the arguments of row_sparse_pull.
 
-    Returns, per key, its pulls, one for each set of ids; and whether several sets were given.
+    Returns:
+        For each key its pulls, one for each set of ids; and whether several sets were given for it.
 
     Raises:
-        ConfigurationError: the arguments do not fit together, or ids are no whole numbers.
-        KeyNotFoundError: a key was never initialised.
-        ShapeMismatchError: a key has no rows, or an `out` is not like its key.
-        RowIdError: a key has no such rows.
+        ConfigurationError: The arguments do not fit together, or ids are not whole numbers.
+        KeyNotFoundError: A key was never initialised.
+        ShapeMismatchError: A key has no rows, or an `out` does not have its shape.
+        RowIdError: An id is out of range.
     """
     if row_ids is None:
         raise ConfigurationError("row_sparse_pull needs row_ids=…: the rows that are wanted")
@@ -225,7 +238,7 @@ def read_row_pulls(
 
 
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
-    """Make rows a coalesced sparse tensor of the key's shape."""
+    """Return rows as a coalesced sparse tensor of the key's shape."""
     values = rows.view(len(ids), *spec.shape[1:])
     return torch.sparse_coo_tensor(
         ids[None], values, spec.shape, is_coalesced=True, check_invariants=False, device=values.device
@@ -234,9 +247,10 @@ def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write_rows(out: Tensor, rows: Tensor) -> None:
-    """Let `out` have the rows of a sparse tensor and, if it is dense, zeros elsewhere."""
+    """Write the rows of a sparse tensor to `out`, and zeros to its other rows."""
     if is_sparse(out):
-        out.copy_(rows)  # not through detach(), which has indices of its own
+        # Not through detach(), which would give a tensor with separate indices.
+        out.copy_(rows)
         return
     ids, values = rows._indices()[0], rows._values()
     out.zero_()
@@ -264,7 +278,7 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
 
 
 def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
-    """Return the error of a value that has not the shape or dtype of its key."""
+    """Return the error for a value whose shape or dtype differs from its key's."""
     return ShapeMismatchError(
         f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
     )
@@ -279,6 +293,7 @@ def _pulls_of(entries: Mapping[Key, Entry], key: Key, out: Any, row_ids: Any) ->
     outs = _row_outs(entry, key, out)
     sets = [row_ids] if _is_one_set(row_ids) else list(row_ids)
     found = [read_ids(key, one, entry.spec.shape[0]) for one in sets]
+    # One set of ids serves all outs; several sets need one out each.
     if len(found) == 1:
         return [RowPull(entry, found[0], outs)]
     if out is not None and len(outs) != len(found):

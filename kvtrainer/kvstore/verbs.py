@@ -1,6 +1,12 @@
-"""The kvstore verbs over a client of engines, in this process or on servers.
+"""The kvstore verbs (init, push, pull, pushpull, …) over a client of engines, in this process or on servers.
 
-Each key is a table of its own, so workers may push keys in any order and any subset of them.
+A store keeps an `Entry` for each key: its spec and its table. Each key is a table of its own, so workers may push keys
+in any order and push any subset of them. `push` and `pushpull` go through `_give`: find the keys, sum the replicas of
+each value, sum over ranks if there is a process group, then start a round of the client. A pull writes directly into
+`out` where its memory allows it.
+
+Invariants: arguments are checked before anything is sent. With a process group, the ranks agree on a call before they
+reduce anything, and a rank whose arguments are wrong reports that to the others instead of leaving them waiting.
 """
 
 from __future__ import annotations
@@ -78,28 +84,28 @@ from kvtrainer.states.format import (
 )
 
 WORKERS, SERVERS = 4, 2
-"""Groups of processes, as `num_dead_nodes` takes them."""
+"""Bits that name groups of processes in the `node_id` of `num_dead_nodes`."""
+# Key in a state file's extra values: whether loading also restores the optimizer's options and update count.
 _NUMBERS = "numbers count"
-"""Key of a state file's extra values: whether the optimizer's numbers are taken over as well."""
 
 Found = tuple[list[Entry], Values]
-"""Keys that are known, each once, with their tensors, which were checked."""
+"""Known keys, each once, and their checked tensors."""
 _Store = TypeVar("_Store", bound="TableKVStore")
 
 
 @uncompiled
 class TableKVStore(KVStoreBase):
-    """init, push, pull, pushpull and broadcast as in MXNet. Errors are raised at once.
+    """init, push, pull, pushpull and broadcast as in MXNet.
 
-    Not thread-safe. `push` returns at once and its error is raised by the next call that concerns the key, by
-    `barrier` or by `close`; everything else blocks. A `pull` sees this worker's own earlier pushes. Keys are all
-    int or all str within one store.
+    Not thread-safe. `push` returns at once, and its error is raised by the next call that uses the key, by `barrier` or
+    by `close`. Everything else blocks and raises at once. A `pull` sees this worker's own earlier pushes. The keys of a
+    store are either all int or all str.
 
     Args:
-        type: The name under which it was created.
-        client: Where its keys live.
-        engine: The engine behind the client, if that is in this process. Then a push is over when it returns.
-        group: The ranks of torch.distributed over which values are summed before; each of them keeps all keys.
+        type: The name under which the store was created.
+        client: Connects to the engines that hold the keys.
+        engine: The engine behind the client if it runs in this process. A push is then complete when it returns.
+        group: Ranks of torch.distributed over which values are summed first. Each rank holds all keys.
     """
 
     def __init__(
@@ -110,22 +116,23 @@ class TableKVStore(KVStoreBase):
         self._connected = client
         self._engine = engine
         self._can_compress = COMPRESSION in self.capabilities_as(type)
+        # True if values must be on CUDA devices.
         self._only_cuda = False
-        """Whether values have to be on CUDA devices."""
+        # How replicas are summed: a name out of reducers.REDUCERS.
         self._reducer = AUTO
-        """How replicas are summed, out of reducers.REDUCERS."""
+        # Compresses each replica before the sum, if the sum stays in this process.
         self._replicas: ReplicaCompressor | None = None
-        """Compresses replicas before they are summed, where the sum stays in this process."""
+        # Compresses the sum of the replicas on its way to servers.
         self._codec: Codec | None = None
-        """How sums of replicas are compressed on their way to servers."""
         self._entries: dict[Key, Entry] = {}
+        # (table, round) of each key of the push in progress. Kept if the push is interrupted, for the next one to
+        # check.
         self._given: list[tuple[RemoteTable, int]] = []
-        """Table and round of what a push gives, until it returns; an interrupt leaves them to the next one."""
         self._optimizer: Optimizer | None = None
         self._sent_spec: dict[str, Any] | None = None
         self._profiler: Profiler | None = None
+        # The clients of the Trainers that use this store.
         self._for_trainers: list[weakref.ref[Client]] = []
-        """The clients that Trainers were given."""
         self._has_warned = False
 
     capabilities: ClassVar[Collection[str]] = BUILT_IN["dist_sync"]
@@ -149,7 +156,7 @@ class TableKVStore(KVStoreBase):
 
     @property
     def num_servers(self) -> int:
-        """The number of servers that hold the keys."""
+        """Number of servers that hold the keys."""
         return self._client.num_servers
 
     @property
@@ -164,49 +171,49 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def init(self, key: Any, value: Any) -> None:
-        """Create keys with rank 0's values; blocks until every worker has called it.
+        """Create keys with rank 0's values. Blocks until every worker has called it.
 
         Raises:
-            ConfigurationError: a key exists already, or is of another type than the keys before it.
-            PlanMismatchError: workers give different shapes or dtypes.
+            ConfigurationError: A key exists already, or differs in type from earlier keys.
+            PlanMismatchError: Workers give different shapes or dtypes.
         """
         self._create(*read_values(key, value, "value"), Values([], {}))
 
     @exclusive
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Create keys as `init` does and write rank 0's values to `out` on every worker."""
+        """Create keys as `init` does, and write rank 0's values to `out` on every worker."""
         keys, values = read_values(key, value, "value")
         self._create(keys, values, read_values(key, out, "out")[1])
 
     @exclusive
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """Give this worker's part to the next round of each key and return.
+        """Contribute to the next round of each key, and return without waiting.
 
-        `value` may be changed at once. Replicas and repeated keys are summed. When every worker has pushed, the
-        optimizer is applied to the sum, or without one the sum replaces the value. If all have pushed some rows of it,
-        on servers the others stay; in process they become zero.
+        `value` may be modified as soon as this returns. Replicas and repeated keys are summed. When every worker has
+        pushed, the optimizer is applied to the sum; without an optimizer the sum replaces the value. If all workers
+        push row-sparse values, the other rows keep their values on servers, and become zero in process.
 
         Raises:
-            KeyNotFoundError: a key was never initialised.
-            ConfigurationError: rows are too long for a server to know them apart, and there is no optimizer.
-            ShapeMismatchError: a value does not fit its key. Nothing has been sent then.
+            KeyNotFoundError: A key was never initialised.
+            ConfigurationError: Rows are too long to be pushed separately, and there is no optimizer.
+            ShapeMismatchError: A value does not fit its key. Nothing has been sent.
         """
         self._give("push", key, value, None, priority)
 
     @exclusive
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Push, wait for the round, and write the new values to `out`, or back to `value`; blocks.
+        """Push, wait for the round, and write the new values to `out`, or to `value` if `out` is None. Blocks.
 
-        All workers must come to the same keys before their deadline; a worker that pushes only counts as well.
+        All workers must push the same keys before their deadlines, by `push` or `pushpull`.
         """
         self._give("pushpull", key, value, value if out is None else out, priority)
 
     @exclusive
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Write the present values of keys to `out`, after this worker's own pushes; blocks.
+        """Write the current values of keys to `out`, including this worker's own pushes. Blocks.
 
-        A sparse `out` is left as it is, with a SparsePullWarning: `row_sparse_pull` is meant. Where `ignore_sparse` is
-        false, a store of this process writes the rows that are not zero to it, and others raise ConfigurationError.
+        A sparse `out` is left unchanged with a SparsePullWarning: use `row_sparse_pull`. With `ignore_sparse=False`, a
+        store in this process writes the nonzero rows to it, and other stores raise ConfigurationError.
         """
         if out is None:
             raise ConfigurationError("pull needs out=…: the tensor, or list of tensors, to write to")
@@ -228,20 +235,21 @@ class TableKVStore(KVStoreBase):
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> Tensor | list[Any]:
-        """Fetch some rows of keys, after this worker's own pushes; only these travel; blocks.
+        """Fetch rows of keys, including this worker's own pushes. Only these rows are transferred. Blocks.
 
         Args:
-            key: A key, or a list of keys.
-            out: Tensors of the keys' shapes that get the rows too, and are zero elsewhere: one, or a list of them.
-            row_ids: Whole numbers in any shape, also repeated or none. For several `out` one for all, or one each.
+            key: A key or a list of keys.
+            out: Tensors of the keys' shapes that also receive the rows, with zeros elsewhere: one or a list.
+            row_ids: Integers in any shape; they may repeat, and may be empty. For several `out`, either one set for all
+                or one each.
 
         Returns:
-            For each set of ids a coalesced sparse tensor of the key's shape: one, a list for several sets, and a list
-            of those for a list of keys.
+            A coalesced sparse tensor of the key's shape for each set of ids; a list of them for several sets, and a
+            list over the keys for a list of keys.
 
         Raises:
-            RowIdError: ids outside a key; nothing has been written then.
-            ShapeMismatchError, KeyNotFoundError, ConfigurationError: as of the other verbs.
+            RowIdError: An id is out of range. Nothing has been written.
+            ShapeMismatchError, KeyNotFoundError, ConfigurationError: As in the other verbs.
         """
         is_list = isinstance(key, list | tuple)
         for one in key if is_list else (key,):
@@ -256,30 +264,28 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def version(self, key: Key) -> int:
-        """Count the updates in the values of a key that this worker read last.
+        """Return how many updates the values contain that this worker last read of a key, or -1 if it has read none.
 
-        Of several servers the one with most counts; -1 if it has read none. Waits for this worker's own push of the
-        key.
+        The highest count over servers. Waits for this worker's own push of the key.
         """
         return max(self._settled(key).versions.values(), default=-1)
 
     @exclusive
     def staleness(self, key: Key) -> int:
-        """Count others' updates between this worker's last read and last push of a key.
+        """Return how many updates of other workers happened between this worker's last read and last push of a key.
 
-        Always 0 with synchronous rounds. Of several servers the one with most counts. Waits for this worker's own
-        push of the key.
+        Always 0 in synchronous rounds. The highest count over servers. Waits for this worker's own push of the key.
         """
         return self._settled(key).staleness
 
     @exclusive
     def set_optimizer(self, optimizer: Any) -> None:
-        """Apply this optimizer to every round from now on, where the keys live.
+        """Apply an optimizer to every later round, where the keys live.
 
-        Call it on every worker (those that call it must name the same one), with what `kvtrainer.optimizer.create`
-        returns, a name, or a torch.optim class. Later changes of its numbers (`set_learning_rate`) are sent
-        with the next push. Naming the same optimizer again keeps its state. Blocks; with an optimizer that needs whole
-        keys until every worker has called it, because keys that are spread over servers are brought together.
+        Call it on every worker with the same optimizer: a result of `kvtrainer.optimizer.create`, a name, or a
+        torch.optim class. Later changes of its options (`set_learning_rate`) are sent with the next push. Setting the
+        same optimizer again keeps its state. Blocks; an optimizer that needs whole keys also waits until every worker
+        has called this, because keys that are sharded over servers are moved to one server each.
         """
         self._optimizer = create_optimizer(optimizer)
         self._send_optimizer(self._optimizer)
@@ -289,25 +295,24 @@ class TableKVStore(KVStoreBase):
             self._engine.set_updater(None)
 
     def set_updater(self, updater: Callable[[Key, Tensor, Tensor], object]) -> None:
-        """Call `updater(key, merged, stored)` in place of an optimizer; it changes `stored` in place.
+        """Call `updater(key, merged, stored)` instead of an optimizer. It modifies `stored` in place.
 
-        For keys of this process: code does not travel to servers. An error that the function raises is raised by the
-        push (as OptimizerError) and leaves the values as they were. It must not call this store, which is busy with
-        the push.
+        Only for keys in this process, because code is not sent to servers. An exception in the function is raised by
+        the push as OptimizerError, and the values stay unchanged. The function must not call this store.
 
         Raises:
-            ConfigurationError: `updater` is no function, or the keys are on servers.
+            ConfigurationError: `updater` is not callable, or the keys are on servers.
         """
         if not callable(updater):
             raise ConfigurationError(
-                f"an updater is a function of (key, merged, stored), got {updater!r:.80}"
+                f"an updater must be a function of (key, merged, stored), got {updater!r:.80}"
             )
         if self._engine is None:
             raise ConfigurationError(
-                f"kvstore {self.type!r} keeps its values on servers, and a function does not travel there. Write a "
+                f"kvstore {self.type!r} keeps its values on servers, and functions are not sent there. Write a "
                 "subclass of kvtrainer.optimizer.Optimizer in a module, register it, start the servers with --import "
-                "MODULE, and give set_optimizer its name; or set none, use pushpull for the sum over workers, and "
-                "update with that in the workers"
+                "MODULE, and give set_optimizer its name; or set no optimizer, use pushpull for the sum over workers, "
+                "and update with it in the workers"
             )
         keys: dict[str, Key] = {}
 
@@ -318,19 +323,19 @@ class TableKVStore(KVStoreBase):
 
         self._engine.set_updater(call)
 
+    # MXNet's name.
     _set_updater = set_updater
-    """MXNet's name."""
 
     @exclusive
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Save the optimizer's state of every key, wherever it is; blocks.
+        """Save the optimizer's state of every key to a file. Blocks.
 
-        Any one worker may do so, between its pushes. With `dump_optimizer` the optimizer's numbers count as well when
-        the file is loaded.
+        Any single worker may call this, between its pushes. With `dump_optimizer`, loading the file also restores the
+        optimizer's options and update count.
 
         Raises:
-            ConfigurationError: no optimizer is set.
-            StateFileError: the file cannot be written; the former one is unchanged.
+            ConfigurationError: No optimizer is set.
+            StateFileError: The file cannot be written. An existing file is unchanged.
         """
         optimizer, parameters = self._known_optimizer(), dict[str, SavedParameter]()
         for spec, table in [(entry.spec, entry.table) for entry in self._entries.values()]:
@@ -343,25 +348,24 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Load saved states; on every worker the same file, after `init` and `set_optimizer`.
+        """Load saved states. Every worker loads the same file, after `init` and `set_optimizer`.
 
-        Collective: blocks until all workers have taken it over, or none.
+        Collective: blocks until all workers have applied it. If it fails, nothing has changed on any worker.
 
         Raises:
-            ConfigurationError: no optimizer is set.
-            StateFileError, StateMismatchError: the file cannot be read or does not fit.
-            RoundAbortedError: another worker cannot read it, or it does not fit there; says which and why.
-            In each case nothing has changed, on any worker.
+            ConfigurationError: No optimizer is set.
+            StateFileError, StateMismatchError: The file cannot be read or does not fit.
+            RoundAbortedError: Another worker failed. The message has its rank and error.
         """
         with closing(self.open_agreement()) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
                 saved = self._fitting_states(fname)
-            # No worker goes on while another one may still replace what is on servers.
+            # A barrier on both sides: no worker may go on while another one is still replacing state on servers.
             with agreement.all_or_none(f"take over the states of {os.fspath(fname)!r}"):
                 self._adopt_states(saved)
 
     def _fitting_states(self, fname: str | os.PathLike[str]) -> SavedStates:
-        """Read saved states. Raises StateFileError; StateMismatchError unless they fit the keys and the optimizer."""
+        """Read saved states and check that they fit. Raises StateFileError or StateMismatchError."""
         optimizer, specs = self._known_optimizer(), [entry.spec for entry in self._entries.values()]
         saved = read_state_file(fname)
         if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
@@ -384,23 +388,24 @@ class TableKVStore(KVStoreBase):
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress what this worker pushes from now on.
 
-        What is lost is added to its next push of the key. Waits for this worker's own pushes. Initial values are never
-        compressed. A round that fails changes nothing of what is kept back.
+        The error of each compression is kept as a residual and added to the key's next push. Initial values are never
+        compressed. A round that fails leaves residuals unchanged. Waits for this worker's own pushes.
 
         Args:
             compression_params: {"type": "2bit", "threshold": 0.5}, or "1bit" with its threshold, {"type": "topk",
-                "ratio": 0.01}, "ternary", "int8", "fp16", "bf16" or "none". Residuals of an earlier compression are
+                "ratio": 0.01}, "ternary", "int8", "fp16", "bf16" or "none". Residuals of an earlier setting are
                 dropped.
 
         Raises:
-            ConfigurationError: this store does not compress, or the parameters are wrong.
+            ConfigurationError: This store does not compress, or the parameters are wrong.
         """
         if not self._can_compress:
             raise ConfigurationError(
-                f"gradient compression is not supported for kvstore {self._type!r}, which sends nothing anywhere"
+                f"gradient compression is not supported for kvstore {self._type!r}, which sends nothing over a network"
             )
         codec = make_codec(compression_params)
-        self._client.settle()  # a push under way may have to be sent again, as it was
+        # A push in flight may have to be sent again, and must then be encoded as before.
+        self._client.settle()
         wanted = None if codec.name == "none" else codec
         if self._engine is not None:
             self._replicas = None if wanted is None else ReplicaCompressor(wanted)
@@ -411,7 +416,7 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def barrier(self) -> None:
-        """Block until every worker has come here."""
+        """Block until every worker has called this."""
         if self.group is None:
             self._client.barrier()
         else:
@@ -419,17 +424,17 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def num_dead_nodes(self, node_id: int = WORKERS) -> int:
-        """Count the dead processes of the job, as the servers know them.
+        """Return how many processes of the job the servers consider dead.
 
-        Blocks up to `dead_after` seconds if a server is silent.
-        A worker is dead when it ended without `close`, or was silent for the servers' --dead-after; one that left as it
-        should is not. A server is dead when it does not answer, or was started anew and holds none of this job.
+        A worker is dead if it ended without `close`, or was silent for the servers' --dead-after seconds. A server is
+        dead if it does not answer, or was restarted and holds nothing of this job. Blocks up to `dead_after` seconds if
+        a server is silent.
 
         Args:
-            node_id: Who counts, as in MXNet: WORKERS (4), SERVERS (2), or their sum.
+            node_id: What to count, as in MXNet: WORKERS (4), SERVERS (2), or their sum.
 
         Raises:
-            ServerUnreachableError: workers count, but no server answered.
+            ServerUnreachableError: Workers are to be counted, but no server answered.
         """
         if type(node_id) is not int or node_id & ~(WORKERS | SERVERS) or not node_id:
             raise ConfigurationError(f"node_id is 4 (workers), 2 (servers) or their sum, got {node_id!r:.80}")
@@ -444,16 +449,16 @@ class TableKVStore(KVStoreBase):
 
     @exclusive
     def send_command_to_servers(self, head: int, body: str) -> list[str]:
-        """Send a command to every server and return their answers, in server order; blocks.
+        """Send a command to every server and return their answers in server order. Blocks.
 
-        Commands are functions that the servers loaded by --import, registered under the number `head` with
+        Commands are functions that servers load with --import and register under the number `head` with
         `kvstore_server.commands.register`. Each call runs the function once on every server. A store without servers
-        answers by what this process has registered.
+        uses the functions that are registered in this process.
 
         Raises:
-            CommandError: a server has no such function, or it raised; names server, head and body.
-            ConfigurationError: `head` is no int of 0 … 2**31 - 1, or `body` no text of up to 1 MiB.
-            ServerUnreachableError: a server did not answer within `dead_after` seconds.
+            CommandError: A server has no such function, or it raised. The message has the server, head and body.
+            ConfigurationError: `head` is not an int in 0 … 2**31 - 1, or `body` is not a text of up to 1 MiB.
+            ServerUnreachableError: A server did not answer within `dead_after` seconds.
         """
         head = check_head(head)
         if not isinstance(body, str):
@@ -463,22 +468,24 @@ class TableKVStore(KVStoreBase):
         except UnicodeEncodeError as error:
             raise ConfigurationError(f"the body of a command cannot be written as UTF-8: {error}") from None
         if len(packed) > LONGEST:
-            raise ConfigurationError(f"the body of a command may have {LONGEST} bytes, got {len(packed)}")
+            raise ConfigurationError(
+                f"the body of a command may have up to {LONGEST} bytes, got {len(packed)}"
+            )
         return [answer.decode() for answer in self._client.command(head, packed)]
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler of this worker and the servers, for the store's own keys; a Trainer has its own."""
+        """Profiler of this worker and the servers, for the store's own keys. A Trainer has its own."""
         if self._profiler is None:
             self._profiler = Profiler(self._client, time.monotonic)
         return self._profiler
 
     @exclusive
     def server_stats(self) -> list[dict[str, Any]]:
-        """Fetch servers' counters for this store, in order, after this worker's pushes.
+        """Fetch the servers' counters for this store, in server order, after this worker's pushes.
 
-        In "tables" come the store's own keys first, and then the parameters of the Trainers that were given this store
-        and are not closed; the "namespace" of each tells them apart. A Trainer has its own in `trainer.server_stats()`.
+        "tables" lists the store's own keys first, then the parameters of the open Trainers that use this store, told
+        apart by "namespace". See also `trainer.server_stats()`.
         """
         self._client.settle()
         stats = self._client.stats()
@@ -489,16 +496,16 @@ class TableKVStore(KVStoreBase):
         return stats
 
     def open_client(self, by_host: bool = False) -> Client:
-        """Connect a client with a namespace of its own, for a Trainer; blocks until the servers answer.
+        """Connect a client with its own namespace, for a Trainer. Blocks until the servers answer.
 
         Args:
-            by_host: As of the mode, where there are servers; the same for all workers.
+            by_host: Sum over the workers of each host first; must be equal on all workers. Ignored without servers.
         """
         assert self._engine is not None
         return self._borrow(self._engine.open_client(f"trainer{len(self._for_trainers) + 1}"))
 
     def open_agreement(self) -> Agreement:
-        """Return how all workers agree on something beside their rounds. Collective; close it when that is done."""
+        """Open an exchange of bytes between all workers. Collective. The caller closes it."""
         return Agreement() if self.group is None else OverRanks(self.group)
 
     def _borrow(self, client: Client) -> Client:
@@ -506,7 +513,7 @@ class TableKVStore(KVStoreBase):
         return client
 
     def close(self) -> None:
-        """Wait for this worker's pushes and leave; idempotent. Other workers' rounds that need it fail."""
+        """Wait for this worker's pushes and leave. Idempotent. Other workers' rounds that need this worker fail."""
         if not self._client.is_closed:
             try:
                 self._client.settle()
@@ -518,13 +525,14 @@ class TableKVStore(KVStoreBase):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._client.close(error)  # without waiting for rounds that may never end
+            # After an error, do not wait for rounds that may never end.
+            self._client.close(error)
         self.close()
 
     # ---------------------------------------------------------------- the way of a value
 
     def _find(self, keys: Sequence[Key], values: Values, is_out: bool = False) -> Found:
-        """Find known keys and check their tensors, which are read or written to; those of a repeated key are joined."""
+        """Look up keys and check the tensors to be read or written. Tensors of a repeated key are joined."""
         entries: list[Entry] = []
         more, key_type = values.others, type(next(iter(self._entries), None))
         for at, (key, first) in enumerate(zip(keys, values.first, strict=True)):
@@ -548,14 +556,15 @@ class TableKVStore(KVStoreBase):
         return list(joined), Values.of(joined.values())
 
     def _give(self, verb: str, key: Any, value: Any, out: Any, priority: int) -> None:
-        """Give values to the next round of their keys; with `out`, wait and write the new values there.
+        """Contribute values to the next round of their keys. With `out`, wait and write the new values there.
 
         Raises:
-            ProtocolError, PlanMismatchError: ranks differ in what they call; on every rank.
-            RoundAbortedError: another rank's arguments are wrong.
-            ConfigurationError: the optimizer, or its absence, does not go with the keys; nothing has been sent.
+            ProtocolError, PlanMismatchError: Ranks make different calls. Raised on every rank.
+            RoundAbortedError: Another rank's arguments are wrong.
+            ConfigurationError: The optimizer, or its absence, does not suit the keys. Nothing has been sent.
         """
         client, optimizer, by_rows = self._client, self._optimizer, []
+        # 1. Look up the keys and check all arguments, before anything is sent.
         try:
             entries, given = self._find(*read_values(key, value, "value"))
             if self._given:
@@ -571,8 +580,10 @@ class TableKVStore(KVStoreBase):
             if self.group is not None:
                 self.group.report(verb, error)
             raise
+        # 2. Sum over the ranks of the process group.
         if self.group is not None:
             given = self._sum_over_ranks(self.group, verb, entries, given, by_rows)
+        # 3. Make sure that the engines can update these keys, and have the optimizer's current options.
         if optimizer is not None:
             integers = [entry.spec for entry in entries if entry.spec.dtype in INTEGERS]
             if integers and self._engine is not None and not self._engine.has_updater:
@@ -586,16 +597,18 @@ class TableKVStore(KVStoreBase):
                 f"kvstore {self._type!r} applies every push by itself and needs an optimizer for that; call "
                 "set_optimizer on every worker before the first push"
             )
+        # 4. Sum the replicas of each key: to flat memory, or to rows.
         values: list[Mapping[str, Tensor]] = []
         rows: dict[tuple[int, int], RowSet] = {}
         for at, (entry, first) in enumerate(zip(entries, given.first, strict=True)):
-            # It may be the caller's memory only if the caller waits for the end.
+            # Memory of the caller may be passed on only if this call waits until the round has ended.
             merged = self._merge(entry, first, given.others.get(at, ()), is_borrowed=arenas is not None)
             if isinstance(merged, RowSet):
                 rows[at, 0] = merged
                 values.append({})
             else:
                 values.append({entry.spec.dtype: merged})
+        # 5. Finish earlier pushes of the same keys, then start the round, and wait if its result is needed here.
         tables = [entry.table for entry in entries]
         for table in tables if client.rounds.open else ():
             client.rounds.settle(table)
@@ -606,14 +619,15 @@ class TableKVStore(KVStoreBase):
             if self._engine is not None or arenas is not None:
                 self._wait(ticket, entries)
         except Exception:
-            self._given = []  # the loop is told
+            # The error tells the loop that this push failed, so there is no interrupted push to report.
+            self._given = []
             raise
         for target, flat in others:
             target.copy_(flat.view(target.shape))
         self._given = []
 
     def _wait(self, ticket: Round, entries: Sequence[Entry]) -> None:
-        """Wait for a round of keys; what was kept back of them moves if it was applied."""
+        """Wait for a round. Residuals of the keys that were applied are committed."""
         try:
             self._client.rounds.wait(ticket)
         finally:
@@ -622,21 +636,22 @@ class TableKVStore(KVStoreBase):
                 self._replicas.accept(entry.spec.key for entry in applied)
 
     def _tell_interrupted(self) -> None:
-        """Raise KVStoreError, once, if a push that was interrupted counts: a loop would give the same again."""
+        """Raise KVStoreError, once, if an interrupted push was applied, because a loop would push the same values
+        again."""
         for table, _ in self._given:
             self._client.rounds.settle(table)
         names = [table.name for table, number in self._given if table.stands(number)]
         self._given = []
         if names:
             raise KVStoreError(
-                f"a push of {', '.join(map(repr, names[:3]))}{', …' if len(names) > 3 else ''} was interrupted when it "
-                "had been given, so it counts: do not repeat it. This call has given nothing; push what comes next"
+                f"a push of {', '.join(map(repr, names[:3]))}{', …' if len(names) > 3 else ''} was interrupted after "
+                "it was sent, so it counts: do not repeat it. This call has pushed nothing; continue with the next push"
             )
 
     def _sum_over_ranks(
         self, group: RankGroup, verb: str, entries: Sequence[Entry], given: Values, by_rows: Sequence[str]
     ) -> Values:
-        """Sum values over all ranks, by rows where every rank gives a key so. Raises as `_give`."""
+        """Sum values over all ranks, row by row for keys that are row-sparse on every rank. Raises as `_give`."""
         said = {
             "keys": [entry.spec.key for entry in entries],
             "optimizer": None if self._optimizer is None else self._optimizer.spec(),
@@ -647,6 +662,7 @@ class TableKVStore(KVStoreBase):
         summed: list[Tensor] = []
         for entry, values in zip(entries, given.lists(), strict=True):
             spec = entry.spec
+            # A key is summed by rows only if all ranks gave rows; otherwise all use the dense form.
             if spec.key in rows_only:
                 mine = merge_rows(spec, values)
                 counts = [int(one) for one in group.all_gather(torch.tensor([len(mine.ids)], device="cpu"))]
@@ -663,9 +679,9 @@ class TableKVStore(KVStoreBase):
     def _merge(
         self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
     ) -> Tensor | RowSet:
-        """Sum the replicas of a key: flat, or rows where it is pushed by rows. Raises as `push`.
+        """Sum the replicas of a key to flat memory, or to rows if it is pushed by rows. Raises as `push`.
 
-        The sum may be the caller's own memory if that `is_borrowed`.
+        With `is_borrowed` the result may be the caller's own memory.
         """
         spec = entry.spec
         is_compressed = self._replicas is not None and spec.dtype not in INTEGERS
@@ -685,27 +701,29 @@ class TableKVStore(KVStoreBase):
         return merge(replicas, self._reducer)
 
     def _goes_by_rows(self, entry: Entry) -> bool:
-        """Tell whether a key of which only rows are given is pushed by rows. Raises as `push`."""
+        """Return whether row-sparse values of a key are pushed by rows. Raises as `push`."""
         if self._optimizer is None and self._engine is not None:
-            return False  # MXNet's own stores in process put zeros in the place of the other rows
+            # As in MXNet's stores in process: the other rows become zero.
+            return False
         if entry.table.plan.takes_rows(0):
             return True
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the rows of key {entry.spec.key!r} are longer than the 1 MiB that a server tells apart, so without "
-                "an optimizer a push of some would replace them all; push a dense value, or set an optimizer"
+                f"the rows of key {entry.spec.key!r} are longer than 1 MiB, the most that a server updates by row, so "
+                "without an optimizer a push of some rows would replace all; push a dense value, or set an optimizer"
             )
         return False
 
     def _without_sparse(
         self, keys: Sequence[Key], outs: Values, ignore_sparse: bool
     ) -> tuple[list[Key], Values, list[tuple[Tensor, Tensor]]]:
-        """Take sparse tensors, and keys that have no others, out of what a pull writes to.
+        """Take sparse tensors, and keys that have only these, out of what a pull writes to.
 
-        Returns also those that get a copy afterwards, each with its dense source.
+        Returns:
+            The remaining keys and their tensors; and (sparse, dense) pairs to be copied after the pull.
 
         Raises:
-            ConfigurationError: there is one, and it is neither to be ignored nor can be written to.
+            ConfigurationError: A tensor is sparse, is not to be ignored, and cannot be written to.
         """
         left: list[Key] = []
         dense: list[list[Tensor]] = []
@@ -718,7 +736,7 @@ class TableKVStore(KVStoreBase):
                 elif not ignore_sparse:
                     if self._engine is None:
                         raise ConfigurationError(
-                            f"out of key {key!r} is sparse, which pull does not write to; use row_sparse_pull(…, "
+                            f"out of key {key!r} is sparse, and pull writes dense tensors only; use row_sparse_pull(…, "
                             "row_ids=…)"
                         )
                     kept.append(torch.empty_like(one, layout=torch.strided))
@@ -737,7 +755,7 @@ class TableKVStore(KVStoreBase):
         return left, Values.of(dense), copies
 
     def _pull_rows(self, pulls: Sequence[RowPull]) -> list[Tensor]:
-        """Fetch all rows, write them to their `outs`, and return them as sparse tensors; blocks."""
+        """Fetch all rows, write them to their `outs`, and return them as sparse tensors. Blocks."""
         by_rows = [p for p in pulls if p.entry.table.plan.takes_rows(0)]
         fetched = iter(self._client.rows.pull([(p.entry.table, 0, p.ids) for p in by_rows]))
         results = []
@@ -745,7 +763,8 @@ class TableKVStore(KVStoreBase):
             spec, table = p.entry.spec, p.entry.table
             if table.plan.takes_rows(0):
                 found = next(fetched)
-            else:  # they are too long for a slice, so that a server cannot tell them apart
+            else:
+                # Rows longer than a slice cannot be requested alone: pull the whole key.
                 arena = p.entry.new_arena()
                 self._client.rounds.pull([table], [arena])
                 found = arena[spec.dtype].view(spec.shape[0], -1)[p.ids]
@@ -756,13 +775,14 @@ class TableKVStore(KVStoreBase):
         return results
 
     def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
-        """Register keys and give them rank 0's values; `outs` may be empty.
+        """Register keys and set them to rank 0's values. `outs` may be empty.
 
-        Raises as `init`; nothing has been sent then.
+        Raises as `init`; then nothing has been sent.
         """
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         integers = INTEGERS if self._engine is not None else ()
+        # 1. Check keys, values and outs.
         try:
             check_keys(keys)
             for key, replicas in zip(keys, values.lists(), strict=True):
@@ -778,14 +798,16 @@ class TableKVStore(KVStoreBase):
             if self.group is not None:
                 self.group.report("init", error)
             raise
-        # Before a key is registered, because from then on the other workers wait for this one's value.
+        # 2. Densify before registering: from the registration on, the other workers wait for this one's value.
         rows = zip(specs, values.first, strict=True)
         flats = [merge([densified(spec, first)]) for spec, first in rows]
+        # 3. Agree with the other ranks, and take rank 0's values.
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})
             flats = [flat.clone() for flat in flats]
             for flat in flats:
                 self.group.broadcast(flat)
+        # 4. Register the keys and send the values.
         whole_keys = self._optimizer is not None and not self._optimizer.elementwise
         tables = self._client.register({spec.key: [spec] for spec in specs}, whole_keys)
         entries = [Entry(spec, table) for spec, table in zip(specs, tables, strict=True)]
@@ -803,7 +825,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- keys that are refused
 
     def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
-        """Say why one of a call's keys is not known."""
+        """Raise the error that explains why one of a call's keys is unknown."""
         check_keys(keys)
         self._check_type(unknown)
         raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
@@ -825,7 +847,7 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- optimizer and compression
 
     def _settled(self, key: Key) -> RemoteTable:
-        """Return the table of a key, after this worker's own push of it."""
+        """Return the table of a key, after this worker's own push of it has ended."""
         if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
             self._refuse(key, [key])
         table = self._entries[key].table
@@ -840,18 +862,19 @@ class TableKVStore(KVStoreBase):
         return self._optimizer
 
     def _send_optimizer(self, optimizer: Optimizer) -> None:
-        """Tell engines of the optimizer, if it is new to them or has other numbers."""
+        """Send the optimizer's spec to the engines if it is new or its options changed."""
         spec = spec_for_store(optimizer)
         if spec != self._sent_spec:
             self._client.set_optimizer(spec)
             self._sent_spec = spec
 
     def _relayout_whole(self) -> None:
-        """Lay out keys that are spread over servers anew, as whole ones. They keep their present values."""
+        """Move keys that are sharded over servers to one server each. They keep their values and residuals."""
         spread = [entry for entry in self._entries.values() if len(entry.table.plan.servers) > 1]
         if not spread:
             return
         values = [entry.new_arena() for entry in spread]
+        # All workers read the values before any of them registers the keys under new names.
         self._client.rounds.pull([entry.table for entry in spread], values)
         self._client.barrier()
         specs = {f"{entry.spec.key} (whole)": [entry.spec] for entry in spread}
@@ -870,25 +893,25 @@ class TableKVStore(KVStoreBase):
 
 
 def agreement_of(store: KVStoreBase | None) -> Agreement:
-    """Return how the workers of a store agree; for one worker, or no store, this process alone.
+    """Return the exchange over a store's workers, or one of this process alone for one worker or no store.
 
     Raises:
-        ConfigurationError: a third-party store has several workers: it adds up tensors, and carries no bytes.
+        ConfigurationError: A third-party store has several workers. It can sum tensors, but not exchange bytes.
     """
     if store is None or store.num_workers == 1:
         return Agreement()
     if not isinstance(store, TableKVStore):
         raise ConfigurationError(
-            f"the {store.num_workers} workers of kvstore {store.type!r} cannot agree on anything but sums, because it "
-            "is a third-party store. load_states(), a Strategy, and workers of other frameworks need 'dist_sync', or "
-            "'device' over torch.distributed; a Trainer steps without, and takes over the state of its optimizer by "
+            f"the {store.num_workers} workers of kvstore {store.type!r} can only exchange sums, because it is a "
+            "third-party store. load_states(), a Strategy, and workers of other frameworks need 'dist_sync', or "
+            "'device' over torch.distributed. A Trainer works without; restore the state of its optimizer with "
             "load_state_dict() on every worker"
         )
     return store.open_agreement()
 
 
 class _Holder:
-    """The optimizer's state of one table, where it lies."""
+    """Reads and writes the optimizer state of one table."""
 
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table

@@ -40,8 +40,8 @@ LONG = 8 << 10
 HELD_DTYPES = frozenset(getattr(torch, name) for name in ITEM_SIZE)
 _kind_of = attrgetter("dtype", "layout", "requires_grad")
 
+# Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer.
 _placed: dict[int, weakref.ref[Parameter]] = {}
-"""Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer."""
 _placing = threading.RLock()
 
 
@@ -91,16 +91,16 @@ class Arena:
         whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
         """Keys (by index) with long gradients, of whole lines."""
+        # Of those the kind of a gradient that may be used where it lies.
         self._kinds = {key: (parameters[key].dtype, torch.strided, False) for key in self.long}
-        """Of those the kind of a gradient that may be used where it lies."""
+        # What may be left where it is, as that was asked last, and which keys of `long` these are, ascending.
         self._zero_copy_keys: tuple[Collection[int], list[int]] = (), []
-        """What may be left where it is, as that was asked last, and which keys of `long` these are, ascending."""
+        # As of the last `gather_grads`.
         self._targets: Mapping[int, Tensor] | None = None
-        """As of the last `gather_grads`."""
+        # Where gradients were gathered then.
         self._places: list[Tensor] = []
-        """Where gradients were gathered then."""
+        # The same, of the last that had some, and the places of all gradients then.
         self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
-        """The same, of the last that had some, and the places of all gradients then."""
         _note_placed(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
 

@@ -30,9 +30,9 @@ from kvtrainer.errors import ConfigurationError
 GRAD_REQS = ("write", "add", "null")
 """What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
 _gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
+# Parameters that are gone through together, where each takes objects that are short-lived: thousands more of them at
+# once would have the garbage collector look through the whole process, which takes longer than all else here.
 _FEW = 512
-"""Parameters that are gone through together, where each takes objects that are short-lived: thousands more of them at
-once would have the garbage collector look through the whole process, which takes longer than all else here."""
 
 
 class GradientTracker:
@@ -68,24 +68,24 @@ class GradientTracker:
         self._listener: Callable[[int], None] | None = None
         self.grad_allocators: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
         """Position → copies a new gradient of a parameter that has none to where it is to be; None if it may not."""
+        # Those that required a gradient when they were looked at last.
         self._required: list[bool] = []
-        """Those that required a gradient when they were looked at last."""
         self._fired = [False] * count
         # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
         # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._used_versions = [0] * count
+        # Those whose used gradient was zeroed in place: what is written there afterwards is new.
         self._cleared: set[int] = set()
-        """Those whose used gradient was zeroed in place: what is written there afterwards is new."""
+        # Those whose used gradient was written in place otherwise before a backward pass, which has to reach them.
         self._doubtful: set[int] = set()
-        """Those whose used gradient was written in place otherwise before a backward pass, which has to reach them."""
         self.written: list[int] = []
         """Those that `fresh` found last with a gradient that was used, then written in place: it may be new or old."""
         self.overwritten: set[int] = set()
         """Those of which a backward pass has dropped such a gradient; the reader empties it."""
         self._to_drop: Collection[int] = ()
+        # The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others.
         self._seen: list[Tensor | None] | None = None
-        """The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others."""
         # One backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
         # A module of another Trainer may end a forward pass, in another thread, while this one waits for shapes.

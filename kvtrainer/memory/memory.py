@@ -67,8 +67,8 @@ class DeviceMemory:
         self.targets: Mapping[int, Tensor] = NO_TARGETS
         """Where gradients were gathered that are not in the arena, flat, by index of the key."""
         self._tables = frozenset(tables)
+        # Those that had a row-sparse gradient once, or live in a store: to look at every one would take time.
         self._sparse = set(tables)
-        """Those that had a row-sparse gradient once, or live in a store: to look at every one would take time."""
 
     def gather(
         self,
@@ -247,8 +247,8 @@ class Memory:
         """The parameters on the first device."""
         self.has_replicas = count > 1
         self._homes = [_home_of(parameters) for parameters in replicas]
+        # By device: what replicas are called in messages.
         self._labels = [self.names]
-        """By device: what replicas are called in messages."""
         if count > 1:
             self._labels = [[f"{name} on {one}" for name in self.names] for one in device_names(self._homes)]
         self.tables = RowTables(replicas)

@@ -29,19 +29,19 @@ Source: TypeAlias = Callable[[int, int], Tensor]
 """(first element, number of elements) → these of some values, flat, on the CPU."""
 Init: TypeAlias = float | Tensor | Callable[[Tensor], object] | None
 
+# Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph.
 _READABLE = frozenset({
     "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size",
     "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "ndimension",
     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
     "storage_offset", "stride", "untyped_storage", "view_as",
 })  # fmt: skip
-"""Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph."""
+# What torch's compiler, and torch.export, ask first when they make an imitation of a tensor.
 _ASKED_BY_TRACERS = frozenset({"is_conj", "is_neg"})
-"""What torch's compiler, and torch.export, ask first when they make an imitation of a tensor."""
 _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+# Held while random numbers of the process are taken: a function that fills a table has no others.
 _filling = threading.RLock()
-"""Held while random numbers of the process are taken: a function that fills a table has no others."""
 
 
 class Owner(Protocol):
@@ -311,8 +311,8 @@ class RowTables:
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
         self._parameters: dict[int, list[RowSparseParameter]] = {}
+        # id of a parameter → its key.
         self._keys: dict[int, int] = {}
-        """id of a parameter → its key."""
         for parameters in replicas:
             for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
                 if is_row_sparse(parameter):

@@ -18,16 +18,16 @@ WHOLE = 8 << 20
 """Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
 EVERY = 8
 _BLOCK = 8 << 10
+# The bytes in one sum; behind the last whole row of blocks it is a line of 64.
 _SUMMED = 1 << 10
-"""The bytes in one sum; behind the last whole row of blocks it is a line of 64."""
 _WORD = 8
 TURNS = 64
 """Steps within which a write to a table with kept sums is found."""
 _KEPT_SHIFT = 8
+# The bytes in one kept sum; behind the last whole round of turns it is a line of 64.
 _KEPT = 1 << _KEPT_SHIFT
-"""The bytes in one kept sum; behind the last whole round of turns it is a line of 64."""
+# Neighbouring kept sums that are compared in one turn.
 _NEIGHBOURS = 4
-"""Neighbouring kept sums that are compared in one turn."""
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
 
@@ -53,12 +53,12 @@ class WriteWatch:
         self._own = 0
         self._turn = 0
         self._sums: dict[str, Tensor] = {}
+        # Dtype → for each stretch and turn, what is summed in it, if the weights are in a store as well.
         self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
-        """Dtype → for each stretch and turn, what is summed in it, if the weights are in a store as well."""
+        # Key (by index) → its sums; it lies between the stretches.
         self._tables: dict[int, KeptSums] = {}
-        """Key (by index) → its sums; it lies between the stretches."""
+        # Dtype → where to look, as (begin, end) in bytes; without an entry everywhere.
         self._parts: Mapping[str, Sequence[tuple[int, int]]] = {}
-        """Dtype → where to look, as (begin, end) in bytes; without an entry everywhere."""
 
     def accept(self, is_in_store: bool) -> None:
         """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""

@@ -29,10 +29,10 @@ from kvtrainer.ranks.shared_memory import Heard, RankMemory, share_memory
 
 _log = logging.getLogger(__name__)
 
+# After so many rounds in a row in which every worker gave its own gradient, the log says so.
 _SEPARATE = 20
-"""After so many rounds in a row in which every worker gave its own gradient, the log says so."""
+# Of a rank's part in a round: whether it is plain numbers, a digest of the keys that it leaves out, its factor.
 _TERMS = struct.Struct("<?16sd")
-"""Of a rank's part in a round: whether it is plain numbers, a digest of the keys that it leaves out, its factor."""
 
 
 class HostSum:
@@ -50,12 +50,12 @@ class HostSum:
         self._memory = memory
         self._rank, self._ranks = rank, ranks
         self._is_leader = rank == ranks[0]
+        # Of the lowest rank: dtype name → the last sum.
         self._sums: dict[str, Tensor] = {}
-        """Of the lowest rank: dtype name → the last sum."""
+        # Whether one gives for all in this round.
         self._is_joint = False
-        """Whether one gives for all in this round."""
+        # Rounds in a row in which it was not so.
         self._separate = 0
-        """Rounds in a row in which it was not so."""
         self._error: KVStoreError | None = None
 
     def before(self, own: Contribution) -> Contribution:

@@ -37,11 +37,11 @@ BUCKET = 25 * 1024 * 1024
 """Bytes that are summed in one collective where nothing else is asked for."""
 _MB = 1024 * 1024
 _CPU = torch.device("cpu")
+# Buckets that are under way at a time; those that need memory of their own are bounded by it.
 _UNDER_WAY = 4
-"""Buckets that are under way at a time; those that need memory of their own are bounded by it."""
 
+# Process group → the memory of its ranks, None where they have none: as its own connections, for all that use it.
 _memories: MutableMapping[dist.ProcessGroup, RankMemory | None] = WeakKeyDictionary()
-"""Process group → the memory of its ranks, None where they have none: as its own connections, for all that use it."""
 
 
 def current_group() -> RankGroup | None:
@@ -333,9 +333,9 @@ class SumsUnderWay:
         backend = "gloo" if device.type == "cpu" else "nccl"
         self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_timeout(device)))
         self._started: list[Any] = []
+        # Kept until others have ended: torch keeps a Python object with a sum that was started in a backward pass, and
+        # where a thread of gloo is the last to let go of it while the interpreter ends, the process aborts.
         self._ended: list[Any] = []
-        """Kept until others have ended: torch keeps a Python object with a sum that was started in a backward pass, and
-        where a thread of gloo is the last to let go of it while the interpreter ends, the process aborts."""
 
     @property
     def count(self) -> int:

@@ -41,8 +41,8 @@ SMALL = 64 << 10
 """Bytes up to which every rank sums all that there is, not a share of it; of two ranks each always does."""
 _ROOMS = 3
 _CONNECT_TIMEOUT = 5.0
+# Number of the meeting; what is exchanged there.
 _MEETING = struct.Struct("<QQ")
-"""Number of the meeting; what is exchanged there."""
 _GREETING = struct.Struct("<I")
 _GATHER, _BROADCAST, _SUM, _SUMMED = range(4)
 
@@ -55,8 +55,8 @@ class _Peer(NamedTuple):
 
     rank: int
     end: socket.socket
+    # A descriptor that can be read when the process has ended, whoever has the socket open still.
     process: int
-    """A descriptor that can be read when the process has ended, whoever has the socket open still."""
     poll: select.poll
 
 
@@ -82,8 +82,8 @@ class RankMemory:
         opened: ExitStack,
     ) -> None:
         self._rank, self._size = rank, len(peers) + 1
+        # The position of this rank among them.
         self._at = sum([peer.rank < rank for peer in peers])
-        """The position of this rank among them."""
         self._peers = peers
         self._seconds = seconds
         self._give_back = weakref.finalize(self, opened.close)

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 _TEMPORARY = re.compile(r"\.states-[0-9a-f]{16}\.tmp")
+# Bytes of whose multiples the header of a safetensors file is made.
 _ALIGNED = 8
-"""Bytes of whose multiples the header of a safetensors file is made."""
+# The dtypes of the format, under its names.
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""The dtypes of the format, under its names."""
 
 
 @contextmanager

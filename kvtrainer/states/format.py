@@ -37,8 +37,8 @@ State = dict[str, Any]
 """Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor, plain value, or a
 dict, list or tuple of such."""
 
+# Entries that may be there or not: options that need them, such as momentum, may change while training.
 _OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "grad_avg", "last_lr"})
-"""Entries that may be there or not: options that need them, such as momentum, may change while training."""
 _HALF = ("float16", "bfloat16")
 
 Path = str | os.PathLike[str]
@@ -46,8 +46,8 @@ Path = str | os.PathLike[str]
 FORMAT = "kvtrainer saved states"
 VERSION = "1"
 
+# What the name of a tensor begins with: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted.
 _STATE, _EXTRA = "state", "extra"
-"""What the name of a tensor begins with: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted."""
 
 _SIGNS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes it"),

@@ -40,7 +40,7 @@ def test_the_bound_comes_from_the_argument_then_the_environment(
 @pytest.mark.parametrize(
     ("name", "staleness", "scale", "environ", "text"),
     [
-        ("dist_sync", 1, False, {}, "'dist_sync' takes no staleness, got 1; 'dist_ssp' does"),
+        ("dist_sync", 1, False, {}, "'dist_sync' takes no staleness, got 1"),
         ("dist_async", 0, False, {}, "'dist_async' takes no staleness"),
         ("dist_ssp", -1, False, {}, "KVSTORE_STALENESS.* at least 0, got -1"),
         ("dist_ssp", True, False, {}, "an integer .*got True"),
@@ -76,7 +76,7 @@ def test_messages_queue_by_priority_where_p3_is_asked_for(
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({"DMLC_PS_VAN_TYPE": "ibverbs"}, "'ibverbs'; this library knows 'zmq' and 'p3'"),
+        ({"DMLC_PS_VAN_TYPE": "ibverbs"}, "is 'ibverbs'; .*'zmq' and 'p3'"),
         (
             {"DMLC_PS_VAN_TYPE": "p3", "DMLC_PS_WATER_MARK": "0"},
             "DMLC_PS_WATER_MARK must be an integer from 1 .*got 0",
