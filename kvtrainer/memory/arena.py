@@ -1,12 +1,16 @@
 """Flat storage of the weights and gradients of parameters, laid out by a Plan.
 
-A fused update, a reduction or a transfer then works on one long tensor. Each parameter stays the same object
-and gets a storage of its own that aliases its piece, so that saving one layer writes that layer alone.
+An Arena holds one flat tensor per dtype, so a fused update, a reduction or a transfer works on one long tensor.
+Constructing it copies the values of the parameters there and lets `parameter.data` alias its part. Every alias has a
+storage object of its own size, so saving one layer does not write the whole arena.
 
-Who has written to the weights is known by torch's version counters and by sums of bits. Every write in place that torch
-knows of raises `_version` of a tensor by one or more: `load_state_dict`, `nn.init`, `p.clamp_()` under no_grad. Reads,
-gradients and backward passes do not. A write through `p.data`, NumPy or another library raises nothing, but changes
-bits.
+Gradients stay in `.grad`. `gather_grads` copies them into a second set of flat tensors before a step, except those that
+can be used without a copy or go to buffers elsewhere; `scatter_grads` copies results back.
+
+Invariants: Parameter objects keep their identity, hooks and attributes. Row-sparse parameters have a key in the plan
+but no memory here. A parameter may belong to several arenas, and its data are in the one that was used last;
+`check_in_place` fetches them back before each use, and raises if they are anywhere else. Writes to the weights are
+detected by `writes`, see `write_watch`.
 """
 
 from __future__ import annotations
@@ -36,36 +40,35 @@ from kvtrainer.memory.write_watch import WriteWatch
 from kvtrainer.types import NO_TARGETS
 
 LONG = 8 << 10
-"""Bytes of a gradient from which on it may be used where it lies: to copy it takes longer than to look at it."""
+"""Gradients of at least this many bytes may be used without a copy. For smaller ones the check costs more."""
 HELD_DTYPES = frozenset(getattr(torch, name) for name in ITEM_SIZE)
 _kind_of = attrgetter("dtype", "layout", "requires_grad")
 
-# Address → the parameter that an arena has put there: the data of one may lie in the arena of another Trainer.
+# Address → parameter whose data an arena has put there. Tells whether data are in another Trainer's arena.
 _placed: dict[int, weakref.ref[Parameter]] = {}
 _placing = threading.RLock()
 
 
 class Arena:
-    """Weights and gradients of one list of parameters: one flat tensor per dtype, all on one device.
+    """Weights and gradients of a list of parameters: one flat tensor per dtype, all on one device.
 
-    Construction moves the values of the parameters into the arena and lets `parameter.data` alias them,
-    row-major whatever the memory format was before. The Parameter objects keep their identity, hooks and
-    attributes. Arenas may share parameters: their data are in the one that was used last.
+    The constructor moves the parameters' values into the arena and lets `parameter.data` alias them. They become
+    row-major, whatever memory format they had. Not thread-safe.
 
     Args:
-        parameters: on one device; `plan` was made from their shapes and dtypes. None may share memory with another.
-        names: one name per parameter, for messages.
-        plan: gives each key its place.
+        parameters: Parameters on one device that do not share memory; `plan` was made from their shapes and dtypes.
+        names: One name per parameter, for messages.
+        plan: The layout.
 
     Raises:
-        ConfigurationError: a parameter cannot be moved; nothing has been changed then.
+        ConfigurationError: A parameter cannot be moved. Nothing has been changed.
     """
 
     weights: dict[str, Tensor]
-    """Dtype name to a flat tensor of `plan.resident_sizes[dtype]` elements that starts on a 64-byte boundary.
-    Padding is zero."""
+    """Dtype name → flat tensor of `plan.resident_sizes[dtype]` elements, 64-byte aligned. Padding is zero."""
 
     def __init__(self, parameters: Sequence[Parameter], names: Sequence[str], plan: Plan) -> None:
+        # 1. Check the parameters that are stored here, before anything is changed.
         self._parameters = list(parameters)
         self._names = list(names)
         self._plan = plan
@@ -73,45 +76,47 @@ class Arena:
         here = list(compress(self._parameters, self._resident))
         nbytes = plan.key_nbytes
         _check_parameters(parameters, names, here, self._resident, nbytes)
+        # 2. Copy their values and point `data` at the copies.
         self.device = parameters[0].device
         self.weights = self._allocate()
         self.zeros: frozenset[int] = frozenset()
-        """Gradients that nobody writes to until the next `gather_grads`, and that are zero there already."""
+        """Keys whose buffers are known to be zero until the next `gather_grads`, which need not zero them again."""
         pieces = list(compress(self._pieces(self.weights), self._resident))
         if here:
             with torch.no_grad():
                 torch._foreach_copy_(pieces, list[Tensor](here))
+        # 3. Start looking for writes, and for others that still see the former memory.
         former = FormerMemory(here)
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
         self.writes = WriteWatch(self._parameters, self.weights, plan)
-        """What others than the Trainer do to the weights."""
+        """Detects writes to the weights by others than the Trainer."""
         self._here = here
         self._addresses = list(map(Tensor.data_ptr, pieces))
+        # 4. Choose the keys whose gradients can be used without a copy: large, and a multiple of 64 bytes.
         whole = [key for key, size in enumerate(nbytes) if size >= LONG and not size % ALIGNMENT]
         self.long = frozenset([key for key in whole if plan.specs[key].dtype in ("float32", "float64")])
-        """Keys (by index) with long gradients, of whole lines."""
-        # Of those the kind of a gradient that may be used where it lies.
+        """Keys (by index) whose gradients may be used without a copy."""
+        # Their required dtype, layout and requires_grad.
         self._kinds = {key: (parameters[key].dtype, torch.strided, False) for key in self.long}
-        # What may be left where it is, as that was asked last, and which keys of `long` these are, ascending.
+        # The last `zero_copy_keys` argument, and its sorted intersection with `long`.
         self._zero_copy_keys: tuple[Collection[int], list[int]] = (), []
-        # As of the last `gather_grads`.
+        # The `targets` of the last `gather_grads`, and the buffers that gradients were copied to.
         self._targets: Mapping[int, Tensor] | None = None
-        # Where gradients were gathered then.
         self._places: list[Tensor] = []
-        # The same, of the last that had some, and the places of all gradients then.
+        # The last nonempty `targets`, with the buffers of all gradients then. Kept because loops alternate.
         self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
         _note_placed(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
 
     @cached_property
     def grads(self) -> dict[str, Tensor]:
-        """Gradients in the layout of `weights`, as zeros at first; what is never written takes no memory."""
+        """Gradients in the layout of `weights`, initially zero. Pages that are never written take no memory."""
         return self._allocate()
 
     @cached_property
     def _grad_pieces(self) -> list[Tensor]:
-        """The places of all gradients, in the shapes of the parameters; empty of those that are not resident."""
+        """Views of `grads` in the shapes of the parameters; empty tensors for row-sparse ones."""
         return self._pieces(self.grads)
 
     @torch.no_grad()
@@ -122,18 +127,21 @@ class Arena:
         zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> dict[int, Tensor]:
-        """Copy the gradients of parameters `present` into `grads`. Zero the pieces of the others.
+        """Copy the gradients of `present` parameters into `grads`, and zero the buffers of the others.
 
         Args:
-            given: every parameter's gradient; of a present one dense, in any memory format.
-            zero_copy_keys: keys (by index) of which long gradients are left where they are. Returns those by key; what
-                is in their pieces does not count.
-            targets: by key (index), flat memory elsewhere that takes the place of its piece.
+            given: The gradient of every parameter. Those of present ones are dense, in any memory format.
+            zero_copy_keys: Keys (by index) whose large gradients may be used without a copy.
+            targets: Key (by index) → flat buffer that is used in place of its part of `grads`.
+
+        Returns:
+            The gradients that were not copied, by key. The contents of their buffers are undefined.
         """
         if targets is not self._targets:
             self._turn_to(targets)
         pieces, zeros, borrowed = self._places, self.zeros, dict[int, Tensor]()
         self.zeros = frozenset()
+        # 1. Find the gradients that need no copy.
         if zero_copy_keys and self.device.type == "cpu":
             borrowed = self._borrow(given, present, zero_copy_keys)
         if len(borrowed) == len(pieces):
@@ -141,6 +149,7 @@ class Arena:
         if borrowed:
             zeros = zeros | borrowed.keys()
             present = [is_in and key not in borrowed for key, is_in in enumerate(present)]
+        # 2. Copy the other gradients in one call, and zero the buffers of those that are absent.
         if here := list(compress(pieces, present)):
             torch._foreach_copy_(here, list[Any](compress(given, present)))
         if not all(present):
@@ -150,11 +159,13 @@ class Arena:
         return borrowed
 
     def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
-        """Have the places of some gradients elsewhere from now on; see `gather_grads`."""
-        own, self._targets, self.zeros = self._grad_pieces, None, frozenset()  # None, until all is done
+        """Use other gradient buffers from now on; see `gather_grads`."""
+        # `_targets` is None until all is done, so that an interrupted call is repeated.
+        own, self._targets, self.zeros = self._grad_pieces, None, frozenset()
         if targets and targets is not self._redirected[0]:
             moved = {key: flat.view(own[key].shape) for key, flat in targets.items()}
             self._redirected = targets, [moved.get(key, piece) for key, piece in enumerate(own)]
+        # Gradients now go to the targets, so the arena's own buffers can give their memory back.
         for flat in self.grads.values() if targets else ():
             _give_pages_back(flat)
         self._places = self._redirected[1] if targets else own
@@ -163,12 +174,13 @@ class Arena:
     def _borrow(
         self, given: Sequence[Tensor | None], present: Sequence[bool], zero_copy_keys: Collection[int]
     ) -> dict[int, Tensor]:
-        """Find those long gradients that can be used as they lie, by key; arguments as of `gather_grads`."""
+        """Return the gradients that can be used without a copy, by key; see `gather_grads`."""
         if zero_copy_keys is not self._zero_copy_keys[0]:
             self._zero_copy_keys = zero_copy_keys, sorted(self.long.intersection(zero_copy_keys))
         keys = self._zero_copy_keys[1]
         if not all(present):
             keys = [key for key in keys if present[key]]
+        # map() runs these checks in C: there may be thousands of parameters.
         grads = list[Any](map(given.__getitem__, keys))
         are_usual = map(eq, map(_kind_of, grads), map(self._kinds.__getitem__, keys))
         looks = zip(
@@ -182,9 +194,9 @@ class Arena:
 
     @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool]) -> None:
-        """Copy `grads` into `.grad` of the parameters that are `present`, in place.
+        """Copy `grads` into `.grad` of the `present` parameters, in place.
 
-        A present parameter without a gradient gets a new tensor: other workers had one.
+        A present parameter whose gradient is None gets a new tensor.
         """
         targets, sources = [], []
         for parameter, piece in compress(zip(self._parameters, self._grad_pieces, strict=True), present):
@@ -197,17 +209,16 @@ class Arena:
             torch._foreach_copy_(targets, sources)
 
     def mark_updated(self, present: Sequence[bool] | None) -> None:
-        """Tell autograd that the parameters that are `present` (None: all) were written through `weights`.
+        """Tell autograd that `present` parameters (None: all) were written through `weights`.
 
-        A backward pass through a graph that saved their former values then raises, as after a torch
-        optimizer's step.
+        A backward pass through a graph that saved their former values then raises, as after a torch optimizer's step.
         """
         is_all = present is None or all(present)
         marked = self._parameters if is_all else list(compress(self._parameters, present or ()))
         torch.autograd.graph.increment_version(marked)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Give parameters memory of their own, unless their data lie elsewhere already."""
+        """Give parameters memory of their own, unless they have left the arena already."""
         places = dict(zip(compress(range(len(self._names)), self._resident), self._addresses, strict=True))
         for key in keys:
             parameter = self._parameters[key]
@@ -215,16 +226,18 @@ class Arena:
                 parameter.data = parameter.detach().clone()
 
     def check_in_place(self) -> None:
-        """Check that the data of every parameter still lie where the constructor put them.
+        """Check that the data of every parameter are still in this arena.
 
-        Those that another Trainer's arena has taken since come back, with the values that they have there.
+        Data that another Trainer's arena has taken over are copied back.
 
         Raises:
-            ParameterMovedError: names every parameter whose data do not; nothing has come back then.
+            ParameterMovedError: Names every parameter whose data are elsewhere. Nothing has been copied back.
         """
+        # 1. The common case: all addresses are unchanged.
         addresses = list(map(Tensor.data_ptr, self._here))
         if addresses == self._addresses and all(map(Tensor.is_contiguous, self._here)):
             return
+        # 2. Find what has moved, and tell moves to another arena from other moves.
         rows = enumerate(zip(self._here, addresses, self._addresses, strict=True))
         moved = [at for at, (p, now, address) in rows if now != address or not p.is_contiguous()]
         keys = list(compress(range(len(self._names)), self._resident))
@@ -232,8 +245,8 @@ class Arena:
         if lost and any(map(is_shared, map(self._here.__getitem__, moved))):
             raise ParameterMovedError(
                 f"share_memory() has moved the data of {len(lost)} of {len(self._names)} parameters after the Trainer "
-                f"was built, so updates would not reach the model: {', '.join(lost)}. The Trainer needs them where "
-                "they were: build a new one now, and give other processes copies, as of p.detach().clone()"
+                f"was built, so updates would not reach the model: {', '.join(lost)}. The Trainer needs them in its "
+                "own memory: build a new one now, and give other processes copies such as p.detach().clone()"
             )
         if lost:
             have_same_form = all([self._has_form(keys[at]) for at in moved])
@@ -242,13 +255,14 @@ class Arena:
                 f"the data of {len(lost)} of {len(self._names)} parameters were replaced after the Trainer "
                 f"was built, so updates would not reach the model: {', '.join(lost)}. "
                 + (
-                    f"They have another memory format now; {ROW_MAJOR}. Leave out model.to(memory_format=...), and "
+                    f"Their memory format has changed; {ROW_MAJOR}. Leave out model.to(memory_format=...), and "
                     "build a new Trainer now"
                     if is_format
                     else "Call model.to(...), model.half() and the like before building the Trainer, or build a new "
                     "Trainer now"
                 )
             )
+        # 3. Copy back what another arena has taken.
         pieces = list(compress(self._pieces(self.weights), self._resident))
         for at in moved:
             parameter, piece = self._here[at], pieces[at]
@@ -257,23 +271,23 @@ class Arena:
             _note_placed([piece.data_ptr()], [parameter])
 
     def _is_in_another(self, key: int) -> bool:
-        """Tell whether a parameter's data lie in an arena, in their form here."""
+        """Return whether a parameter's data are in another arena, in the same shape, dtype and device."""
         parameter = self._parameters[key]
         there = _placed.get(parameter.data_ptr())
         is_placed = there is not None and there() is parameter and parameter.is_contiguous()
         return is_placed and self._has_form(key)
 
     def _has_form(self, key: int) -> bool:
-        """Tell whether a parameter has its shape, dtype and device of the arena."""
         parameter, spec = self._parameters[key], self._plan.specs[key]
         form = (tuple(parameter.shape), parameter.dtype, parameter.device)
         return form == (spec.shape, getattr(torch, spec.dtype), self.device)
 
     @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:
-        """Make room, on the CPU in pages of their own: those of weights may be others', of gradients never taken.
+        """Allocate zeroed flat tensors; on the CPU in whole pages of their own.
 
-        Memory that was freed before would have to be cleared, which takes its pages at once.
+        Separate pages can be mapped from or given back to others, and take no memory until they are written. Memory
+        that malloc reuses would have to be zeroed at once.
         """
         is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
         make = _paged_zeros if is_here else partial(aligned_zeros, device=self.device)
@@ -281,7 +295,7 @@ class Arena:
 
     @torch.inference_mode(False)
     def _pieces(self, flats: Mapping[str, Tensor]) -> list[Tensor]:
-        """Make the places of all keys in flat tensors, each with a storage of its own; those of tables are empty."""
+        """Return a view for every key, each with its own storage object; empty tensors for row-sparse keys."""
         plan, pieces = self._plan, []
         aliases = {dtype: _alias_of(flat) for dtype, flat in flats.items()}
         rows = zip(self._parameters, plan.specs, plan.key_offsets, plan.numels, self._resident, strict=True)
@@ -290,29 +304,30 @@ class Arena:
                 piece = aliases[spec.dtype](count=numel, offset=at * SIZES[spec.dtype])
             else:
                 piece = flats[spec.dtype].new_empty(0)
-            # To resize it costs less than a view.
+            # resize_as_ costs less than a view.
             pieces.append(piece.resize_as_(parameter) if is_here and len(spec.shape) != 1 else piece)
         return pieces
 
 
 def _paged_zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Make zeros in pages of their own, which a fork copies as they are written."""
+    """Allocate zeros in private pages of their own, which a fork copies on write."""
     nbytes = numel * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.from_numpy(np.frombuffer(pages, np.uint8)[:nbytes]).view(dtype)
 
 
 def _give_pages_back(flat: Tensor) -> None:
-    """Zero a flat tensor in pages of its own, which takes no memory then."""
+    """Zero a tensor of whole pages by replacing them with untouched ones."""
     nbytes = -(-flat.nbytes // PAGE) * PAGE
-    with suppress(OSError):  # they stay, then
+    # If it fails the pages stay; they are zeroed when they are used again.
+    with suppress(OSError):
         put_pages(flat.data_ptr(), nbytes, -1, 0, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 class _CudaPiece:
-    """Some memory of a CUDA tensor, in the form that `torch.as_tensor` aliases; keeps the tensor alive.
+    """A part of a CUDA tensor for `torch.as_tensor` to alias. Keeps the tensor alive.
 
-    The protocol has no name for bfloat16, so the elements are declared as integers of the same size.
+    The interface has no name for bfloat16, so elements are declared as integers of the same size.
     """
 
     def __init__(self, flat: Tensor, offset: int, numel: int) -> None:
@@ -328,12 +343,12 @@ class _CudaPiece:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as a plan does: 'float32'."""
+    """Return the name of a dtype as plans use it: 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
 def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
-    """Return (count=elements, offset=bytes) → that part of `flat`. Its storage object has its own size."""
+    """Return a function (count=elements, offset=bytes) → alias of that part, with a storage of its own size."""
     if flat.device.type == "cuda":
 
         def alias(count: int, offset: int) -> Tensor:
@@ -344,13 +359,14 @@ def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
 
 
 def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
-    """Note which parameters lie where; those that are gone are forgotten before there would be more."""
-    # A WeakValueDictionary does the same, at eight times the price.
+    """Record which parameters are at which addresses, dropping dead entries first."""
+    # Eight times cheaper than a WeakValueDictionary.
     found = dict(zip(addresses, map(weakref.ref, parameters), strict=True))
-    # Other threads build Trainers, too, and put parameters where those lay that are gone.
+    # Other threads build Trainers too, and may reuse the addresses of dead parameters.
     with _placing:
         if len(_placed) >= len(addresses):
-            for address, there in _placed.copy().items():  # one act, whatever garbage is collected meanwhile
+            # copy() is atomic, even if the garbage collector runs meanwhile.
+            for address, there in _placed.copy().items():
                 if there() is None:
                     _placed.pop(address, None)
         _placed.update(found)
@@ -363,8 +379,9 @@ def _check_parameters(
     resident: Sequence[bool],
     nbytes: Sequence[int],
 ) -> None:
-    """Raise ConfigurationError unless parameters `here` can move into one arena. They have so many bytes."""
+    """Raise ConfigurationError unless the parameters `here`, of `nbytes` bytes each, can move into one arena."""
     home, names_here = parameters[0].device, list(compress(names, resident))
+    # All common cases pass these few checks; only otherwise is each parameter looked at.
     is_plain = (
         home.type in ("cpu", "cuda")
         and set(map(type, here)) <= {Parameter}
@@ -382,14 +399,14 @@ def _check_parameters(
         ]
         rows = zip(names_here, here, strict=True)
         problems = problems or [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
-    # It relies on all being dense and on one device.
+    # Requires dense parameters on one device.
     problems = problems or list(_overlaps(here, names_here, list(compress(nbytes, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
 
 def can_hold(parameter: Parameter, home: torch.device) -> bool:
-    """Return whether an arena on a device, or a store, takes this parameter."""
+    """Return whether an arena on this device, or a store, can hold a parameter."""
     if parameter.device != home or parameter.dtype not in HELD_DTYPES:
         return False
     is_usual = type(parameter) is Parameter and parameter.layout is torch.strided
@@ -399,8 +416,8 @@ def can_hold(parameter: Parameter, home: torch.device) -> bool:
 
 
 def _problem_with(parameter: Parameter) -> str | None:
-    """Say why this parameter's data cannot be moved into an arena; None if they can."""
-    # Of what is exactly a Parameter the data are exactly a Tensor, and to ask for them takes long.
+    """Return why a parameter's data cannot be moved into an arena, or None if they can."""
+    # `.data` is slow, and for exactly a Parameter it is always a plain Tensor.
     kind = Tensor if type(parameter) is Parameter else type(parameter.data)
     if kind is not Tensor:
         return f"holds a {kind.__name__}; only plain tensors can be stored"
@@ -408,7 +425,7 @@ def _problem_with(parameter: Parameter) -> str | None:
         return f"is on device {parameter.device}; move the model to cpu or cuda first"
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; call .to_dense() first"
-    # Only what fills one block of memory, in whatever order of dimensions, has the strides that torch gives its like.
+    # Non-overlapping and dense in some order of dimensions: then empty_like() gives the same strides.
     if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return (
             f"has shape {list(parameter.shape)} but strides {list(parameter.stride())}, so its elements "
@@ -418,7 +435,8 @@ def _problem_with(parameter: Parameter) -> str | None:
 
 
 def _overlaps(parameters: Sequence[Parameter], names: Sequence[str], nbytes: Sequence[int]) -> Iterator[str]:
-    """Name the parameters that share memory with one before them; all are dense and on one device."""
+    """Yield a message for each parameter that shares memory with an earlier one. All are dense, on one device."""
+    # Sorted by address, neighbours that do not overlap prove that none do: this is vectorised.
     starts = np.fromiter(map(Tensor.data_ptr, parameters), np.int64)
     ends, order = starts + np.array(nbytes, np.int64), starts.argsort()
     if not (ends[order][:-1] > starts[order][1:]).any():

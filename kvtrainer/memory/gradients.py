@@ -1,9 +1,17 @@
-"""Which gradients are new since the last step, and when old ones are dropped.
+"""Tells which gradients are new since the last step, and drops old ones when the next backward pass begins.
 
-One hook per parameter does both. It sits on the parameter's AccumulateGrad node and runs just before a
-backward pass adds to `.grad`; `torch.autograd.grad` never executes that node, whereas it does run hooks of
-the tensor. Nothing is attached to the parameter itself, so copying or pickling a model neither carries nor
-meets a hook.
+Torch accumulates into `.grad` until it is zeroed. A Gluon-style loop has no `zero_grad()`, so a GradientTracker
+remembers which gradient objects the last step consumed, and their version counters. A hook on each parameter's
+AccumulateGrad node runs just before a backward pass adds to `.grad`: it marks the gradient as new and, once per
+backward pass, drops all consumed gradients.
+
+The hook is on the AccumulateGrad node because `torch.autograd.grad` never runs that node, whereas it does run hooks of
+the tensor. Nothing is attached to the parameter itself, so a copied or pickled model carries no hooks.
+
+Invariants: hooks and references to gradients are weak, so a tracker keeps neither a model nor its gradients alive.
+Hooks run in one thread per device; `_dropping` lets one of them drop while the others wait. Gradients that were written
+in place after they were consumed cannot always be told from new ones; these are kept in `written` for the caller to
+warn.
 """
 
 from __future__ import annotations
@@ -28,24 +36,24 @@ from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 
 GRAD_REQS = ("write", "add", "null")
-"""What `parameter.grad_req` may be; without that attribute a parameter follows the default rule."""
+"""Values of `parameter.grad_req`. A parameter without that attribute follows the default rule."""
 _gradient_of, _requires_grad, _version_of = map(attrgetter, ("grad", "requires_grad", "_version"))
-# Parameters that are gone through together, where each takes objects that are short-lived: thousands more of them at
-# once would have the garbage collector look through the whole process, which takes longer than all else here.
+# Parameters that are processed at a time where each needs short-lived objects. Thousands of these at once would trigger
+# a full garbage collection, which takes longer than everything else here.
 _FEW = 512
 
 
 class GradientTracker:
-    """Tells fresh gradients from used-up ones. Drops these when the next backward pass begins.
+    """Tells new gradients from consumed ones, and drops the latter when the next backward pass begins.
 
-    `parameter.grad_req` is read each time that it matters, so it may change while training:
+    `parameter.grad_req` is read each time it matters, so it may change during training:
 
-    * absent: gradients stay readable after a step; the first backward pass afterwards drops all of those and
-      starts afresh; further ones before the next step add up. One that was zeroed in place, as by
-      `zero_grad(set_to_none=False)`, stays, so that zeros are there where no backward pass comes. One that was
-      written in place otherwise stays if the backward pass does not reach its parameter.
-    * 'write': every backward pass overwrites. A parameter shared by several segments of reentrant activation
-      checkpointing keeps the last segment's part only, because torch runs one backward pass per segment.
+    * absent: gradients stay readable after a step. The first backward pass afterwards drops all of them; further ones
+      before the next step accumulate. A gradient zeroed in place, as by `zero_grad(set_to_none=False)`, is kept, so
+      parameters that no backward pass reaches have zeros. One written in place otherwise is kept if the backward pass
+      does not reach its parameter.
+    * 'write': every backward pass overwrites. With reentrant activation checkpointing, which runs one backward pass per
+      segment, a parameter shared by several segments keeps only the last segment's part.
     * 'add': never dropped; the caller zeroes.
     * 'null': takes no part in training, and `.grad` is left alone.
     """
@@ -57,44 +65,44 @@ class GradientTracker:
         self.attributes: list[Mapping[str, Any]] = [
             vars(p) if type(p) is Parameter else vars(type(p)) for p in self._parameters
         ]
-        """What was set on each parameter, or its class if that is one of its own: of most models nothing at all."""
-        # A parameter refers to its node only weakly: the node, and the hook on it, live while we hold them, or a graph
-        # does; of a parameter whose node we do not hold the hook does nothing.
+        """Attributes set on each parameter, or on its class if that is a subclass. Usually all are empty."""
+        # A parameter references its node weakly: the node and its hook live while we, or a graph, hold the node.
+        # Hooks of nodes that are not in this list do nothing.
         self._nodes: list[Node | None] = [None] * count
-        # Others may hold the node, too, and would go on to call the hooks that are left there, which do nothing.
+        # Others may hold a node too and would keep calling its hooks, so they are removed.
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
         self.grad_allocators: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
-        """Position → copies a new gradient of a parameter that has none to where it is to be; None if it may not."""
-        # Those that required a gradient when they were looked at last.
+        """Position → function that copies a parameter's first gradient into other memory, or returns None."""
+        # requires_grad of each parameter when it was last checked.
         self._required: list[bool] = []
         self._fired = [False] * count
-        # Weak, so that `zero_grad(set_to_none=True)` frees the memory of the gradients. Each is only ever compared
-        # with a gradient that is held, so torch's slower TensorWeakRef is not needed.
+        # Consumed gradients. Weak, so that `zero_grad(set_to_none=True)` frees them. They are compared only with
+        # gradients that are held, so torch's slower TensorWeakRef is not needed.
         self._used: list[weakref.ref[Tensor] | None] = [None] * count
         self._used_versions = [0] * count
-        # Those whose used gradient was zeroed in place: what is written there afterwards is new.
+        # Positions whose consumed gradient was zeroed in place: whatever is written to it later is new.
         self._cleared: set[int] = set()
-        # Those whose used gradient was written in place otherwise before a backward pass, which has to reach them.
+        # Positions whose consumed gradient was otherwise written in place: dropped if a backward pass reaches it.
         self._doubtful: set[int] = set()
         self.written: list[int] = []
-        """Those that `fresh` found last with a gradient that was used, then written in place: it may be new or old."""
+        """Positions whose gradient was consumed and then written in place, as `fresh` last found: new or old."""
         self.overwritten: set[int] = set()
-        """Those of which a backward pass has dropped such a gradient; the reader empties it."""
+        """Positions where a backward pass has dropped such a gradient. The reader clears it."""
         self._to_drop: Collection[int] = ()
-        # The gradients as `fresh` found them, to be read once in a step; until they are used up or may be others.
+        # The gradients that `fresh` last read, to read them once per step; None if they may have changed.
         self._seen: list[Tensor | None] | None = None
-        # One backward pass runs hooks in one thread per device.
+        # A backward pass runs hooks in one thread per device.
         self._dropping = threading.Lock()
-        # A module of another Trainer may end a forward pass, in another thread, while this one waits for shapes.
+        # Another Trainer's module may end a forward pass in another thread while this tracker waits for shapes.
         self._attaching = threading.RLock()
 
     def attach(self) -> None:
-        """Watch every parameter that requires a gradient and is not watched yet; cheap when there is none.
+        """Hook every parameter that requires a gradient and has no hook yet. Cheap if there is none.
 
-        A parameter of a lazy module can be watched from when it gets its shape, in the module's first forward pass.
+        A lazy parameter gets its hook once it has a shape, in its module's first forward pass.
         """
         with self._attaching:
             rows = zip(self._nodes, map(_requires_grad, self._parameters), strict=True)
@@ -103,6 +111,7 @@ class GradientTracker:
                 return
             lazy = set(map(id, lazy_among(self._parameters)))
             ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
+            # Hooks refer to the tracker weakly, or they would keep it alive as long as the graph.
             me = weakref.ref(self)
             for at in range(0, len(ready), _FEW):
                 few = ready[at : at + _FEW]
@@ -119,7 +128,7 @@ class GradientTracker:
                 self._stop_waiting()
 
     def listen(self, listener: Callable[[int], None]) -> None:
-        """Call a function with each position whose gradient a backward pass has added to."""
+        """Call a function with the position of every gradient that a backward pass has accumulated."""
         self._listener = listener
         me = weakref.ref(self)
         for i, node in enumerate(self._nodes):
@@ -127,14 +136,14 @@ class GradientTracker:
                 self._handles.append(node.register_hook(partial(_after_accumulation, me, i)))
 
     def fresh(self, among: Sequence[bool], with_edits: bool = False) -> list[bool]:
-        """Tell which parameters are `among` those and have a gradient no `consume` took.
+        """Return which of the parameters in `among` have a gradient that no `consume` took.
 
-        That is a gradient that a backward pass has added to since, or another object than the one that was consumed (so
-        one that the caller assigned), or one that was zeroed in place and then given values.
+        That is one that a backward pass has added to since, one that the caller assigned, or one that was zeroed in
+        place and then written.
 
         Args:
-            with_edits: Whether gradients count, too, that were otherwise written in place since they were consumed:
-                zeroed; or given values that may be new, or what clipping and unscaling made of the old ones.
+            with_edits: Also count consumed gradients that were zeroed or otherwise written in place. The values may be
+                new, or the old ones after clipping or unscaling.
         """
         self.written = []
         grads = self._seen = list(map(_gradient_of, self._parameters))
@@ -143,6 +152,7 @@ class GradientTracker:
             asked and grad is not None and (fired or used is None or used() is not grad)
             for asked, grad, fired, used in rows
         ]
+        # All are new in the common case. Only the others need a look at version counters and values.
         if found == among:
             return found
         missing = [
@@ -159,22 +169,22 @@ class GradientTracker:
         return found
 
     def note_zeroed(self) -> None:
-        """Note that `zero_grad` has zeroed the gradients: what they had is gone."""
+        """Record that `zero_grad` has zeroed the gradients."""
         self._cleared.update([i for i, used in enumerate(self._used) if used is not None])
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Return all parameters' gradients, read anew where `fresh` may have seen others."""
+        """Return all gradients, as `fresh` read them if they cannot have changed since."""
         return list(map(_gradient_of, self._parameters)) if self._seen is None else self._seen
 
     def forget(self) -> None:
-        """Hold no gradient that `fresh` has seen, and read them again: others may be assigned first."""
+        """Release the gradients that `fresh` has read; they are read again when needed."""
         self._seen = None
 
     def participating(self) -> list[bool]:
-        """Tell which parameters require a gradient and have no `grad_req` of 'null'; watches those.
+        """Return which parameters require a gradient and do not have `grad_req` 'null'. Hooks them if necessary.
 
         Raises:
-            ConfigurationError: a parameter has an unknown `grad_req`.
+            ConfigurationError: A parameter has an unknown `grad_req`.
         """
         requires = list(map(_requires_grad, self._parameters))
         if requires != self._required or self._forward_handle is not None:
@@ -185,9 +195,9 @@ class GradientTracker:
         return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, used: Sequence[bool]) -> None:
-        """Take the present gradients of these parameters as used up: not fresh, and due to be dropped.
+        """Mark the current gradients of `used` parameters as consumed: no longer new, and to be dropped.
 
-        So are those from now on that `fresh` has found to be written in place and that are not among these.
+        The other gradients that `fresh` found written in place count as the old ones again.
         """
         for i in self.written:
             if not used[i]:
@@ -197,11 +207,12 @@ class GradientTracker:
         try:
             versions, have_versions = list(map(_version_of, grads)), True
         except (AttributeError, RuntimeError):
-            # None has no version, and torch counts no writes to what was made in inference mode.
+            # None has no version, and torch does not count writes to tensors made in inference mode.
             versions = [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
             have_versions = False
+        # All gradients were used and counted: replace the lists as a whole.
         if have_versions and len(grads) == count:
-            # Each few references take the place of as many.
+            # A few at a time, so that the weak references that are replaced are freed at once.
             for at in range(0, count, _FEW):
                 self._used[at : at + _FEW] = map(weakref.ref, grads[at : at + _FEW])
             self._used_versions, self._fired, self._to_drop = versions, [False] * count, range(count)
@@ -216,7 +227,7 @@ class GradientTracker:
         self._doubtful.difference_update(keys)
 
     def succeed(self, former: GradientTracker) -> None:
-        """Take over what another tracker knows of parameters that both have."""
+        """Take over what another tracker knows about parameters that both have."""
         places = {id(p): key for key, p in enumerate(self._parameters)}
         moved = {old: places[id(p)] for old, p in enumerate(former._parameters) if id(p) in places}
         for old, new in moved.items():
@@ -227,7 +238,7 @@ class GradientTracker:
         self._doubtful = {moved[old] for old in former._doubtful if old in moved}
 
     def _forget_write(self, i: int) -> None:
-        """Take a gradient that was written in place for the old one after all."""
+        """Treat a gradient that was written in place as the old one."""
         grad = self._parameters[i].grad
         if self._is_used(grad, i):
             self._used_versions[i] = grad._version
@@ -235,7 +246,7 @@ class GradientTracker:
             self._doubtful.discard(i)
 
     def close(self) -> None:
-        """End all that hooks do. Gradients are left as they are; `attach` begins anew, for nobody who listens."""
+        """Remove all hooks and keep the gradients. `attach` starts again, without a listener."""
         with self._attaching:
             self._listener = self._seen = None
             self.grad_allocators = {}
@@ -244,7 +255,7 @@ class GradientTracker:
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
-        """Stop looking for shapes of lazy parameters after the modules' forward passes."""
+        """Stop checking lazy parameters for shapes after forward passes."""
         if self._forward_handle is not None:
             self._forward_handle.remove()
             self._forward_handle = None
@@ -263,11 +274,12 @@ class GradientTracker:
         return grad is not None and used is not None and used() is grad
 
     def _is_written(self, grad: Tensor | None, i: int) -> TypeGuard[Tensor]:
-        """Tell whether a gradient was used up, and then written in place."""
+        """Return whether a gradient was consumed and then written in place."""
         return self._is_used(grad, i) and not grad.is_inference() and grad._version != self._used_versions[i]
 
     def _drop_used(self) -> None:
         with self._dropping:
+            # Several threads may get here in one backward pass; the first one drops.
             has_modes = any(self.attributes)
             for i in self._to_drop:
                 parameter = self._parameters[i]
@@ -281,7 +293,7 @@ class GradientTracker:
                     self._cleared.add(i)
                 elif mode is None:
                     self._doubtful.add(i)
-            # Last: until then other threads must wait, or they would add to a gradient that is to be dropped.
+            # Cleared last: until then other threads wait, or they would add to a gradient that is about to be dropped.
             self._to_drop = ()
 
 
@@ -290,26 +302,25 @@ def _is_zero(grad: Tensor) -> bool:
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks, whose handles are used up."""
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
 def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Find the parameters of lazy modules that have no shape yet."""
-    # By their classes first: of most models all parameters are plain ones.
+    """Return the parameters of lazy modules that have no shape yet."""
+    # Checks the set of classes first: usually all are plain Parameters.
     return [p for p in parameters if is_lazy(p)] if set(map(type, parameters)) != {Parameter} else []
 
 
 def largest_of(parameters: Sequence[Parameter]) -> int:
-    """Count the elements of the largest parameter that has a shape; 0 where none has."""
+    """Return the number of elements of the largest parameter that has a shape, or 0."""
     shaped = [p for p in parameters if not is_lazy(p)] if lazy_among(parameters) else parameters
     return max(map(Tensor.numel, shaped), default=0)
 
 
 class _AllOf(torch.autograd.Function):
-    """A function of many tensors, made for the edges of its graph; they cost much more one by one."""
+    """Takes many tensors, to get the edges of its graph node in one call. One call each would cost much more."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -317,15 +328,15 @@ class _AllOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise AssertionError("nobody has this function's result")
+        raise AssertionError("this function's result is never used")
 
 
 def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
-    """Get the AccumulateGrad nodes of leaves that require a gradient."""
+    """Return the AccumulateGrad nodes of leaves that require a gradient."""
     if not parameters:
         return []
     with torch.inference_mode(False), torch.enable_grad():
-        # Not by Function's own `apply`, which first looks in Python at each of them, for functorch's sake.
+        # Bypasses Function.apply, which inspects each argument in Python for functorch.
         result: Tensor = super(torch.autograd.Function, _AllOf).apply(*parameters)  # type: ignore[no-untyped-call]
     assert result.grad_fn is not None
     return [node for node, _ in result.grad_fn.next_functions if node is not None]
@@ -333,9 +344,9 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
 
 @uncompiled
 class _BeforeAccumulation:
-    """Runs in a backward pass just before the gradient of parameter `i` is added to.
+    """Pre-hook of an AccumulateGrad node. Runs just before `.grad` of parameter `i` is added to.
 
-    It is an object of its own, because that is one for the garbage collector to look at; a partial function is two.
+    A class instance is one object for the garbage collector; a partial function would be two.
     """
 
     __slots__ = ("_i", "_tracker")
@@ -345,16 +356,18 @@ class _BeforeAccumulation:
         self._i = i
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
-        """Return what is added in place of `grads`, if it is something else."""
+        """Return what to accumulate instead of `grads`, or None to leave it as it is."""
         tracker, i = self._tracker(), self._i
         if tracker is None or tracker._nodes[i] is None:
             return None
+        # 1. The first hook of a backward pass drops what the last step consumed.
         tracker._seen = None
         if tracker._to_drop:
             tracker._drop_used()
         if grads[0] is None:
-            # A custom autograd function returned no gradient: torch will leave `.grad` as it is.
+            # A custom autograd function returned no gradient: torch leaves `.grad` as it is.
             return None
+        # 2. Mark the gradient as new, and drop what it must not be added to.
         tracker._fired[i] = True
         parameter = tracker._parameters[i]
         if i in tracker._doubtful:
@@ -364,10 +377,11 @@ class _BeforeAccumulation:
                 tracker.overwritten.add(i)
         if getattr(parameter, "grad_req", None) == "write":
             parameter.grad = None
+        # 3. Place a first gradient in other memory, if there is an allocator for it.
         allocator = tracker.grad_allocators.get(i)
         if allocator is None or parameter.grad is not None:
             return None
-        # Nobody else has the copy, so torch makes it `.grad` as it is.
+        # The copy has no other reference, so torch adopts it as `.grad`.
         shared_grads = allocator(grads[0])
         return None if shared_grads is None else (shared_grads,)
 
@@ -376,7 +390,7 @@ class _BeforeAccumulation:
 def _after_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
 ) -> None:
-    """Act just after a backward pass added `grads[0]` to `.grad` of parameter `i`."""
+    """Report that a backward pass has added `grads[0]` to `.grad` of parameter `i`."""
     tracker = tracker_ref()
     if tracker is not None and tracker._listener is not None and grads[0] is not None:
         tracker._listener(i)
@@ -387,6 +401,6 @@ def _after_forward(
     tracker_ref: weakref.ref[GradientTracker], module: Module, args: object, output: object
 ) -> None:
     tracker = tracker_ref()
-    # There are no gradients to watch in inference mode, and no nodes.
+    # Inference mode creates neither gradients nor nodes.
     if tracker is not None and not torch.is_inference_mode_enabled():
         tracker.attach()

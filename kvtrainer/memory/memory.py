@@ -1,7 +1,13 @@
-"""A Trainer's parameters in their places, on one device or several: names, plan, arenas, new gradients and their sums.
+"""A Trainer's parameters on one device or several: names, plan, arenas, gradients and their sums.
 
-The replicas of the parameters on each device are a DeviceMemory; the first one has the sums. Replicas have gradients of
-their own until `sum_replicas`.
+`Memory` holds one `DeviceMemory` for each device, with the replicas of all parameters there. Position i in any list is
+key i of the plan, the arena and the gradient tracker. A step uses it in this order: `fresh` finds the new gradients,
+`gather` copies them into the arenas, `sum_replicas` sums them on the first device, `scatter` copies sums back to
+`.grad`, and `share_weights` broadcasts updated weights to the replicas.
+
+Invariants: the first device has the sums and the weights that count. Row-sparse gradients are kept beside the arena, in
+`rows`, and the arena has zeros for them. Parameters are placed at once if all have shapes, and otherwise by `settle`;
+frozen parameters that an arena cannot hold stay where they are, with an empty key in the plan.
 """
 
 from __future__ import annotations
@@ -41,18 +47,18 @@ _dtype_of = attrgetter("dtype")
 
 
 class DeviceMemory:
-    """The replicas of all parameters on one device; position i is key i of the plan, the arena and the tracker.
+    """The replicas of all parameters on one device. Position i is key i of the plan, the arena and the tracker.
 
     Args:
-        parameters: in the order of the groups.
-        names: of each, for messages.
-        tables: those that live in the store alone, by position.
+        parameters: In the order of the groups.
+        names: One per parameter, for messages.
+        tables: Positions of the parameters that are only in the store.
     """
 
     plan: Plan
-    """Where every element lies; there once the parameters are placed."""
+    """The layout. Set when the parameters are placed."""
     arena: Arena
-    """The weights and gradients; there once the parameters are placed."""
+    """The weights and gradients. Set when the parameters are placed."""
 
     def __init__(
         self, parameters: Sequence[Parameter], names: Sequence[str], tables: Iterable[int] = ()
@@ -61,13 +67,13 @@ class DeviceMemory:
         self.names = names
         self.tracker = GradientTracker(parameters, names)
         self.rows: dict[int, RowSet] = {}
-        """The row-sparse gradients that were gathered last, by index of the key; the arena has zeros for them."""
+        """Key (by index) → row-sparse gradient that was gathered last; the arena has zeros for it."""
         self.borrowed: Mapping[int, Tensor] = {}
-        """The gradients that were left where they are, contiguous, by index of the key, until they are used."""
+        """Key (by index) → gradient that is used without a copy, contiguous, until the step has used it."""
         self.targets: Mapping[int, Tensor] = NO_TARGETS
-        """Where gradients were gathered that are not in the arena, flat, by index of the key."""
+        """Key (by index) → flat buffer outside the arena to which the gradient was gathered."""
         self._tables = frozenset(tables)
-        # Those that had a row-sparse gradient once, or live in a store: to look at every one would take time.
+        # Keys that are in a store or once had a row-sparse gradient. Checking every gradient would take time.
         self._sparse = set(tables)
 
     def gather(
@@ -76,15 +82,14 @@ class DeviceMemory:
         zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> None:
-        """Copy gradients of parameters `present`, dense ones into the arena, or to `rows`.
+        """Copy the gradients of `present` parameters: dense ones into the arena, row-sparse ones into `rows`.
 
         Args:
-            zero_copy_keys: keys (by index) of which long dense ones stay where they are, and in `borrowed`.
-            targets: as of `Arena.gather_grads`.
+            zero_copy_keys, targets: As in `Arena.gather_grads`.
 
         Raises:
-            ParameterMovedError: the data of a parameter were replaced.
-            ConfigurationError: a gradient is sparse in another way than by rows.
+            ParameterMovedError: The data of a parameter were replaced.
+            ConfigurationError: A sparse gradient does not consist of whole rows.
         """
         self.arena.check_in_place()
         grads = self.tracker.gradients()
@@ -102,14 +107,14 @@ class DeviceMemory:
             self._sparse |= found
             self.gather(present, zero_copy_keys, targets)
             return
-        # Parameters without elements have no rows.
+        # A parameter without elements has no rows.
         self.rows = {i: self._rows(i) for i in by_rows if 0 not in self.plan.specs[i].shape}
 
     def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
-        """Copy the arena's gradients back to the parameters that are `present`.
+        """Copy the arena's gradients back to the `present` parameters.
 
         Args:
-            with_rows: whether `rows` replace the row-sparse gradients, because they are sums of several.
+            with_rows: Replace row-sparse gradients by `rows` too, because these are sums.
         """
         self.arena.scatter_grads([is_in and i not in self.rows for i, is_in in enumerate(present)])
         for key, (ids, values) in self.rows.items() if with_rows else ():
@@ -127,9 +132,9 @@ class DeviceMemory:
 
     @torch.no_grad()
     def unscale(self, present: Sequence[bool], factor: float) -> None:
-        """Multiply the gradients that a step has used, where they are."""
+        """Multiply the gradients that a step has used, in place."""
         used = [p for p, is_in in zip(self.parameters, present, strict=True) if is_in and p.grad is not None]
-        self.tracker.forget()  # some may be replaced
+        self.tracker.forget()  # some gradients may be replaced
         for parameter in [p for p in used if p.grad.is_inference()]:  # type: ignore[union-attr]
             parameter.grad = None
         grads = {id(p.grad): p.grad for p in used if p.grad is not None}  # parameters may share one
@@ -139,12 +144,12 @@ class DeviceMemory:
         try:
             torch._foreach_mul_(dense, factor)
         except RuntimeError:
-            # torch has written none: elements of one share memory, as in an expanded gradient.
+            # Torch has written nothing: elements of a gradient share memory, as after expand().
             for parameter in used:
                 parameter.grad = None if parameter.grad is None else parameter.grad * factor
 
     def scale_rows(self, scale: float) -> None:
-        """Multiply gathered row-sparse gradients, not those that they were copied from."""
+        """Multiply the gathered row-sparse gradients, but not `.grad`."""
         if scale != 1.0:
             self.rows = {
                 key: RowSet(rows.ids, rows.values.to(compute_dtype(self.plan.specs[key].dtype)) * scale)
@@ -152,11 +157,7 @@ class DeviceMemory:
             }
 
     def differing(self, among: Iterable[int], held: Mapping[str, Tensor]) -> list[int]:
-        """List parameters, of some (by index), that differ in any bit from other weights.
-
-        Args:
-            held: the other weights, laid out by the plan, on the CPU.
-        """
+        """Return those of some parameters (by index) that differ in any bit from `held`, weights on the CPU."""
         found = []
         for i in among:
             spec, at = self.plan.specs[i], self.plan.key_offsets[i]
@@ -169,7 +170,7 @@ class DeviceMemory:
         return found
 
     def densified(self, key: int) -> Tensor:
-        """Get the gradient of a key in the arena, flat; where it goes by rows, those are written there first."""
+        """Return the gradient of a key in the arena, flat. Its rows are first written there if it has any."""
         spec, at = self.plan.specs[key], self.plan.key_offsets[key]
         piece = self.arena.grads[spec.dtype][at : at + spec.numel]
         if key in self.rows:
@@ -178,21 +179,20 @@ class DeviceMemory:
         return piece
 
     def _by_rows(self, among: Sequence[bool]) -> list[int]:
-        """List those parameters among some whose gradient goes by rows now."""
         known = (i for i in sorted(self._sparse) if among[i])
         return [i for i in known if i in self._tables or _is_sparse(self.parameters[i].grad)]
 
     @torch.no_grad()
     def _rows(self, i: int) -> RowSet:
-        """Read a gradient by rows, each once: values of a row that appears several times are added in order.
+        """Return a gradient as rows with distinct ids. Values of repeated ids are added in order.
 
         Raises:
-            ConfigurationError: it is sparse in another way than by rows, or its rows are too long.
+            ConfigurationError: It does not consist of whole rows, or its rows are too long.
         """
         grad, spec = self.parameters[i].grad, self.plan.specs[i]
         assert grad is not None
         if grad.layout is torch.strided:
-            # Of a row-sparse parameter, from elsewhere than its own backward pass: it has all rows.
+            # A dense gradient of a row-sparse parameter was assigned by the loop: it has all rows.
             return RowSet(
                 torch.arange(spec.shape[0], device=grad.device),
                 grad.detach().reshape(spec.shape[0], row_numel(spec)),
@@ -215,26 +215,24 @@ class DeviceMemory:
 
 
 class Memory:
-    """The parameters of all groups, and everything that is kept beside them.
-
-    Gradients are watched from the start. The parameters move into the arena at once if all have shapes, and otherwise
-    when `settle` is called.
+    """The parameters of all groups, with their arenas, gradients and names.
 
     Args:
-        groups: torch parameter groups; the first replicas of all parameters of a group come first, then those on the
-            second device, and so on.
-        names: of the parameters of each group, without replicas.
+        groups: torch parameter groups. The replicas on the first device of all parameters of a group come first, then
+            those on the second device, and so on.
+        names: Names of the parameters of each group, without replicas.
 
     Raises:
-        ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+        ConfigurationError: A parameter cannot be stored. Nothing has been changed.
     """
 
     plan: Plan
-    """Where every element lies, on every device; there once `is_settled`."""
+    """The layout, equal on all devices. Set once `is_settled`."""
     arena: Arena
-    """The weights and gradients on the first device; there once `is_settled`."""
+    """The weights and gradients on the first device. Set once `is_settled`."""
 
     def __init__(self, groups: Sequence[Group], names: Sequence[Sequence[str]]) -> None:
+        # 1. Sort the parameters of all groups by device.
         self.names = list(chain.from_iterable(names))
         self._group_of = [at for at, own in enumerate(names) for _ in own]
         count = sum(len(group["params"]) for group in groups) // len(self.names)
@@ -247,81 +245,80 @@ class Memory:
         """The parameters on the first device."""
         self.has_replicas = count > 1
         self._homes = [_home_of(parameters) for parameters in replicas]
-        # By device: what replicas are called in messages.
+        # Names of the replicas in messages, by device.
         self._labels = [self.names]
         if count > 1:
             self._labels = [[f"{name} on {one}" for name in self.names] for one in device_names(self._homes)]
+        # 2. Watch the gradients on every device.
         self.tables = RowTables(replicas)
-        """Those that live in the store alone."""
+        """The row-sparse parameters, which are only in the store."""
         self.devices = [
             DeviceMemory(parameters, labels if at else self.names, self.tables)
             for at, (parameters, labels) in enumerate(zip(replicas, self._labels, strict=True))
         ]
-        # Of one device it changes nothing, and to look for it takes time.
+        # It makes no difference on one device, and takes time to find out.
         policy = policy_of(groups) if count > 1 else LISTS
         self._may_lack = policy.may_lack
         self.num_averaged = 1 if policy.are_scaled else count
-        """How many gradients of a parameter a mean over this process is divided by."""
+        """The number of gradients in a mean over this process."""
         self.own_present: list[Sequence[bool]] = []
-        """By device: the keys whose gradients were gathered there last."""
+        """By device: the keys whose gradients were gathered last."""
         self._is_summed = False
         self._reducer, self._reducer_name = make_reducer(FLAT, self._homes), FLAT
         self.left_out: list[Parameter] = []
-        """Those that had no shape when the others were placed, and frozen ones that an arena cannot hold.
+        """Parameters without a shape when the others were placed, and frozen ones that an arena cannot hold.
 
-        They stay where they are, and an empty key holds the place of each.
+        They stay where they are, and have an empty key in the plan.
         """
         self.is_settled = False
-        """Whether there are a plan and arenas."""
+        """Whether the plan and the arenas exist."""
+        # 3. Place the parameters now if all have shapes.
         if not lazy_among(self.parameters):
             self._place()
         self.attach()
 
     @cached_property
     def keys(self) -> dict[int, int]:
-        """id of a parameter on the first device → its key."""
+        """id() of a parameter on the first device → its key."""
         return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
-        """Move the parameters into an arena, once.
-
-        A parameter without a shape may stay outside while it takes no part in training.
+        """Move the parameters into arenas, once. Lazy parameters that do not take part in training may stay outside.
 
         Raises:
-            NotInitializedError: one takes part; names all of them.
-            ConfigurationError: a parameter cannot be stored; nothing has been changed then.
+            NotInitializedError: Names all lazy parameters that take part.
+            ConfigurationError: A parameter cannot be stored. Nothing has been changed.
         """
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
         if missing:
             raise NotInitializedError(
                 f"{len(missing)} of {len(self.names)} parameters have no shape yet, because no forward pass has "
-                f"reached their lazy modules: {', '.join(missing)}. Run one first, or set requires_grad=False or "
-                "grad_req='null' on those that shall not be trained"
+                f"reached their lazy modules: {', '.join(missing)}. Run a forward pass first, or set "
+                "requires_grad=False or grad_req='null' on parameters that are not to be trained"
             )
         self._place()
 
     def latecomers(self) -> list[str]:
-        """Name parameters that take part, but were left out when the arena was made."""
+        """Return the names of parameters that take part now, but were left out of the arena."""
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         late = set(map(id, self.left_out))
         return [name for name, p, takes_part in rows if takes_part and id(p) in late]
 
     def attach(self) -> None:
-        """Watch the gradients of all parameters that can be watched by now."""
         for device in self.devices:
             device.tracker.attach()
 
     def participating(self) -> list[bool]:
-        """Tell for each parameter whether it takes part in training on any device.
+        """Return for each parameter whether it takes part in training on any device.
 
         Raises:
-            ConfigurationError: a parameter has an unknown `grad_req`.
+            ConfigurationError: A parameter has an unknown `grad_req`.
         """
         return _any_of([device.tracker.participating() for device in self.devices])
 
     def fresh_by_device(self, with_edits: bool = False) -> list[list[bool]]:
-        """Tell for each device which of its replicas take part and have a new gradient; arguments as of `fresh`."""
+        """Return by device which replicas take part and have a new gradient; see `GradientTracker.fresh`."""
         trackers = [device.tracker for device in self.devices]
         return [one.fresh(one.participating(), with_edits) for one in trackers]
 
@@ -331,18 +328,19 @@ class Memory:
         with_edits: bool = False,
         summed: Sequence[bool] | None = None,
     ) -> list[bool]:
-        """Tell which parameters take part and have a new gradient on any device.
+        """Return which parameters take part and have a new gradient on any device.
 
         Args:
-            is_strict: whether every parameter that takes part must have one, and so must all of its replicas. Of
-                replicas that may lack one, as in a DataParallel of uneven batches, a single new gradient is enough.
-            with_edits: whether one counts that was written in place since it was used.
-            summed: the parameters that have the sum of new gradients, if that is known.
+            is_strict: Require a new gradient of every parameter that takes part and of all its replicas. If replicas
+                may lack one, as in a DataParallel with uneven batches, one new gradient is enough.
+            with_edits: Also count gradients that were written in place since they were used.
+            summed: The parameters with a sum of new gradients, if that is known.
 
         Raises:
-            StaleGradientError: some have none; names all of them.
-            ParameterMovedError: none has one, or too few, and the data of a parameter were replaced.
+            StaleGradientError: Names the parameters without a new gradient.
+            ParameterMovedError: Gradients are missing because the data of a parameter were replaced.
         """
+        # 1. Ask the trackers, unless the caller knows.
         takes_part = [device.tracker.participating() for device in self.devices]
         if summed is not None:
             by_device, labels = [list(summed)], [self.names]
@@ -350,18 +348,20 @@ class Memory:
             rows = zip(self.devices, takes_part, strict=True)
             by_device = [device.tracker.fresh(takes, with_edits) for device, takes in rows]
             labels = self._labels
+        # 2. With `is_strict`, list what is missing.
         fresh = by_device[0] if len(by_device) == 1 else _any_of(by_device)
         stale: list[str] = []
         if is_strict and by_device != takes_part:
-            # What is frozen here may have a sum all the same, of other workers' gradients.
+            # A parameter that is frozen here may still have a sum of other workers' gradients.
             stale = [
                 name
                 for own_labels, own, takes in zip(labels, by_device, takes_part, strict=False)
                 for name, is_fresh, takes_it, anywhere in zip(own_labels, own, takes, fresh, strict=True)
                 if takes_it and not (anywhere if self._may_lack else is_fresh)
             ]
+        # 3. Report what is missing, and keep no reference to gradients of a step that does not happen.
         if stale or not any(fresh):
-            # Gradients do not come back to parameters that were moved, which is then what has to be said.
+            # If data were replaced, gradients went elsewhere. Then that is the error to report.
             self.check_in_place()
         if stale:
             self.forget_gradients()
@@ -369,18 +369,15 @@ class Memory:
         return fresh
 
     def has_writes(self) -> bool:
-        """Return whether `written` or `take_overwritten` would name any."""
+        """Return whether `written` or `take_overwritten` would return any names."""
         return any([one.tracker.written or one.tracker.overwritten for one in self.devices])
 
     def written(self) -> list[str]:
-        """Name parameters with gradients that `fresh` could not tell from old ones."""
+        """Return the names of parameters whose gradient may be new or old; see `GradientTracker.written`."""
         return [names[key] for names, tracker in self._trackers() for key in tracker.written]
 
     def take_overwritten(self) -> list[str]:
-        """Name parameters of which a backward pass dropped what was written in place.
-
-        What was used by a step before; each is named once.
-        """
+        """Return, once, the names of parameters whose used and then edited gradient a backward pass has dropped."""
         found = []
         for names, tracker in self._trackers():
             keys, tracker.overwritten = tracker.overwritten, set()
@@ -388,30 +385,26 @@ class Memory:
         return found
 
     def _trackers(self) -> Iterator[tuple[Sequence[str], GradientTracker]]:
-        """Iterate over the trackers of all devices, with what parameters are called there."""
+        """Yield the names on a device and its tracker."""
         return zip(self._labels, [device.tracker for device in self.devices], strict=True)
 
     def note_zeroed(self) -> None:
-        """Note that `zero_grad` has zeroed all gradients."""
         for device in self.devices:
             device.tracker.note_zeroed()
 
     def forget_gradients(self) -> None:
-        """Hold no gradient that `fresh` has seen, and read them again for `gather`: others may be assigned first."""
+        """Release the gradients that `fresh` has read; `gather` reads them again."""
         for device in self.devices:
             device.tracker.forget()
 
     def succeed(self, former: Memory) -> None:
-        """Take the place of another memory, on the same devices.
-
-        What that knew of gradients goes along. A gradient of a parameter that was not there counts as new.
-        """
+        """Replace another memory on the same devices, and take over what its trackers know."""
         for device, before in zip(self.devices, former.devices, strict=True):
             device.tracker.succeed(before.tracker)
         former.close()
 
     def release(self, keys: Sequence[int]) -> None:
-        """Let parameters go, which get memory of their own, with the same values."""
+        """Give parameters memory of their own, with the same values."""
         for device in self.devices if self.is_settled else ():
             device.arena.release(keys)
 
@@ -426,14 +419,9 @@ class Memory:
         zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> None:
-        """Copy new gradients of parameters `present` into the arenas, by rows into `rows`.
+        """Copy new gradients of `present` parameters into the arenas, and row-sparse ones into `rows`.
 
-        Args:
-            zero_copy_keys, targets: as of `DeviceMemory.gather`.
-
-        Raises:
-            ParameterMovedError: the data of a parameter were replaced.
-            ConfigurationError: a gradient is sparse in another way than by rows.
+        Arguments and errors are those of `DeviceMemory.gather`.
         """
         self._is_summed = False
         self.own_present = [present]
@@ -446,13 +434,13 @@ class Memory:
             device.gather(own, zero_copy_keys, targets)
 
     def gather_sums(self, present: Sequence[bool]) -> None:
-        """Do as `gather`, for gradients on the first device that are sums by `scatter`."""
+        """Like `gather`, for gradients on the first device that `scatter` has summed."""
         self._is_summed = True
         self.own_present = [present] * len(self.devices)
         self.devices[0].gather(present)
 
     def scale(self, scale: float) -> None:
-        """Multiply all gradients that were gathered, not those that they were copied from."""
+        """Multiply all gathered gradients, but not `.grad`."""
         for device in self.devices:
             device.scale_rows(scale)
             for grad in device.arena.grads.values():
@@ -460,21 +448,22 @@ class Memory:
 
     @torch.no_grad()
     def sum_replicas(self, compressor: ReplicaCompressor | None, reducer: str = AUTO) -> None:
-        """Sum what was gathered into the arena and `rows` of the first device.
+        """Sum the gathered gradients into the arena and `rows` of the first device.
 
-        Half precision accumulates in float32. With a compressor, dense gradients count as what it says of each, and
-        are added from left to right, as rows always are. A gradient that a device does not have counts as zeros.
+        Half precision is accumulated in float32. A compressor encodes each dense gradient first, and these are added
+        from left to right, as rows always are. Missing gradients count as zeros.
 
         Args:
-            reducer: of REDUCERS; in which order.
+            reducer: The order of summation, out of REDUCERS.
 
         Raises:
-            NonFiniteGradientError: one that is to be compressed is infinite or not a number.
+            NonFiniteGradientError: A gradient to be compressed is infinite or NaN.
         """
         self._is_summed = True
         if reducer != self._reducer_name:
             self._reducer, self._reducer_name = make_reducer(reducer, self._homes), reducer
         has_rows, home, summed_rows = any(device.rows for device in self.devices), self.arena.device, {}
+        # 1. Keys that are summed alone: rows, and everything that a compressor encodes.
         for key, spec in enumerate(self.plan.specs) if has_rows or compressor is not None else ():
             given = [device for device, own in zip(self.devices, self.own_present, strict=True) if own[key]]
             by_rows = [device.rows[key] for device in given if key in device.rows]
@@ -484,11 +473,12 @@ class Memory:
                 continue
             pieces = [device.densified(key) for device in self.devices] if given else []
             if by_rows and compressor is not None:
-                flat_sum(pieces)  # rows are not compressed
+                flat_sum(pieces)  # row-sparse gradients are not compressed
             elif given and compressor is not None:
                 rows = zip(self.devices, pieces, strict=True)
                 said = [piece if device in given else None for device, piece in rows]
                 pieces[0].copy_(compressor.merge(spec.key, said))
+        # 2. Everything else, dtype by dtype in one flat sum.
         if compressor is None:
             for dtype in self.arena.grads:
                 self._reducer.sum([device.arena.grads[dtype] for device in self.devices])
@@ -496,7 +486,7 @@ class Memory:
 
     @torch.no_grad()
     def share_weights(self, present: Sequence[bool] | None = None) -> None:
-        """Give every replica the first one's weights. Those `present` (None: all) are new."""
+        """Broadcast the first device's weights to all replicas. `present` (None: all) have changed."""
         _, *copies = self.devices
         for dtype, flat in self.arena.weights.items():
             self._reducer.broadcast(flat, [copy.arena.weights[dtype] for copy in copies])
@@ -507,7 +497,7 @@ class Memory:
 
     @torch.no_grad()
     def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
-        """Copy the sums on the first device back to the gradients of all replicas; see `DeviceMemory.scatter`."""
+        """Copy the sums on the first device back to `.grad` of all replicas; see `DeviceMemory.scatter`."""
         first, *copies = self.devices
         first.scatter(present, with_rows)
         for dtype, flat in self.arena.grads.items() if copies else ():
@@ -521,31 +511,30 @@ class Memory:
             copy.scatter(present, with_rows)
 
     def is_finite(self) -> bool:
-        """Check that no gradient that was gathered is infinite or not a number; waits for the device."""
-        # A sum is finite only if all that was summed is.
+        """Return whether all gathered gradients are finite. Blocks until the device is done."""
+        # A sum is finite only if all summands are.
         devices = self.devices[:1] if self._is_summed else self.devices
         grads = [grad for one in devices for grad in one.arena.grads.values()]
         grads += [rows.values for one in devices for rows in one.rows.values()]
         bounds = [bound for grad in grads if grad.numel() for bound in torch.aminmax(grad)]
-        # A NaN anywhere is the minimum and the maximum.
+        # aminmax propagates NaN, so two numbers for each tensor are enough.
         return all(math.isfinite(bound.item()) for bound in bounds)
 
     def check_in_place(self) -> None:
-        """Raise ParameterMovedError if the data of a parameter were replaced."""
         for device in self.devices:
             device.arena.check_in_place()
 
     def accept_writes(self, is_in_store: bool) -> None:
-        """From now on watch for writes to the weights that come later; see WriteWatch.accept."""
+        """Detect writes to the weights from now on; see WriteWatch.accept."""
         for device in self.devices:
             device.arena.writes.accept(is_in_store)
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the parameters that they name; those of row-sparse ones are kept for the store.
+        """Copy values into the named parameters. Those of row-sparse ones are kept for the store.
 
         Raises:
-            ConfigurationError: a name is unknown or a value has another shape; nothing has changed then.
+            ConfigurationError: A name is unknown or a shape differs. Nothing has changed.
         """
         by_name = dict(zip(self.names, self.parameters, strict=True))
         unknown = [repr(name) for name in values if name not in by_name]
@@ -556,8 +545,8 @@ class Memory:
         left_out = set(map(id, self.left_out))
         if outside := [repr(name) for name in values if id(by_name[name]) in left_out]:
             raise ConfigurationError(
-                f"{', '.join(outside)}: the Trainer leaves these parameters where they are, because they are frozen "
-                "and of a kind that it cannot hold, or have no shape yet; write to them yourself, on every worker"
+                f"{', '.join(outside)}: the Trainer does not hold these parameters, because they are frozen and of an "
+                "unsupported kind, or have no shape yet; write to them directly, on every worker"
             )
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.shape != by_name[name].shape:
@@ -572,7 +561,8 @@ class Memory:
                 self.parameters[i].copy_(values[name])
 
     def _place(self) -> None:
-        """Make the plan, and move the parameters on every device into an arena."""
+        """Make the plan and an arena on every device."""
+        # 1. Leave out lazy parameters and frozen ones that an arena cannot hold.
         out = {
             key
             for key, p in enumerate(self.parameters)
@@ -581,6 +571,7 @@ class Memory:
         out.update([self.keys[id(p)] for p in lazy_among(self.parameters)])
         self.left_out = [self.parameters[key] for key in sorted(out)]
         placed = self._with_places_held(0, out)
+        # 2. Refuse what cannot be trained, before anything is moved.
         if set(map(_dtype_of, placed)) - HELD_DTYPES:
             wrong = [
                 f"{n!r} ({p.dtype})"
@@ -588,19 +579,21 @@ class Memory:
                 if p.dtype not in HELD_DTYPES
             ]
             raise ConfigurationError(
-                f"the trainer trains float16, bfloat16, float32 and float64, but not {', '.join(wrong)}; freeze these "
-                "(p.requires_grad_(False)), which then stay where they are, or leave them out; of complex numbers "
-                "train the view that torch.view_as_real makes"
+                f"the trainer supports float16, bfloat16, float32 and float64, but not {', '.join(wrong)}; freeze "
+                "these parameters (p.requires_grad_(False)) or leave them out; for complex numbers train a real view "
+                "made by torch.view_as_real"
             )
+        # 3. Make the plan.
         sizes, dtypes = [p.shape for p in placed], [dtype_name(p.dtype) for p in placed]
-        # One tuple for all that are alike: thousands more would have the garbage collector look through the process.
+        # Equal shapes share a tuple: thousands of tuples would trigger a full garbage collection.
         shape_of = {size: tuple(size) for size in set(sizes)}
         shapes = [shape_of[size] for size in sizes]
         tables = set(self.tables)
         in_store = [key in tables for key in range(len(placed))]
         rows = zip(self.names, shapes, dtypes, self._group_of, in_store, strict=True)
-        # There may be thousands: a call of TensorSpec takes twice as long.
+        # tuple.__new__ takes half the time of TensorSpec(), and there may be thousands.
         self.plan = make_plan([tuple.__new__(TensorSpec, row) for row in rows], 1)
+        # 4. Move the parameters, and warn about memory formats that are lost.
         named = zip(self.names, placed, in_store, strict=True)
         others = [
             name
@@ -620,7 +613,7 @@ class Memory:
             )
 
     def _with_places_held(self, at: int, out: Collection[int]) -> Sequence[Parameter]:
-        """Return a device's parameters, with an empty one for each that is left `out`."""
+        """Return a device's parameters, with an empty one in place of each that is left `out`."""
         parameters = self.devices[at].parameters
         if not out:
             return parameters
@@ -638,7 +631,7 @@ class Memory:
 
 
 def _home_of(parameters: Sequence[Parameter]) -> torch.device:
-    """Return the device of an arena for these parameters: that of those that are trained."""
+    """Return the device of the trained parameters, or of the first one if none is trained."""
     return next((p for p in parameters if p.requires_grad), parameters[0]).device
 
 

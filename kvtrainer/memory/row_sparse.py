@@ -1,4 +1,16 @@
-"""Parameters whose values live in a store. A worker only ever holds the rows that it works with."""
+"""Row-sparse parameters: tables whose values are in the store; a worker holds only the rows that it uses.
+
+A `RowSparseParameter` has a shape, a dtype and a gradient, but no memory: its tensor is an expanded scalar.
+`row_sparse_data(ids)` fetches rows through the Trainer that owns the parameter, and the backward pass produces a
+row-sparse gradient with distinct ids. `__torch_function__` lets through what does not look at elements, and raises
+RowSparseError for everything else, so a table is never silently read as the scalar.
+
+Initial values stay with the parameter (a number, tensor or function) until the Trainer's first step or read creates the
+store; then `_place` drops them. `RowTables` keeps a Trainer's row-sparse parameters, the values that the store does not
+have yet, and the rows to be prefetched.
+
+Invariants: at most one live Trainer owns a parameter, and refers to it weakly. Rank 0's values count.
+"""
 
 from __future__ import annotations
 
@@ -26,57 +38,57 @@ from kvtrainer.parallel.replicas import COPIES
 from kvtrainer.types import Group
 
 Source: TypeAlias = Callable[[int, int], Tensor]
-"""(first element, number of elements) → these of some values, flat, on the CPU."""
+"""(first element, number of elements) → that range of the values, flat, on the CPU."""
 Init: TypeAlias = float | Tensor | Callable[[Tensor], object] | None
 
-# Methods of a tensor that do not look at its elements; `view_as` is how torch finds a parameter's place in a graph.
+# Tensor methods that do not look at elements. `view_as` is how torch finds a parameter's node in the graph.
 _READABLE = frozenset({
     "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size",
     "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "ndimension",
     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
     "storage_offset", "stride", "untyped_storage", "view_as",
 })  # fmt: skip
-# What torch's compiler, and torch.export, ask first when they make an imitation of a tensor.
+# What torch.compile and torch.export call first when they make a fake tensor.
 _ASKED_BY_TRACERS = frozenset({"is_conj", "is_neg"})
 _MOVES = frozenset({"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "type"})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-# Held while random numbers of the process are taken: a function that fills a table has no others.
+# Held while the process's random generator is in use: an init function cannot be given another one.
 _filling = threading.RLock()
 
 
 class Owner(Protocol):
-    """The Trainer of a row-sparse parameter."""
+    """The Trainer that owns a row-sparse parameter."""
 
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
-        """Fetch the values of rows (distinct, ascending ids): (number of ids, elements of a row), on the CPU."""
+        """Fetch rows (distinct ids, ascending) as a CPU tensor of shape (number of ids, elements of a row)."""
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
-        """Read values of rows on the CPU, where these can be read in place. Takes any ids that there are."""
+        """Read rows of any valid ids on the CPU if the store's memory can be read directly, else return None."""
 
     def row_sparse_write(self, parameter: RowSparseParameter, values: Tensor) -> None:
-        """Keep values, which the store shall have when they are published."""
+        """Keep values for the store until they are published."""
 
 
 @uncompiled
 class RowSparseParameter(Parameter):
-    """A table of rows that lives in the store of its Trainer: here it has a shape, a gradient, and no memory.
+    """A table of rows that is in the store of its Trainer. It has a shape and a gradient here, but no memory.
 
     `row_sparse_data(row_ids)` fetches rows, and a backward pass through them gives a row-sparse gradient, which the
-    Trainer's `step` sends. Anything else that would read or write elements raises RowSparseError. In a module it is a
-    parameter as others are; `state_dict()` fetches the whole table, and `load_state_dict()` sets the values to begin
-    with, until a store has them: then it takes `trainer.set_data()` afterwards, as with any other parameter.
+    Trainer's `step` sends. Anything else that reads or writes elements raises RowSparseError. In modules it behaves as
+    other parameters: `state_dict()` fetches the whole table, and `load_state_dict()` sets the initial values; once a
+    store has values, `trainer.set_data()` must publish them.
 
     Args:
-        shape: Of the table; the first dimension counts rows.
-        init: The values to begin with, of which rank 0's count: a number; a tensor of that shape, which is not copied;
-            a function that fills a tensor, as those of `torch.nn.init` do, called on the CPU at the first use, with
-            random numbers that were determined here; None for zeros.
-        dtype: A floating-point dtype; torch's default by default.
-        device: Where rows are to come to; the table is not there.
-        requires_grad: Whether it is trained.
+        shape: Shape of the table. The first dimension counts rows.
+        init: Initial values, where rank 0 decides: a number; a tensor of that shape, which is not copied; a function
+            that fills a tensor, such as those of `torch.nn.init`, called on the CPU at first use with a seed drawn
+            now; None for zeros.
+        dtype: A floating-point dtype. The default is torch's.
+        device: Where fetched rows are placed.
+        requires_grad: Whether the table is trained.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: An argument is wrong.
 
         table = kvtrainer.RowSparseParameter((1_000_000, 64), torch.nn.init.normal_)
         vectors = table.row_sparse_data(ids)
@@ -116,18 +128,18 @@ class RowSparseParameter(Parameter):
         return self
 
     def row_sparse_data(self, row_ids: Any) -> Tensor:
-        """Fetch rows, after this worker's steps, of shape row_ids.shape + shape[1:]; blocks.
+        """Fetch rows as a tensor of shape row_ids.shape + shape[1:], after this worker's steps. Blocks.
 
-        Its backward pass adds a row-sparse tensor to `grad`, in which repeated ids are added up. The first use of
-        a Trainer makes its store and gives it the values, as a first step does, on all workers together.
+        The backward pass adds a row-sparse tensor to `grad`, in which repeated ids are summed. The first use of a
+        Trainer creates its store and sets the values, collectively, as a first step does.
 
         Args:
-            row_ids: Whole numbers in any shape, on any device; none are possible.
+            row_ids: Integers in any shape, on any device; may be empty.
 
         Raises:
-            RowSparseError: there is no Trainer yet; or torch.jit.trace runs this.
-            RowIdError: the table has no such rows.
-            KVStoreError: the store did not answer, or the Trainer is closed.
+            RowSparseError: There is no Trainer yet, or torch.jit.trace is running.
+            RowIdError: An id is out of range.
+            KVStoreError: The store did not answer, or the Trainer is closed.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             self._refuse_to_be_traced()
@@ -137,11 +149,13 @@ class RowSparseParameter(Parameter):
                 f"cannot get row_sparse data for {self._name()} when no Trainer is created with it; build the Trainer "
                 "first, and keep it"
             )
-        with torch._C.DisableTorchFunctionSubclass():  # each of its own calls would go through that
+        # Attribute access would otherwise go through __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
             (num_rows, *of_row), device = self.shape, self.device
         ids, shape = flat_ids(self._name(), row_ids, num_rows)
         which: Ordered | Tensor = ids
         rows = owner.row_sparse_read(self, ids)
+        # The store is in another process or the rows are in several places: request each row once.
         if rows is None:
             which = put_in_order(ids.numpy(), num_rows)
             rows = owner.row_sparse_pull(self, which.ids)
@@ -153,21 +167,21 @@ class RowSparseParameter(Parameter):
         return gathered.view(*shape, *of_row)
 
     def detach(self) -> Tensor:
-        """Return all values, as a new tensor, which takes the memory of the whole table; what `state_dict()` saves."""
+        """Return all values as a new tensor the size of the whole table. `state_dict()` saves these."""
         owner = self._owner() if self._owner is not None else None
         if self._is_placed:
             if owner is None:
                 raise RowSparseError(
                     f"the values of {self._name()} were in the store of a Trainer that is gone"
                 )
-            with torch.no_grad():  # no gradient is computed with them
+            with torch.no_grad():
                 rows = owner.row_sparse_pull(self, torch.arange(self.shape[0], device="cpu"))
             return rows.view(self.shape).to(self.device)
         return self._source()(0, self.numel()).view(self.shape).to(self.device, copy=True)
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> RowSparseParameter:
-        """Take these values, as `load_state_dict` does: to begin with, or, if a store has some already, once
-        `trainer.set_data()` publishes rank 0's; a step before that raises WeightsWrittenError."""
+        """Set the initial values, as `load_state_dict` does. If a store has values already, `trainer.set_data()` must
+        publish rank 0's before the next step, which otherwise raises WeightsWrittenError."""
         values = source.detach().clone()
         _checked_init(values, tuple(self.shape))
         owner = self._owner() if self._owner is not None else None
@@ -179,11 +193,11 @@ class RowSparseParameter(Parameter):
         return self
 
     def claim(self, owner: Owner, name: str) -> None:
-        """Belong to a Trainer from now on; `check_claimable` has not raised."""
+        """Make a Trainer the owner, after `check_claimable`."""
         self._owner, self._label = weakref.ref(owner), name
 
     def check_claimable(self, name: str) -> None:
-        """Raise RowSparseError if no new Trainer may have this parameter."""
+        """Raise RowSparseError if a new Trainer must not own this parameter."""
         if self._owner is not None and self._owner() is not None:
             raise RowSparseError(
                 f"failed to set the trainer for Parameter {name!r} because it was already set: more than one trainer "
@@ -196,11 +210,11 @@ class RowSparseParameter(Parameter):
             )
 
     def _place(self) -> None:
-        """Let go of the values, which are in the store from now on."""
+        """Drop the values, which are in the store from now on."""
         self._init, self._is_placed = None, True
 
     def _source(self) -> Source:
-        """Return the values to begin with."""
+        """Return the initial values."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
             filled = torch.empty(self.shape, dtype=dtype, device="cpu")
@@ -217,7 +231,7 @@ class RowSparseParameter(Parameter):
         return repr(self._label) if self._label else f"a RowSparseParameter of shape {list(self.shape)}"
 
     def _moved(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """Note where, or as which dtype, rows are to come: the elements are not here to be moved."""
+        """Apply a conversion of dtype or device to the empty tensor; fetched rows will follow it."""
         scalar: Tensor = getattr(torch.zeros((), dtype=self.dtype, device=self.device), name)(*args, **kwargs)
         if self._owner is not None and (scalar.dtype, scalar.device) != (self.dtype, self.device):
             raise RowSparseError(
@@ -228,15 +242,15 @@ class RowSparseParameter(Parameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RowSparseError(
-            f"{what} needs the elements of {self._name()}, which live in the store of its Trainer; work with the rows "
-            "that row_sparse_data(row_ids) returns"
+            f"{what} needs the elements of {self._name()}, which live in the store of its Trainer; use the rows that "
+            "row_sparse_data(row_ids) returns"
         )
 
     def _refuse_to_be_traced(self) -> NoReturn:
         raise RowSparseError(
             f"a model with {self._name()} cannot be exported or traced, because its values live in the store of its "
-            "Trainer; put torch.nn.Embedding.from_pretrained(parameter.detach()) in its place first, which takes the "
-            "memory of the whole table"
+            "Trainer; replace it with torch.nn.Embedding.from_pretrained(parameter.detach()) first, which needs memory "
+            "for the whole table"
         )
 
     @classmethod
@@ -250,7 +264,7 @@ class RowSparseParameter(Parameter):
             if mine is not None and name in _MOVES:
                 return mine._moved(name, args[1:], kwargs or {})
             if mine is not None and name in _ASKED_BY_TRACERS:
-                # The compiler goes on to a call of row_sparse_data, where it breaks its graph.
+                # The compiler continues to a call of row_sparse_data, where it breaks the graph.
                 is_exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.6 has none
                 if torch.compiler.is_compiling() and not is_exporting():
                     return func(*args, **(kwargs or {}))
@@ -291,27 +305,28 @@ class RowSparseParameter(Parameter):
 
 
 def is_row_sparse(parameter: object) -> TypeGuard[RowSparseParameter]:
-    """Tell whether it is a RowSparseParameter; isinstance, which for parameters runs code of torch's, is slow."""
+    """Return whether this is a RowSparseParameter. Much faster than isinstance, which torch overrides for
+    parameters."""
     return issubclass(type(parameter), RowSparseParameter)
 
 
 Tables = Mapping[int, Callable[[], Source]]
-"""Key (by index) → what gives its values, called on the worker whose values count."""
+"""Key (by index) → function that returns its values, called on rank 0 only."""
 
 
 NO_TABLES: Tables = MappingProxyType({})
 
 
 class RowTables:
-    """The row-sparse parameters of a Trainer: which of its keys they are, and values on their way to the store.
+    """The row-sparse parameters of a Trainer, by key, and their values that the store does not have yet.
 
     Args:
-        replicas: the parameters on each device, by key.
+        replicas: The parameters on each device, by key.
     """
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
         self._parameters: dict[int, list[RowSparseParameter]] = {}
-        # id of a parameter → its key.
+        # id() of a parameter → its key.
         self._keys: dict[int, int] = {}
         for parameters in replicas:
             for key, parameter in enumerate(parameters) if _has_tables(parameters) else ():
@@ -319,9 +334,9 @@ class RowTables:
                     self._parameters.setdefault(key, []).append(parameter)
                     self._keys[id(parameter)] = key
         self.given: dict[int, Tensor] = {}
-        """Key → new values that the store has not got yet, flat."""
+        """Key → new values that the store does not have yet, flat."""
         self.wanted: dict[int, Tensor] = {}
-        """Key → ids of the rows to be fetched after the next step."""
+        """Key → ids of the rows to fetch after the next step."""
 
     def __contains__(self, key: int) -> bool:
         return key in self._parameters
@@ -330,16 +345,15 @@ class RowTables:
         return iter(self._parameters)
 
     def key_of(self, parameter: RowSparseParameter) -> int:
-        """Return the key of which this is a replica."""
         return self._keys[id(parameter)]
 
     def want(self, rows: Any) -> None:
-        """Have rows fetched after the next step, and nothing else; see `Trainer.prefetch`."""
+        """Set the rows to fetch after the next step, replacing earlier ones; see `Trainer.prefetch`."""
         if not isinstance(rows, Mapping):
             if len(self._parameters) != 1:
                 raise ConfigurationError(
-                    f"this Trainer has {len(self._parameters)} row-sparse parameters; give prefetch() a dict of them "
-                    "and the ids that are wanted of each"
+                    f"this Trainer has {len(self._parameters)} row-sparse parameters; give prefetch() a dict from "
+                    "parameter to row ids"
                 )
             rows = {parameters[0]: rows for parameters in self._parameters.values()}
         names = {parameters[0]._label: key for key, parameters in self._parameters.items()}
@@ -356,16 +370,15 @@ class RowTables:
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:
-        """Return the rows to be fetched, which are from now on no longer wanted."""
+        """Return the rows to fetch, and clear them."""
         wanted, self.wanted = self.wanted, {}
         return wanted
 
     def give(self, key: int, values: Tensor) -> None:
-        """Values for `first` or `changed`."""
         self.given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
 
     def first(self) -> Tables:
-        """Return the values of all keys, with which the store begins."""
+        """Return the initial values of all keys."""
         return {**{key: first._source for key, (first, *_) in self._parameters.items()}, **self.changed()}
 
     def changed(self) -> Tables:
@@ -373,22 +386,22 @@ class RowTables:
         return {key: partial(_source_of, flat) for key, flat in self.given.items()}
 
     def are_placed(self) -> None:
-        """Note that the store has the values now."""
+        """Record that the store has the values now."""
         self.given.clear()
         for parameter in chain.from_iterable(self._parameters.values()):
             parameter._place()
 
 
 def _has_tables(parameters: Iterable[object]) -> bool:
-    """Tell whether some are row-sparse, by their classes: one look at each parameter would take longer."""
+    # By their classes: isinstance of each parameter would take longer.
     return any(issubclass(kind, RowSparseParameter) for kind in set(map(type, parameters)))
 
 
 def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
-    """Find the row-sparse parameters of groups, with names and all of their replicas.
+    """Return the row-sparse parameters of groups, with their names, including all replicas.
 
     Raises:
-        RowSparseError: one has a Trainer already, or is a replica of a parameter of another kind.
+        RowSparseError: One belongs to a Trainer already, or its replicas are of different kinds.
     """
     found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:
@@ -398,7 +411,7 @@ def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
         for name, *copies in zip(group["param_names"], *of_devices, strict=True):
             if len(set(map(is_row_sparse, copies))) > 1:
                 raise RowSparseError(
-                    f"some replicas of {name!r} are row-sparse and some are not; make all alike"
+                    f"some replicas of {name!r} are row-sparse and some are not; make all of one kind"
                 )
             found += [(name, p) for p in copies if is_row_sparse(p)]
     for name, parameter in found:
@@ -411,24 +424,25 @@ def _source_of(flat: Tensor) -> Source:
 
 
 def _of_each(rows: Tensor, ids: Ordered | Tensor) -> Tensor:
-    """Distribute the rows of ordered ids over all places where these were given; of others each has its own."""
+    """Repeat fetched rows for all positions of their ids. With plain ids, there is one row for each already."""
     return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
 
 
 @uncompiled
 class _Gather(torch.autograd.Function):
-    """Gives rows to all places of their ids; backwards, adds up what comes from those of each."""
+    """Gathers rows for repeated ids; the backward pass sums the gradients of each id."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, rows: Tensor, ids: Ordered | Tensor) -> Tensor:
         ctx.shape = tuple(parameter.shape)
-        ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids  # a loop may use their memory again
+        # A clone, because the loop may overwrite its ids before the backward pass.
+        ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids
         return _of_each(rows, ids)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return a sparse gradient that has each id once: halves are added up in float32, and rounded once."""
+        """Return a sparse gradient with distinct ids. Half precision is summed in float32 and rounded once."""
         flat, ordered = grad.reshape(len(grad), *ctx.shape[1:]), ctx.ids
         if isinstance(ordered, Tensor):
             ordered = put_in_order(ordered.numpy(), ctx.shape[0])
@@ -449,11 +463,12 @@ def _checked_init(init: Any, shape: tuple[int, ...]) -> Init:
         if tuple(init.shape) != shape or init.layout is not torch.strided or init.is_meta:
             raise ConfigurationError(
                 f"a RowSparseParameter of shape {list(shape)} was given a {init.layout} tensor of shape "
-                f"{list(init.shape)} as its values; give a dense one of its shape"
+                f"{list(init.shape)} as its values; give a dense tensor of the same shape"
             )
         return init
     if init is not None and not check.is_number(init) and not callable(init):
         raise ConfigurationError(
-            f"init of a RowSparseParameter is a number, a tensor, a function that fills a tensor, or None; got {init!r}"
+            "init of a RowSparseParameter must be a number, a tensor, a function that fills a tensor, or None; got "
+            f"{init!r}"
         )
     return float(init) if check.is_number(init) else init

@@ -1,4 +1,4 @@
-"""Whether anything still sees the memory where parameters lay before they moved."""
+"""Warns if something still sees the memory where parameters were before they moved into an arena."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from kvtrainer.errors import SharedWeightsWarning, level_of_user
 
 
 class FormerMemory:
-    """The memory of some parameters, which are about to move.
+    """The memory of parameters that are about to move.
 
-    A NumPy array, a `state_dict()` that somebody holds, or another process with which the memory is shared would show
-    the values from before for ever, in silence.
+    NumPy arrays, a `state_dict()` that is kept, or processes that share the memory would silently show old values.
     """
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -28,14 +27,10 @@ class FormerMemory:
         self._nbytes = [p.nbytes for p in parameters]
 
     def warn_of_views(self, names: Sequence[str]) -> None:
-        """Warn if something still sees the memory, now that the parameters have moved.
-
-        Args:
-            names: Of the parameters.
-        """
+        """Warn if something still sees the memory. Call it after the parameters, with these names, have moved."""
         viewed = self._viewed()
         if viewed:
-            gc.collect()  # what nobody uses any more does not count
+            gc.collect()  # drops references that are only left in cycles
             viewed = self._viewed()
         found = sorted({*self._shared, *viewed})
         if not found:
@@ -47,27 +42,27 @@ class FormerMemory:
             what = "another process, after share_memory() or by torch.multiprocessing"
         warnings.warn(
             f"the Trainer has moved the data of its parameters to memory of its own, but something else still sees "
-            f"where those of {len(found)} of {len(names)} were, with the values from before: parameters "
-            f"{', '.join([repr(names[at]) for at in found])}. That is {what}. Make views when the Trainer is built, "
-            "and again after its groups were changed; give other processes copies, as of p.detach().clone()",
+            f"where those of {len(found)} of {len(names)} were, with old values: parameters "
+            f"{', '.join([repr(names[at]) for at in found])}. It is {what}. Make views when the Trainer is built, "
+            "and again after its groups were changed; give other processes copies such as p.detach().clone()",
             SharedWeightsWarning,
             stacklevel=level_of_user(),
         )
 
     def _viewed(self) -> list[int]:
-        """List the parameters whose memory is in use. In a larger one other tensors may lie by right."""
+        """Return the parameters whose memory is still in use. Memory larger than a parameter may belong to others."""
         rows = enumerate(zip(self._references, self._nbytes, strict=True))
         return [at for at, (memory, nbytes) in rows if nbytes and nbytes == _nbytes_of(memory)]
 
 
 def is_shared(parameter: Parameter) -> bool:
-    """Return whether a parameter lies in memory that processes of this host share."""
-    # Memory of CUDA says so in any case.
+    """Return whether a parameter is in memory that processes of this host share."""
+    # CUDA memory always reports that it is shared.
     return parameter.device.type == "cpu" and bool(parameter.untyped_storage().is_shared())
 
 
 def _nbytes_of(memory: StorageWeakRef) -> int:
-    """Return the size of memory that something still uses; 0 if nothing does."""
+    """Return the size of memory that is still in use; 0 if it is not."""
     if memory.expired():  # type: ignore[no-untyped-call]
         return 0
     storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)

@@ -1,4 +1,13 @@
-"""Finds weights that a loop has written: by version counters and by sums of bits."""
+"""Detects weights that were written by others than the Trainer.
+
+Two signals are combined. Torch raises `_version` of a tensor with every in-place write that it knows of:
+`load_state_dict`, `nn.init`, `p.clamp_()` under no_grad. Reads and backward passes do not change it. A write through
+`p.data`, NumPy or another library raises no counter, so checksums of the bits are compared as well, but only for
+weights that a store will overwrite, and only for memory whose writes the page map does not show (`look_at`).
+
+Checksums of a large arena are compared in turns: every step reads a fraction of it. A large table that only changes by
+rows is not read as a whole: `KeptSums` updates the checksums of the rows that the Trainer writes.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +24,32 @@ from torch.nn import Parameter
 from kvstore_server.plan import ALIGNMENT, SIZES, Plan
 
 WHOLE = 8 << 20
-"""Bytes. An arena of up to this size is looked at as a whole; of a bigger one every EVERY-th block, in turn."""
+"""Bytes. A larger arena is checked in EVERY turns, one block of each EVERY at a time."""
 EVERY = 8
 _BLOCK = 8 << 10
-# The bytes in one sum; behind the last whole row of blocks it is a line of 64.
+# Bytes per checksum. The remainder behind the last complete group of blocks has one for each 64 bytes.
 _SUMMED = 1 << 10
 _WORD = 8
 TURNS = 64
-"""Steps within which a write to a table with kept sums is found."""
+"""Steps within which a write to a table with kept checksums is detected."""
 _KEPT_SHIFT = 8
-# The bytes in one kept sum; behind the last whole round of turns it is a line of 64.
+# Bytes per kept checksum. The remainder behind the last complete group has one for each 64 bytes.
 _KEPT = 1 << _KEPT_SHIFT
-# Neighbouring kept sums that are compared in one turn.
+# Number of adjacent kept checksums that are compared in one turn.
 _NEIGHBOURS = 4
 NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
 
 
 class WriteWatch:
-    """Compares the parameters with what the Trainer's own updates made of them.
+    """Compares the parameters with what the Trainer's own updates left.
 
-    Counters cost a few dozen ns per parameter. Bits are summed only where a store has the weights too and will put its
-    own in the place of what is written; that takes two passes over what is looked at. Of large tables of which rows
-    alone come from the store sums are kept.
+    Version counters cost some 10 ns for each parameter. Checksums read memory twice, and are used only where `accept`
+    says that a store has the weights.
 
     Args:
-        parameters: in the order of `plan.specs`.
-        weights: the arena that they lie in.
+        parameters: In the order of `plan.specs`.
+        weights: The arena in which they are stored.
     """
 
     def __init__(self, parameters: Sequence[Parameter], weights: Mapping[str, Tensor], plan: Plan) -> None:
@@ -53,15 +61,15 @@ class WriteWatch:
         self._own = 0
         self._turn = 0
         self._sums: dict[str, Tensor] = {}
-        # Dtype → for each stretch and turn, what is summed in it, if the weights are in a store as well.
+        # Dtype → for each stretch between tables, for each turn, the parts to sum. Empty if no store has the weights.
         self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
-        # Key (by index) → its sums; it lies between the stretches.
+        # Key (by index) → checksums of a large table that only changes by rows.
         self._tables: dict[int, KeptSums] = {}
-        # Dtype → where to look, as (begin, end) in bytes; without an entry everywhere.
+        # Dtype → (begin, end) in bytes of what needs checksums. A missing dtype needs them everywhere.
         self._parts: Mapping[str, Sequence[tuple[int, int]]] = {}
 
     def accept(self, is_in_store: bool) -> None:
-        """From now on look for writes that come later; for unseen ones too if the weights are in a store as well."""
+        """Take the current weights as the Trainer's own. Checksums are used only if a store has the weights too."""
         self._accepted = list(map(_version_of, self._parameters))
         self._total, self._own = sum(self._accepted), -1
         if not is_in_store:
@@ -72,17 +80,17 @@ class WriteWatch:
         self.count_own()
 
     def look_at(self, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """From now on sum some parts alone, as (begin, end) in bytes, whole lines; of others somebody else tells."""
+        """Restrict checksums to these (begin, end) ranges in bytes, multiples of 64; others are watched elsewhere."""
         self._parts = parts
         if self._looked_at:
             self._looked_at = {}
             self.accept(is_in_store=True)
 
     def count_own(self, written: Mapping[int, Tensor | None] = NOTHING) -> None:
-        """Note that the Trainer has written to weights, raising each counter by one.
+        """Record that the Trainer has written weights, which raised each version counter by one.
 
         Args:
-            written: Long key (by index) → ids of the rows that it has written; None: all. No other rows of such keys.
+            written: Large key (by index) → ids of the rows that were written, or None for all rows.
         """
         self._own += 1
         self._turn += 1
@@ -100,18 +108,17 @@ class WriteWatch:
         self._sums = self._sums_now()
 
     def _place_of(self, key: int) -> tuple[int, int]:
-        """Say where a key alone on its lines begins and ends in the words of its dtype."""
+        """Return begin and end of a key in 8-byte words of its dtype's memory, rounded up to whole 64-byte lines."""
         begin = self._plan.key_offsets[key] * SIZES[self._plan.specs[key].dtype]
         end = begin + self._parameters[key].nbytes
         return begin // _WORD, -(-end // ALIGNMENT) * ALIGNMENT // _WORD
 
     def _lay_out(self) -> None:
-        """Cut what is looked at into turns."""
         flats = self._weights.items()
         self._looked_at = {dtype: self._stretches(dtype, flat.view(torch.int64)) for dtype, flat in flats}
 
     def _stretches(self, dtype: str, words: Tensor) -> list[list[list[Tensor]]]:
-        """Cut words of a dtype that are looked at and lie between tables into turns."""
+        """Split the memory between tables into stretches, and each stretch into turns."""
         every = 1 if words.numel() * _WORD <= WHOLE else EVERY
         tables = sorted([self._place_of(key) for key in self._tables if self._plan.specs[key].dtype == dtype])
         begins, ends = [0, *(end for _, end in tables)], [*(begin for begin, _ in tables), words.numel()]
@@ -121,23 +128,25 @@ class WriteWatch:
         return [_turns(words[a:b], every) for a, b in cut if a < b]
 
     def by_others(self) -> list[int]:
-        """List positions of parameters that others wrote to since `accept`. Some only lie beside one."""
+        """Return positions of parameters written by others since `accept`. May include neighbours of what was
+        written."""
         found: set[int] = set()
+        # 1. Checksums of this turn.
         for dtype, now in self._sums_now().items():
             if not torch.equal(now, self._sums[dtype]):
                 found.update(self._keys_in(dtype, now != self._sums[dtype]))
         found.update([key for key, sums in self._tables.items() if not sums.is_same(self._turn)])
-        # Counters only rise, so the sum tells whether any has: on most steps none.
+        # 2. Version counters. They only rise, so an unchanged total means that all are unchanged.
         if sum(map(_version_of, self._parameters)) != self._total + self._own * len(self._parameters):
             rows = zip(self._parameters, self._accepted, strict=True)
             found.update(i for i, (p, version) in enumerate(rows) if p._version != version + self._own)
         return sorted(found)
 
     def _sums_now(self) -> dict[str, Tensor]:
-        """Sum the bits of what is looked at in this turn."""
+        """Return the checksums of this turn."""
         found = {}
         for dtype, stretches in self._looked_at.items():
-            # What has one word in each is copied: for a few kilobytes that takes a third of the time of a sum.
+            # Parts of one word each are copied: for a few kilobytes that takes a third of the time of a sum.
             parts = [
                 part.sum(-1).flatten() if part.shape[-1] > 1 else part[..., 0].clone()
                 for turns in stretches
@@ -148,7 +157,8 @@ class WriteWatch:
         return found
 
     def _keys_in(self, dtype: str, differs: Tensor) -> list[int]:
-        """Find the keys of a dtype that have bytes in the sums that differ."""
+        """Return the keys of a dtype that overlap the checksums that differ."""
+        # The same cutting, applied to byte offsets instead of weights, gives the range of each checksum.
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
         stretches = self._stretches(dtype, torch.arange(0, flat.numel() * size, _WORD, device="cpu"))
@@ -167,7 +177,7 @@ class WriteWatch:
 
 
 def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
-    """Cut the blocks of each turn, and the rest behind all, into what is summed."""
+    """Split memory into the parts for each turn. The remainder belongs to every turn."""
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:
         return [[words.view(-1, 1)]]
@@ -177,14 +187,14 @@ def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
 
 
 class KeptSums:
-    """Sums of bits of a table of which rows alone are written, kept from step to step.
+    """Checksums of a table that changes only by rows, kept from step to step.
 
-    A look at all of a large table would take longer than a step by a few of its rows. So the sums of what the Trainer
-    writes are made anew as it writes, and a step compares some of the others: with the turns, all.
+    Reading a large table would take longer than updating a few of its rows. So the checksums of rows that the Trainer
+    writes are updated at once, and each step verifies a fraction of all: after TURNS steps, every one.
 
     Args:
-        words: The memory of the table as int64, whole lines.
-        row_nbytes: Bytes of a row.
+        words: The table's memory as int64, in whole 64-byte lines.
+        row_nbytes: Size of a row in bytes.
     """
 
     def __init__(self, words: Tensor, row_nbytes: int) -> None:
@@ -198,15 +208,15 @@ class KeptSums:
         self._by_turn = self._sums.view(-1, TURNS, _NEIGHBOURS)
 
     def is_same(self, turn: int) -> bool:
-        """Tell whether nobody has written to what this turn looks at: a part of 1 KiB in each 64, and the rest."""
+        """Return whether what this turn reads is unchanged: 1 KiB of each 64 KiB, and the remainder."""
         at = turn % TURNS
-        # A sum of all that is looked at in a block takes a third of the time that sums of its parts take.
+        # One sum over a block takes a third of the time of one for each of its parts.
         kept = torch.stack(self._by_turn[:, at].unbind(-1)).sum(0)
         is_same = torch.equal(self._blocks[:, at].sum(-1), kept)
         return is_same and torch.equal(self._rest.sum(-1), self._rest_sums)
 
     def note(self, ids: Tensor) -> None:
-        """Note that the Trainer has written these rows."""
+        """Update the checksums of rows that the Trainer has written."""
         begins = ids.cpu().numpy() * self._row_nbytes
         first, last = begins >> _KEPT_SHIFT, (begins + (self._row_nbytes - 1)) >> _KEPT_SHIFT
         span = int((last - first).max(initial=0)) + 1
