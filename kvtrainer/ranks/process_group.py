@@ -1,7 +1,12 @@
-"""The ranks of the torch.distributed job that this process is one of: the few collectives that stores need.
+"""The default torch.distributed process group, with the few collectives that stores need.
 
-All of them block, are called by every rank in the same order, and have the timeout of the process group. Where all
-ranks are on one host, what they exchange on the CPU goes through memory, else by torch.distributed.
+`RankGroup` adds three things to torch's collectives. If all ranks are on one host, CPU tensors are exchanged through
+shared memory (`RankMemory`) instead of gloo. `agree` compares what the ranks are about to do before they exchange
+numbers, so different calls, shapes or options raise an error that names both sides, instead of mixing up data or
+hanging. And torch's errors become this project's.
+
+All collectives block, are called by every rank in the same order, and are limited by the process group's timeout. After
+an error the group is unusable. `SumsUnderWay` sums asynchronously, over connections of its own.
 """
 
 from __future__ import annotations
@@ -34,18 +39,18 @@ from kvstore_server.protocol.rows import RowSet
 from kvtrainer.ranks.shared_memory import RankMemory, open_memory
 
 BUCKET = 25 * 1024 * 1024
-"""Bytes that are summed in one collective where nothing else is asked for."""
+"""Bytes in one collective if no size is set."""
 _MB = 1024 * 1024
 _CPU = torch.device("cpu")
-# Buckets that are under way at a time; those that need memory of their own are bounded by it.
+# Collectives in flight at a time. Limits the memory for copies in another dtype or on another device.
 _UNDER_WAY = 4
 
-# Process group → the memory of its ranks, None where they have none: as its own connections, for all that use it.
+# Process group → the shared memory of its ranks, or None. All users of a group share it, as they do its connections.
 _memories: MutableMapping[dist.ProcessGroup, RankMemory | None] = WeakKeyDictionary()
 
 
 def current_group() -> RankGroup | None:
-    """Return the default process group; None where there is none, or only this rank."""
+    """Return the default process group, or None if there is none or it has one rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return RankGroup()
@@ -53,14 +58,14 @@ def current_group() -> RankGroup | None:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes of what is summed in one collective.
+    """How gradients are grouped into collectives.
 
     Args:
-        size_mb: at most so many times 1024² bytes; -1 for all that lies beside each other; None for 25.
-        coalesce: whether parameters that lie beside each other share a collective. If not, each has its own.
+        size_mb: Size limit in MiB; -1 for no limit, None for 25.
+        coalesce: Whether adjacent parameters share a collective. If not, each has its own.
 
     Raises:
-        ConfigurationError: an argument is wrong, or would have no effect.
+        ConfigurationError: An argument is wrong or would have no effect.
     """
 
     size_mb: float | None = None
@@ -73,12 +78,12 @@ class Buckets:
         check.boolean("coalesce", self.coalesce)
         if not self.coalesce and size not in (None, -1):
             raise ConfigurationError(
-                f"bucket_size_mb={size!r} would have no effect with coalesce=False, which sums each parameter by "
-                "itself; leave one of the two out"
+                f"bucket_size_mb={size!r} would have no effect with coalesce=False, which sums each parameter "
+                "separately; leave one of the two out"
             )
 
     def elements(self, itemsize: int) -> int | None:
-        """Return the most elements of that many bytes that are summed in one collective; None for any number."""
+        """Return how many elements of this size in bytes one collective may have; None for any number."""
         if self.size_mb == -1 or not self.coalesce:
             return None
         nbytes = BUCKET if self.size_mb is None else int(self.size_mb * _MB)
@@ -86,14 +91,14 @@ class Buckets:
 
 
 class RankGroup:
-    """The default process group. NCCL for CUDA tensors where it has that, gloo otherwise.
+    """The default process group, with NCCL for CUDA tensors if it has that, and gloo otherwise.
 
     Attributes:
-        buckets: how much is summed in one collective; the same on every rank.
-        is_agreed: whether ranks have compared it, after which it stays.
+        buckets: Grouping into collectives; equal on all ranks.
+        is_agreed: Whether the ranks have compared `buckets`, which must not change afterwards.
 
     Raises:
-        ConfigurationError: its backend is neither.
+        ConfigurationError: The group has neither backend.
     """
 
     def __init__(self) -> None:
@@ -113,14 +118,14 @@ class RankGroup:
         return self._backends.get("cuda") == "nccl"
 
     def can_overlap(self, device: torch.device) -> bool:
-        """Tell whether sums on a device may be under way beside exchanges on the CPU.
+        """Return whether asynchronous sums on a device can run beside exchanges on the CPU.
 
-        Not over one NCCL: kernels of two of its communicators may wait for each other.
+        Not with NCCL for both, because kernels of two NCCL communicators may deadlock.
         """
         return self._backends.get("cpu") == "gloo" and (device.type == "cpu" or self.has_nccl)
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank, on the device of `mine`; all have its shape and dtype."""
+        """Return the tensors of all ranks, by rank, on the device of `mine`. All have the same shape and dtype."""
         sent = mine.to(self._place(mine.device)).contiguous()
         memory = self.memory_for(mine.device)
         with self.errors("exchange what they hold"):
@@ -132,7 +137,7 @@ class RankGroup:
         return [one.to(mine.device) for one in found]
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, by rank; they may differ in length."""
+        """Return the bytes of all ranks, by rank. Lengths may differ."""
         lengths = [int(one) for one in self.all_gather(torch.tensor([len(mine)], device="cpu"))]
         padded = bytearray(max(1, *lengths))
         padded[: len(mine)] = mine
@@ -161,15 +166,15 @@ class RankGroup:
         after: float = 1.0,
         borrowed: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Replace runs of a flat tensor by after · Σ over ranks of before · element.
+        """Replace ranges of a flat tensor by after · Σ over ranks of before · element.
 
-        Half precision is summed in float32. All ranks get the same bits; through memory those of a sum from left to
-        right.
+        Half precision is summed in float32. All ranks get the same bits. Through shared memory the sum is from left to
+        right in rank order.
 
         Args:
-            flat: one dimension, contiguous.
-            runs: from where to where, ascending.
-            borrowed: the elements of the runs that begin there, where they are not in `flat`; only with memory.
+            flat: One-dimensional and contiguous.
+            runs: (begin, end) of the ranges, ascending.
+            borrowed: Begin of a range → its elements, if they are not in `flat`. Only with shared memory.
         """
         compute = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         memory = self.memory_for(flat.device)
@@ -182,18 +187,19 @@ class RankGroup:
             self._sum_by_torch(flat, runs, compute, before, after)
 
     def memory_for(self, device: torch.device) -> RankMemory | None:
-        """Return the memory through which tensors of a device are exchanged; None where torch.distributed does that.
+        """Return the memory through which tensors of a device are exchanged, or None if torch.distributed is used.
 
-        Collective where nothing was exchanged before.
+        Collective on first use.
 
         Raises:
-            ConfigurationError: KVSTORE_TRANSPORT says that there has to be one, and there cannot be; on every rank.
+            ConfigurationError: KVSTORE_TRANSPORT demands shared memory, which is not possible. Raised on every rank.
         """
         group = dist.group.WORLD
         if group is None or self._place(device).type != "cpu":
             return None
         if group not in _memories:
-            _memories[group] = None  # while they agree
+            # The exchange that opens the memory calls this too, and must go through torch.distributed.
+            _memories[group] = None
             try:
                 _memories[group] = open_memory(self.rank, self.all_gather_bytes, _timeout)
             except BaseException:
@@ -222,6 +228,7 @@ class RankGroup:
             if part is not target:
                 target.copy_(part)
 
+        # Up to _UNDER_WAY all-reduces are in flight; the oldest is completed before another one starts.
         for begin, end in runs:
             step = max(1, end - begin) if most is None else most
             for start in range(begin, end, step):
@@ -237,22 +244,21 @@ class RankGroup:
             finish()
 
     def barrier(self) -> None:
-        """Block until every rank has come here."""
+        """Block until every rank has called this."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     @torch.no_grad()
     def gather_rows(self, mine: RowSet, counts: Sequence[int]) -> list[RowSet]:
-        """Gather the rows of one key of those ranks that have some, in the order of ranks.
-
-        Only this rank's, if none has.
+        """Return the rows of one key from the ranks that have some, by rank; this rank's if none has any.
 
         Args:
-            mine: this rank's rows; on all ranks in the same dtype.
-            counts: how many rows every rank has; none where it is not above 0.
+            mine: This rank's rows, in the same dtype on all ranks.
+            counts: The number of rows of each rank.
         """
         most = max(counts)
         if most <= 0:
             return [mine]
+        # all_gather needs equal shapes: pad to the longest.
         ids, values = mine.ids.new_zeros(most), mine.values.new_zeros(most, mine.values.shape[1])
         ids[: len(mine.ids)] = mine.ids
         values[: len(mine.ids)] = mine.values
@@ -260,21 +266,22 @@ class RankGroup:
         return [RowSet(i[:count], v[:count]) for i, v, count in rows if count > 0]
 
     def agree(self, verb: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Compare what the ranks are about to do; returns what all said, by rank.
+        """Compare what the ranks are about to do, and return what all of them said, by rank.
 
         Args:
-            verb: what is called.
-            said: its "keys", "specs", "optimizer", "overlap", "bucket_size_mb" and "coalesce", which have to be alike,
-                and others.
+            verb: The method that is called.
+            said: Its "keys", "specs", "optimizer", "overlap", "bucket_size_mb" and "coalesce", which must be equal on
+                all ranks, and other values that may differ.
 
         Raises:
-            RoundAbortedError: a rank has reported an error.
-            ProtocolError, PlanMismatchError: ranks differ; on every rank, with both sides named.
+            RoundAbortedError: A rank reported an error.
+            ProtocolError, PlanMismatchError: Ranks differ. Raised on every rank, and names both sides.
         """
         packed = self.all_gather_bytes(pack_control({"verb": verb, **said}))
         heard: list[dict[str, Any]] = [unpack_control(one) for one in packed]
         if all(one == packed[0] for one in packed):
             return heard
+        # An error that a rank reported comes first: it explains why its call differs.
         for rank, theirs in enumerate(heard):
             if "error" in theirs:
                 raise RoundAbortedError(f"rank {rank} raised in {theirs['verb']}: {theirs['error']}")
@@ -283,12 +290,12 @@ class RankGroup:
         return heard
 
     def report(self, verb: str, error: Exception) -> None:
-        """Tell the other ranks, which `agree`, of the error that this one will raise."""
+        """Tell the other ranks, which are in `agree`, about an error that this rank is going to raise."""
         text = f"{type(error).__name__}: {error}"[:1000]
         self.all_gather_bytes(pack_control({"verb": verb, "error": text}))
 
     def _place(self, device: torch.device) -> torch.device:
-        """Choose the device on which a tensor of another one is exchanged."""
+        """Return the device on which tensors of a given device are exchanged."""
         if device.type == "cuda" and self.has_nccl:
             return device
         if self._backends.get("cpu") == "gloo":
@@ -297,14 +304,14 @@ class RankGroup:
 
     @contextmanager
     def errors(self, what: str) -> Iterator[None]:
-        """Turn torch's errors into this project's."""
+        """Convert torch's errors to this project's."""
         try:
             yield
         except (RuntimeError, OSError) as error:
             text = str(error)
             hint = (
-                "the process group cannot be used any more; end this job and start it again from a saved state, and if "
-                "ranks have different numbers of batches, let all train in a block `with trainer.join():`"
+                "the process group cannot be used any more; restart the job from a saved state. If ranks have "
+                "different numbers of batches, train in a block `with trainer.join():` on all of them"
             )
             if "timed out" in text.lower() or "timeout" in text.lower():
                 raise DeadlineError(
@@ -318,14 +325,14 @@ class RankGroup:
 
 
 class SumsUnderWay:
-    """Sums over a group's ranks that do not block, beside whatever else they exchange.
+    """Asynchronous sums over a group's ranks, which run beside other exchanges.
 
-    They have connections of their own, which all ranks open at once. All ranks start sums of the same sizes in the same
-    order; two ranks may have started different numbers of them.
+    They use connections of their own, which all ranks open together. All ranks start sums of the same sizes in the same
+    order, but may be at different sums at a time.
 
     Args:
-        group: in which `can_overlap` holds for the device.
-        device: of what is summed.
+        group: A group for which `can_overlap(device)` is true.
+        device: Device of the tensors.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
@@ -333,36 +340,36 @@ class SumsUnderWay:
         backend = "gloo" if device.type == "cpu" else "nccl"
         self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_timeout(device)))
         self._started: list[Any] = []
-        # Kept until others have ended: torch keeps a Python object with a sum that was started in a backward pass, and
-        # where a thread of gloo is the last to let go of it while the interpreter ends, the process aborts.
+        # Kept until the next sums have ended. Torch attaches a Python object to a sum that is started in a backward
+        # pass, and the process aborts if a gloo thread drops the last reference to it while the interpreter shuts down.
         self._ended: list[Any] = []
 
     @property
     def count(self) -> int:
-        """The number of sums that were started since `wait`."""
+        """Number of sums started since the last `wait`."""
         return len(self._started)
 
     def start(self, flat: Tensor) -> None:
-        """Begin to replace the elements of a tensor by their sums over ranks; until `wait` nobody may use it."""
+        """Start replacing a tensor by its sum over ranks. It must not be used until `wait`."""
         with self._group.errors("sum gradients"):
             self._started.append(dist.all_reduce(flat, group=self._own, async_op=True))
 
     def wait(self) -> None:
-        """Wait for all sums; all ranks must have started as many."""
+        """Wait for all sums. All ranks must have started the same number."""
         with self._group.errors("sum gradients"):
             for work in self._started:
                 work.wait()
         self._ended, self._started = self._started, []
 
     def close(self) -> None:
-        """Close the connections. Sums that others never started would block that: they end with the process."""
-        with suppress(ValueError):  # the process group has ended
+        """Close the connections. If sums are unfinished this would block, so they are left until the process ends."""
+        with suppress(ValueError):  # the process group has ended already
             if not self._started:
                 dist.destroy_process_group(self._own)
 
 
 def _timeout(device: torch.device = _CPU) -> float:
-    """Return the seconds that the process group waits for tensors of a device."""
+    """Return the process group's timeout for tensors of a device, in seconds."""
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()
@@ -370,7 +377,7 @@ def _timeout(device: torch.device = _CPU) -> float:
 
 
 def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
-    """Raise unless two ranks said the same of a call."""
+    """Raise ProtocolError or PlanMismatchError unless two ranks make the same call."""
     if first["verb"] != other["verb"] or first.get("keys") != other.get("keys"):
         raise ProtocolError(
             f"rank 0 calls {first['verb']}({first.get('keys', '')}) and rank {rank} {other['verb']}"

@@ -1,12 +1,17 @@
-"""Numbers between the ranks of one host, through memory that all of them map.
+"""Collectives between the ranks of one host, through shared memory.
 
-The lowest rank makes the memory, whose size nobody can change, and gives its descriptor to the others over Unix
-sockets. It has no name in a file system, so nothing is left behind however a process ends.
+The lowest rank creates a sealed memory file without a name and sends its descriptor to the others over Unix sockets.
+Nothing is left behind in a file system, however a process ends.
 
-The memory has three rooms, which are used in turn, and each of them a place for every rank. To exchange something, all
-ranks write to their places of a room and *meet*: everyone sends a message to everyone else and waits for theirs. Then
-all may read the places of that room, and write to them what others do not read, until the next meeting; and read until
-the one after that: a rank that writes to this room again knows that all others have come to it.
+The memory has three *rooms*, which are used in turn, each with one *place* for every rank. For an exchange, all ranks
+write to their places of a room and *meet*: each sends a message to all others and waits for theirs. Until the next
+meeting, a rank may write to parts of these places that no other rank reads, and until the one after that it may read
+all of them. Three rooms are enough: a rank that gets to the same room again knows that all others have finished
+reading.
+
+`share_memory` opens the memory between ranks of one host, which the caller chooses. `open_memory` uses it for all ranks
+of a job. Both are collective over the whole job, and both succeed on all of these ranks or on none. After an error in
+an exchange the memory is unusable.
 """
 
 from __future__ import annotations
@@ -36,41 +41,41 @@ from kvtrainer.errors import ConfigurationError, ProtocolError
 _log = logging.getLogger(__name__)
 
 PLACE = 4 << 20
-"""Bytes of a rank's place in a room."""
+"""Size in bytes of a rank's place in a room."""
 SMALL = 64 << 10
-"""Bytes up to which every rank sums all that there is, not a share of it; of two ranks each always does."""
+"""Up to this many bytes every rank computes the whole sum instead of a share. Two ranks always do."""
 _ROOMS = 3
 _CONNECT_TIMEOUT = 5.0
-# Number of the meeting; what is exchanged there.
+# A meeting's number, and a code for what is exchanged.
 _MEETING = struct.Struct("<QQ")
 _GREETING = struct.Struct("<I")
 _GATHER, _BROADCAST, _SUM, _SUMMED = range(4)
 
 Piece = tuple[Tensor, Tensor]
-"""Addends of this rank, and where their sum goes: two flat tensors of one size, or the same one twice."""
+"""This rank's addends and the target of the sum: two flat tensors of equal size, or the same tensor twice."""
 
 
 class _Peer(NamedTuple):
-    """Another rank: the socket to it, and what tells that it has said something or has ended."""
+    """Another rank of this host."""
 
     rank: int
     end: socket.socket
-    # A descriptor that can be read when the process has ended, whoever has the socket open still.
+    # A pidfd. It becomes readable when the process ends, even if a child still has the socket open.
     process: int
     poll: select.poll
 
 
 class RankMemory:
-    """Sums and exchanges between some ranks of a job, which are on this host. One thread of each rank may use it.
+    """Sums and exchanges between ranks on this host. Used by one thread of each rank.
 
-    Every rank makes the same calls in the same order. After an error it cannot be used any more.
+    All ranks make the same calls in the same order.
 
     Args:
-        rank: of this process.
-        peers: all others that share the memory, by rank.
-        arena: the memory.
-        seconds: tells how long a wait may take.
-        opened: what is closed with it.
+        rank: The rank of this process.
+        peers: All other ranks that share the memory, by rank.
+        arena: The memory.
+        seconds: Returns the timeout of a wait.
+        opened: Resources to close with it.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class RankMemory:
         opened: ExitStack,
     ) -> None:
         self._rank, self._size = rank, len(peers) + 1
-        # The position of this rank among them.
+        # This rank's position among the ranks of this memory.
         self._at = sum([peer.rank < rank for peer in peers])
         self._peers = peers
         self._seconds = seconds
@@ -92,15 +97,16 @@ class RankMemory:
         self._rooms = [list(room) for room in places]
 
     def close(self) -> None:
-        """Leave the others, which notice it if they wait for this rank; idempotent."""
+        """Leave. Ranks that wait for this one notice it. Idempotent."""
         if self._give_back.alive:
             for peer in self._peers:
-                with suppress(OSError):  # a forked child may have the socket open still
+                # shutdown(), because a forked child may still have the socket open.
+                with suppress(OSError):
                     peer.end.shutdown(socket.SHUT_RDWR)
         self._give_back()
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, by rank; contiguous ones on the CPU, of one shape and dtype."""
+        """Return the tensors of all ranks, by rank: contiguous CPU tensors of equal shape and dtype."""
         found = [torch.empty_like(mine) for _ in range(self._size)]
         for part, *parts in zip(*(_cut(one) for one in (mine, *found)), strict=True):
             places = self._exchange([part], torch.uint8, part.numel(), _GATHER)
@@ -108,7 +114,7 @@ class RankMemory:
         return found
 
     def broadcast(self, flat: Tensor) -> None:
-        """Replace the elements of a contiguous tensor on the CPU by the lowest rank's."""
+        """Replace the elements of a contiguous CPU tensor by the lowest rank's."""
         for part in _cut(flat):
             places = self._exchange(() if self._at else [part], torch.uint8, part.numel(), _BROADCAST)
             if self._at:
@@ -122,25 +128,29 @@ class RankMemory:
         after: float = 1.0,
         for_all: bool = True,
     ) -> None:
-        """Write after · Σ over ranks of before · element to the targets. Computes in `dtype`, left to right.
+        """Write after · Σ over ranks of before · element to the targets, computed in `dtype`, from left to right.
 
-        Pieces have the same sizes on all ranks. With `for_all` false the lowest rank alone gets the sums.
+        Pieces have the same sizes on all ranks. Unless `for_all`, only the lowest rank gets the sums.
         """
         last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0, device="cpu")
         takes = for_all or not self._at
         for window in _windows(pieces, PLACE // dtype.itemsize):
+            # 1. Write this rank's addends of one window, and meet.
             addends, targets = zip(*window, strict=True)
             numel = sum([one.numel() for one in addends])
             places = self._exchange(addends, dtype, numel, _SUM, before)
+            # 2. The meeting also shows that all shares of the window before are summed: copy them to the targets.
             if takes:
                 _take(*last)
             last = (), places[0]
+            # 3. Sum small windows completely on each rank, and only a share of large ones.
             if self._size == 2 or numel * dtype.itemsize <= SMALL:
                 _fold_to(targets if takes else (), places, after)
             else:
                 last = targets, places[0]
                 share = slice(numel * self._at // self._size, numel * (self._at + 1) // self._size)
                 _fold([place[share] for place in places], places[0][share], after)
+        # 4. The last shares need a meeting of their own.
         if last[0]:
             self._meet(_SUMMED)
             _take(*last if takes else ((), places[0]))
@@ -148,7 +158,7 @@ class RankMemory:
     def _exchange(
         self, given: Sequence[Tensor], dtype: torch.dtype, numel: int, what: int, factor: float = 1.0
     ) -> list[Tensor]:
-        """Write flat tensors, one behind the other and multiplied, to the own place; return the places of all ranks."""
+        """Write flat tensors consecutively to this rank's place, scaled, and meet. Return the places of all ranks."""
         places = [
             place[: numel * dtype.itemsize].view(dtype) for place in self._rooms[self._num_meetings % _ROOMS]
         ]
@@ -163,23 +173,24 @@ class RankMemory:
         return places
 
     def _meet(self, what: int) -> None:
-        """Wait until all ranks have come here.
+        """Wait until all ranks have arrived.
 
         Raises:
-            ConnectionError: a rank has ended.
-            TimeoutError: a rank did not come in time.
-            ProtocolError: a rank came with something else.
+            ConnectionError: A rank has ended.
+            TimeoutError: A rank did not arrive in time.
+            ProtocolError: A rank arrived with a different call.
         """
         self._num_meetings += 1
         mine = _MEETING.pack(self._num_meetings, what)
         for peer in self._peers:
-            with suppress(ConnectionError):  # it has ended; what it has said before says whether that matters
+            # If a rank has ended, the messages that it sent before decide whether that matters.
+            with suppress(ConnectionError):
                 peer.end.send(mine)
         for peer in self._peers:
             if self._hear(peer) != mine:
                 raise ProtocolError(
-                    f"rank {self._rank} and rank {peer.rank} came to one exchange with different calls; call "
-                    "collective methods in the same order on every rank"
+                    f"rank {self._rank} and rank {peer.rank} made different calls; call collective methods in the same "
+                    "order on every rank"
                 )
 
     def _hear(self, peer: _Peer) -> bytes:
@@ -192,27 +203,27 @@ class RankMemory:
             except BlockingIOError:
                 pass
             except ConnectionResetError:
-                continue  # the system says it once, and before what was said
+                continue  # Linux reports a reset once, before the remaining messages
             if has_ended:
                 raise ConnectionResetError(f"the process of rank {peer.rank} has ended, or left the job")
             now = time.monotonic()
             deadline = deadline or now + self._seconds()
             if now >= deadline:
                 raise TimeoutError(f"the wait for rank {peer.rank} timed out")
-            # What it has said before it ended is read first.
+            # Messages that were sent before the process ended are read first.
             has_ended = any([fd == peer.process for fd, _ in peer.poll.poll(1000 * (deadline - now))])
 
 
 class Shared(NamedTuple):
-    """What came of it that ranks wanted to share memory."""
+    """The result of `share_memory`."""
 
     memory: RankMemory | None
     ranks: Sequence[int]
-    """Those that wanted to share it with this one, itself among them."""
+    """The ranks that were to share memory with this one, including itself."""
     heard: Sequence[Mapping[str, Any]]
     """What every rank has said."""
     trouble: str
-    """Why there is none."""
+    """Why there is no memory; empty if there is no reason to report."""
 
 
 Heard = Sequence[Mapping[str, Any]]
@@ -221,14 +232,15 @@ Heard = Sequence[Mapping[str, Any]]
 def open_memory(
     rank: int, tell: Callable[[bytes], list[bytes]], seconds: Callable[[], float]
 ) -> RankMemory | None:
-    """Open the memory of all ranks, if on one host and without KVSTORE_TRANSPORT=tcp; all get it, or none.
+    """Open shared memory of all ranks if they are on one host and KVSTORE_TRANSPORT allows it. Collective.
 
     Args:
-        tell: gives the bytes of all ranks, by rank; collective.
-        seconds: as of RankMemory.
+        tell: Collective; returns the bytes of all ranks, by rank.
+        seconds: Returns the timeout of a wait.
 
     Raises:
-        ConfigurationError: there is none, and a rank has KVSTORE_TRANSPORT=shm; or an unknown word. On every rank.
+        ConfigurationError: A rank has KVSTORE_TRANSPORT=shm and memory cannot be shared, or it has an unknown value.
+            Raised on every rank.
     """
     said = {"transport": env.text_of(os.environ, env.TRANSPORT)}
     memory, _, heard, trouble = share_memory(
@@ -245,17 +257,16 @@ def open_memory(
     if rank == 0:
         is_meant = "tcp" in transports or len({one["host"] for one in heard}) > 1
         level = logging.DEBUG if is_meant else logging.WARNING
-        _log.log(level, "ranks exchange numbers by torch.distributed, not through memory: %s", trouble)
+        _log.log(level, "ranks exchange data over torch.distributed instead of shared memory: %s", trouble)
     return None
 
 
 def _all_of_one_host(heard: Heard) -> list[Sequence[int]]:
-    """Put all ranks together, unless something keeps them apart."""
     return [] if _why_apart(heard) else [range(len(heard))]
 
 
 def _why_apart(heard: Heard) -> str:
-    """Say why all ranks cannot share memory; empty where they can. Raises as `open_memory`."""
+    """Return why the ranks cannot share memory, or an empty string. Raises as `open_memory`."""
     transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
     if "tcp" in transports:
         return f"rank {transports.index('tcp')} has {env.TRANSPORT}=tcp"
@@ -272,16 +283,17 @@ def share_memory(
     tell: Callable[[bytes], list[bytes]],
     seconds: Callable[[], float],
 ) -> Shared:
-    """Open memory between ranks of one host; collective over all ranks of the job.
+    """Open shared memory between ranks of one host. Collective over all ranks of the job.
 
     Args:
-        host: names the host, or raises OSError.
-        said: what every rank is to hear of this one, beside its "host", and its "trouble" if it cannot share memory.
-        choose: says which ranks, in ascending order, share memory with each other, by what all have said; a rank that
-            has trouble is not to be among them.
-        tell, seconds: as of `open_memory`.
+        host: Returns the name of the host, or raises OSError.
+        said: What the other ranks are to know about this one, besides its "host" and "trouble".
+        choose: Returns the groups of ranks, in ascending order, that share memory, given what all ranks said. A rank
+            with "trouble" must not be in a group.
+        tell, seconds: As in `open_memory`.
     """
     with ExitStack() as opened:
+        # 1. Listen before the others learn the address.
         listener, name, trouble = None, "", ""
         address = b"\0kvtrainer-" + uuid.uuid4().hex.encode()
         try:
@@ -291,12 +303,14 @@ def share_memory(
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
             trouble = f"rank {rank}: {error}"
+        # 2. Exchange host names and addresses, and choose the groups.
         mine = {"host": name, "address": address, "trouble": trouble, **said}
         heard = [unpack_control(one) for one in tell(pack_control(mine))]
         groups = choose(heard)
         ranks = next((group for group in groups if rank in group), [rank])
         if not groups:
             return Shared(None, ranks, heard, trouble)
+        # 3. Connect and pass the memory on.
         peers, arena = list[_Peer](), None
         if listener is not None and len(ranks) > 1:
             try:
@@ -304,7 +318,8 @@ def share_memory(
                 arena = _share(rank, peers)
             except (OSError, struct.error) as error:
                 trouble = f"rank {rank}: {error}"
-                opened.close()  # others that wait for this rank notice it
+                opened.close()  # tells ranks that wait for this one
+        # 4. Use the memory only if all ranks of the group have it.
         troubles = tell(trouble.encode())
         trouble = "; ".join([troubles[other].decode() for other in ranks if troubles[other]])
         if arena is None or trouble:
@@ -313,9 +328,9 @@ def share_memory(
 
 
 def _socket() -> socket.socket:
-    """Return a new socket. Raises OSError on systems other than Linux, which lack what else is used here."""
+    """Return a new socket. Raises OSError on systems other than Linux, which lack pidfd and sealed memory."""
     if not hasattr(os, "pidfd_open"):
-        raise OSError("this system has no memory without a name")
+        raise OSError("this system has no pidfd and no sealed memory")
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end.settimeout(_CONNECT_TIMEOUT)
     return end
@@ -324,7 +339,7 @@ def _socket() -> socket.socket:
 def _connect(
     listener: socket.socket, rank: int, addresses: Mapping[int, bytes], opened: ExitStack
 ) -> list[_Peer]:
-    """Connect to all other ranks, by rank. Raises OSError or struct.error where that fails or takes too long."""
+    """Connect to all other ranks, by rank. Raises OSError or struct.error if that fails or takes too long."""
     ends: dict[int, socket.socket] = {}
     for other in [other for other in addresses if other < rank]:
         ends[other] = opened.enter_context(_socket())
@@ -348,9 +363,9 @@ def _connect(
 
 
 def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
-    """Make the memory and hand it over, on the lowest rank, or take it; sockets no longer block.
+    """Create the memory and send it, on the lowest rank, or receive it. Sockets are non-blocking afterwards.
 
-    Raises OSError without any, or if it may become shorter, which would kill whoever reads it.
+    Raises OSError if it is missing or could be truncated, which would kill its readers.
     """
     nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
@@ -367,7 +382,7 @@ def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
             size = os.fstat(fd).st_size
             os.close(fd)
             raise ConnectionError(
-                f"rank {peers[0].rank} gave memory of {size} bytes with seals {seals}, not of {nbytes} that stay"
+                f"rank {peers[0].rank} sent memory of {size} bytes with seals {seals}, expected {nbytes} sealed bytes"
             )
     for peer in peers:
         peer.end.setblocking(False)
@@ -375,14 +390,14 @@ def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Cut the bytes of a contiguous tensor into parts that have room in a place."""
+    """Yield the bytes of a contiguous tensor in chunks that fit into a place."""
     flat = tensor.view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), PLACE):
         yield flat[at : at + PLACE]
 
 
 def _windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Cut pieces into lists of so many elements each; the last one may have fewer."""
+    """Split pieces into windows of `size` elements. The last one may be shorter."""
     window: list[Piece] = []
     room = size
     for addends, target in pieces:
@@ -399,7 +414,7 @@ def _windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 
 
 def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
-    """Sum from left to right; the sum may take the first place."""
+    """Sum from left to right. `total` may be the first place."""
     torch.add(places[0], places[1], out=total)
     for place in places[2:]:
         total.add_(place)
@@ -408,7 +423,7 @@ def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
 
 
 def _fold_to(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
-    """Sum places from left to right into targets. Their device and dtype may be others."""
+    """Sum places from left to right into targets, which may differ in device and dtype."""
     at = 0
     for target in targets:
         addends = [place[at : at + target.numel()] for place in places]
@@ -421,7 +436,7 @@ def _fold_to(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) 
 
 
 def _take(targets: Sequence[Tensor], total: Tensor) -> None:
-    """Copy a sum that lies in the memory to where it goes."""
+    """Copy a sum from the memory to the targets."""
     at = 0
     for target in targets:
         target.copy_(total[at : at + target.numel()])
