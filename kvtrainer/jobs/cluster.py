@@ -1,16 +1,16 @@
-"""Servers and workers of this host for a notebook, a REPL or a test: a function runs on every worker.
+"""Servers and workers on this host for a notebook, a REPL or a test: runs a function on every worker.
 
     with kvtrainer.local_cluster(workers=2, servers=2) as cluster:
         accuracies = cluster.run(train, epochs=3)
 
-A worker is `python -m kvtrainer.jobs.cluster CODE OUTCOME`: both are descriptors of memory without a name, which a
-process hands to its own children and to nobody else. That is why pickle may be used here, and nowhere between
-peers: whoever could write to this memory could run code as this user anyway. Functions of a notebook or of
-`__main__`, and lambdas, are packed with cloudpickle, where that is installed.
+A worker is `python -m kvtrainer.jobs.cluster CODE OUTCOME`. Both arguments are descriptors of memory files without a
+name, which only the program's own children inherit. That makes pickle safe here, unlike between peers: a process
+that can write to this memory can run code as this user anyway. Functions of a notebook or of `__main__`, and lambdas,
+are packed with cloudpickle if it is installed.
 
-Processes are started, followed and ended as those of `kvlaunch` are. But a program that has work and threads of its
-own, such as a notebook, has no thread to spare for their loop: here it runs in one of its own, nothing takes over
-signals, and no Python code runs between fork and exec.
+Processes are started, watched and ended as those of `kvlaunch`. But a notebook has threads of its own and none to
+spare, so the event loop runs in a separate thread, no signal handlers are installed, and no Python code runs between
+fork and exec.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def local_cluster(
     linger: float = JobTimeouts.linger,
     grace: float = JobTimeouts.grace,
 ) -> LocalCluster:
-    """Start servers on this host and return the cluster, a context that ends them; blocks until they listen.
+    """Start servers on this host and return the cluster, a context manager that ends them. Blocks until they listen.
 
-    Nothing of it outlives this program, even if that is killed.
+    No process outlives this program, even if it is killed.
 
     Args:
-        workers: How many processes run a function, at least 1.
-        servers: How many servers there are; 0 for stores without servers.
+        workers: Number of processes that run a function, at least 1.
+        servers: Number of servers; 0 for stores without servers.
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
-        start_timeout: Seconds for the servers to listen.
-        linger: Seconds that the other workers get to fail in their own words once one has failed.
-        grace: Seconds between SIGTERM and SIGKILL for what is to end.
+        start_timeout: Seconds to wait for the servers to listen.
+        linger: Seconds that the other workers have to report their own errors once one has failed.
+        grace: Seconds between SIGTERM and SIGKILL.
 
     Raises:
-        ConfigurationError: a number is none, or too small.
-        ClusterError: a server ended before it listened; its own lines say why.
-        ConnectTimeoutError: a server did not listen in time.
+        ConfigurationError: A number is missing or too small.
+        ClusterError: A server ended before it listened. Its output says why.
+        ConnectTimeoutError: A server did not listen in time.
     """
     for name, count, least in (("workers", workers, 1), ("servers", servers, 0)):
         if as_int(count, name) < least:
@@ -88,7 +88,7 @@ def local_cluster(
 
 
 class LocalCluster:
-    """Servers that run, and workers that each `run` starts anew; see `local_cluster`, which makes one."""
+    """Running servers, and workers that are started for each `run`. Created by `local_cluster`."""
 
     def __init__(self, workers: int, servers: int, server_args: Sequence[str], limits: JobTimeouts) -> None:
         self._limits = limits
@@ -100,7 +100,7 @@ class LocalCluster:
         self._group: FollowedProcesses | None = None
         self.num_workers = workers
         self.servers: tuple[str, ...] = ()
-        """Where the servers listen, by their index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take it."""
+        """Addresses of the servers, by index, as KVSTORE_SERVERS and `kvstore.create(servers=…)` take them."""
         self._start()
 
     def __repr__(self) -> str:
@@ -108,19 +108,19 @@ class LocalCluster:
         return f"<LocalCluster workers={self.num_workers} {state}>"
 
     def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
-        """Run a function on every worker, and return what it returned, by rank. Each worker is a fresh process.
+        """Run a function on every worker, each a new process, and return the results by rank. Blocks.
 
-        Workers find rank, count and servers in their environment, so `kvstore="dist_sync"` is all that a Trainer needs.
-        What they print appears here at once, each line with the rank before it. Function, arguments and results
-        are packed (pickle, between this program and its own children only); what a worker changes stays there.
-        A run that fails, or is interrupted, ends the servers, too; the next one starts others.
+        Workers find rank, number of workers and servers in their environment, so a Trainer needs only
+        `kvstore="dist_sync"`. Their output appears here line by line, prefixed with the rank. Function, arguments and
+        results are pickled, so workers modify copies. A run that fails or is interrupted also ends the servers; the
+        next run starts new ones.
 
         Raises:
-            Exception: what the function raised on the worker that failed first. Its `__cause__` is a WorkerTraceback.
-            ClusterError: a worker was killed or has left by sys.exit(), a server has ended, or what a worker raised
-                or returned cannot be packed.
-            ConfigurationError: the function or an argument cannot be packed, or the cluster is closed.
-            ConcurrentCallError: a run is under way in another thread.
+            Exception: What the function raised on the worker that failed first. Its `__cause__` is a WorkerTraceback.
+            ClusterError: A worker was killed or called sys.exit(), a server ended, or a result or exception cannot be
+                pickled.
+            ConfigurationError: The function or an argument cannot be pickled, or the cluster is closed.
+            ConcurrentCallError: Another thread is in `run`.
         """
         packed = pack(function, args, kwargs)
         if not self._running.acquire(blocking=False):
@@ -138,7 +138,7 @@ class LocalCluster:
             self._running.release()
 
     def close(self) -> None:
-        """End the servers; idempotent. Blocks until nothing is left."""
+        """End the servers. Idempotent. Blocks until no process is left."""
         self._is_closed = True
         self._end()
 
@@ -166,6 +166,7 @@ class LocalCluster:
 
     def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
         code, papers = Paper(), [Paper() for _ in range(self.num_workers)]
+        # 1. Start the workers, each with a memory file for its result.
         group = FollowedProcesses(self._limits.grace, self._changed)
         try:
             code.write(packed)
@@ -174,6 +175,7 @@ class LocalCluster:
                 place = Topology(rank, self.num_workers, self.servers).as_variables(rank)
                 command, fds = [*program, str(paper.fd)], (code.fd, paper.fd)
                 group.start("worker", rank, command, place, share=self.num_workers, pass_fds=fds)
+            # 2. Wait for all of them or for the first failure, and collect what they wrote.
             failed = self._wait(servers, group, papers)
             group.close()
             outcomes = [unpack(paper.read()) for paper in papers]
@@ -181,6 +183,7 @@ class LocalCluster:
             group.close()
             for paper in (code, *papers):
                 paper.close()
+        # 3. Raise what failed, or return the results.
         if failed:
             raise _failure(failed, group.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
@@ -188,7 +191,8 @@ class LocalCluster:
     def _wait(
         self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[Paper]
     ) -> list[Child]:
-        """Wait until all workers are done; return what was seen to fail first, which is often one process."""
+        """Wait until all workers are done or some process fails. Return the processes that failed first, usually
+        one."""
         ranks = dict(zip(workers.children, papers, strict=True))
         failed: list[Child] = []
 
@@ -203,6 +207,7 @@ class LocalCluster:
 
         workers.wait(is_decided, None)
         if failed:
+            # The others get some time to report how they fail.
             workers.wait(lambda: not workers.alive, self._limits.linger)
         return failed
 
@@ -210,10 +215,10 @@ class LocalCluster:
 def _failure(
     failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[CallResult | None]
 ) -> Exception:
-    """Return the error of a failed run. Its cause is what workers say about it, if any does.
+    """Return the error of a failed run, with a worker's traceback as its cause if there is one.
 
     Args:
-        failed: What was seen to fail first. One that could not say anything is the likeliest cause of all.
+        failed: Processes that failed first. One without a traceback of its own is the most likely cause.
         workers, outcomes: All of them, by rank.
     """
     told = {rank: one for rank, one in enumerate(outcomes) if one is not None and one.trace}
@@ -234,25 +239,25 @@ def _failure(
 
 
 class CallResult(NamedTuple):
-    """How a call ended."""
+    """The result of a call in a worker."""
 
     at: float
-    """The monotonic clock of the host, in seconds."""
+    """When it ended, in seconds of the host's monotonic clock."""
     value: Any
     error: BaseException | None
-    """None also where it is no Exception, as in sys.exit(), or would not come back as itself."""
+    """None also if it is not an Exception, as for sys.exit(), or does not survive pickling."""
     trace: str
-    """The traceback of the exception; empty where the call has returned."""
+    """The traceback of the exception; empty if the call returned."""
 
 
 class Paper:
-    """A memfd in which one process writes once what another reads."""
+    """A memfd that one process writes once and another reads."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("kvtrainer", os.MFD_ALLOW_SEALING) if fd is None else fd
 
     def write(self, data: bytes) -> None:
-        """Write all, then seal it, so that what a killed process has begun counts as nothing."""
+        """Write all and seal the memory. Without the seal, what a killed process wrote is ignored."""
         with open(self.fd, "wb", closefd=False) as file:
             file.write(data)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
@@ -263,7 +268,7 @@ class Paper:
 
     def read(self) -> bytes:
         """Return what was written; empty if nothing was."""
-        # Opened again, because processes that have inherited the descriptor share its position.
+        # Opened again, because inherited descriptors share one file position.
         return Path(f"/proc/self/fd/{self.fd}").read_bytes() if self.is_written else b""
 
     def close(self) -> None:
@@ -271,11 +276,11 @@ class Paper:
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Return a call as bytes that `main` understands.
+    """Pickle a call for `main`.
 
     Raises:
-        ArgumentTypeError: `function` cannot be called.
-        ConfigurationError: it, or an argument, cannot be packed, or not without cloudpickle.
+        ArgumentTypeError: `function` is not callable.
+        ConfigurationError: It or an argument cannot be pickled, or only with cloudpickle.
     """
     if not callable(function):
         raise ArgumentTypeError(f"workers run a function, got {function!r:.80}")
@@ -296,10 +301,10 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def unpack(told: bytes) -> CallResult | None:
-    """Return what a worker has told; None if nothing.
+    """Return what a worker has written, or None if it has written nothing.
 
     Raises:
-        ClusterError: this program cannot make it, such as an object of a module that only workers can import.
+        ClusterError: It cannot be unpickled here, such as an object of a module that only workers can import.
     """
     try:
         return CallResult(*pickle.loads(told)) if told else None
@@ -317,7 +322,7 @@ def _cloud() -> Callable[[Any], bytes] | None:
 
 
 def main(code: int, outcome: int) -> int:
-    """Run the packed call of one descriptor, and write its outcome to the other; return an exit code."""
+    """Run the pickled call of one descriptor, and write its result to the other. Return an exit code."""
     end_with_parent(os.getppid())()
     told, value, failure, trace = Paper(outcome), None, None, ""
     try:
@@ -325,7 +330,7 @@ def main(code: int, outcome: int) -> int:
         function, args, kwargs = pickle.loads(call)
         value = function(*args, **kwargs)
     except BaseException as error:
-        # Stores tell the servers why their process ends.
+        # Stores report `sys.last_value` to the servers as the reason why the process ends.
         sys.last_value = failure = error
         trace = "".join(traceback.format_exception(error))
     at = time.monotonic()
@@ -339,7 +344,7 @@ def main(code: int, outcome: int) -> int:
 
 
 def _packed(outcome: CallResult) -> bytes:
-    """Return an outcome as bytes; see `CallResult.error` for what is left out."""
+    """Pickle a result; see `CallResult.error` for what is left out."""
     dumps = _cloud() or pickle.dumps
     error = outcome.error
     try:
@@ -353,19 +358,20 @@ def _packed(outcome: CallResult) -> bytes:
 
 
 def print_line(target: int, tag: str, line: bytes) -> None:
-    """Write a line to where this program's output goes now. In a notebook that is a page, no descriptor."""
+    """Write a line to the program's current output, which in a notebook is not a file descriptor."""
     stream = sys.stdout if target == 1 else sys.stderr
-    with suppress(Exception):  # nobody reads any more; the processes must not wait for that
+    # Processes must not block because nothing reads their output any more.
+    with suppress(Exception):
         stream.write(f"{tag}{line.decode(errors='replace')}\n")
         stream.flush()
 
 
 class FollowedProcesses(ProcessGroup):
-    """Processes of this host whose loop runs in a thread; their lines go to this program's `sys.stdout`.
+    """Processes of this host whose event loop runs in a thread. Their output goes to this program's `sys.stdout`.
 
     Args:
         grace: Seconds between SIGTERM and SIGKILL.
-        changed: Notified when something may have happened to a process, and once a second.
+        changed: Notified when a process may have changed, and once a second.
     """
 
     def __init__(self, grace: float, changed: threading.Condition) -> None:
@@ -385,10 +391,10 @@ class FollowedProcesses(ProcessGroup):
         share: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start a process; `place` comes on top of this program's environment, and `share` divides the cores.
+        """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: The process cannot be started.
         """
         environ = environment({**inherited(os.environ), **place}, self.mark, share)
         child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
@@ -396,19 +402,20 @@ class FollowedProcesses(ProcessGroup):
         self._notice_end_of(child.process.pid)
 
     def wait(self, done: Callable[[], bool], seconds: float | None) -> None:
-        """Wait until a condition holds, at most so many seconds."""
+        """Wait until a condition holds, at most this many seconds."""
         with self._changed:
             self._changed.wait_for(done, seconds)
 
     def close(self) -> None:
-        """End all processes, and what they have left behind; returns when nothing is left of them. Idempotent."""
+        """End all processes and their descendants. Blocks until none is left. Idempotent."""
         if self._is_closed:
             return
         try:
             self._notice_end_of(self.guardian.process.pid)
             self.end(self.wait)
         finally:
-            with self._lock:  # the thread does not close its events before they were woken
+            # Under the lock, so that the thread closes the events only after they were woken.
+            with self._lock:
                 self._is_closed = True
                 self._events.wake()
         self._thread.join(LAST_OUTPUT_WAIT)
@@ -424,8 +431,9 @@ class FollowedProcesses(ProcessGroup):
             self._events.close()
 
     def _notice_end_of(self, pid: int) -> None:
-        """Have the loop look when a process ends: SIGCHLD belongs to the program."""
-        with suppress(OSError):  # without it the loop looks once a second
+        """Wake the loop when a process ends. SIGCHLD belongs to the program, so this uses a pidfd."""
+        # Without a pidfd the loop checks once a second.
+        with suppress(OSError):
             fd = os.pidfd_open(pid)
             self._events.add_reader(fd, partial(self._look, fd), pausable=False)
             self._events.wake()
@@ -439,11 +447,11 @@ class FollowedProcesses(ProcessGroup):
 def start_servers(
     group: FollowedProcesses, commands: Mapping[int, Sequence[str]], seconds: float
 ) -> tuple[str, ...]:
-    """Start servers, given the command of each index; return their addresses when all listen.
+    """Start servers, given the command of each index, and return their addresses once all listen.
 
     Raises:
-        ClusterError: one ended before it listened; its own lines say why.
-        ConnectTimeoutError: one did not listen within so many seconds.
+        ClusterError: A server ended before it listened. Its output says why.
+        ConnectTimeoutError: A server did not listen within `seconds`.
     """
     addresses = Addresses(print_line)
     for index, command in commands.items():
@@ -457,12 +465,14 @@ def start_servers(
     for server in sorted(silent(), key=lambda server: server.returncode is None):
         if server.returncode is not None:
             raise ClusterError(_end_of(server, "before it listened"))
-        raise ConnectTimeoutError(f"{server.name} did not listen in time; allow more with start_timeout=")
+        raise ConnectTimeoutError(
+            f"{server.name} did not listen in time; raise the limit with start_timeout="
+        )
     return tuple(parse_address(addresses.found[index]) for index in commands)
 
 
 def _end_of(child: Child, when: str) -> str:
-    """Say how a process has ended that has not said so itself."""
+    """Describe the end of a process that left no error of its own."""
     cause = ", as the system does when memory runs out" if child.returncode == -signal.SIGKILL else ""
     return f"{child.describe_exit()} {when}{cause}"
 

@@ -1,8 +1,15 @@
-"""Jobs for MXNet's launcher: one script in a scheduler, servers and workers, told apart by variables.
+"""Jobs of MXNet's launcher: the same script runs as scheduler, server or worker, depending on DMLC_ROLE.
 
-The role of a process is in DMLC_ROLE. A scheduler or a server does its work where the script creates its store, and
-the process ends there; the script behind it is for workers. Nothing happens on import. All of it
-travels in the messages of servers and workers; see `kvtrainer.jobs.scheduler`.
+A scheduler or server does its work at the point where the script creates its store, and then exits; the rest of the
+script is for workers. Importing this module has no effect.
+
+A worker or server asks the scheduler again and again until the answer is no longer Pending (`SchedulerClient.ask`); the
+rules of this exchange are in `kvtrainer.jobs.scheduler`. It uses the protocol of the servers. A worker then opens a
+session with every server, in a namespace that only shows which worker processes are alive. A server runs as the command
+line does, and stops once all workers of that namespace have left or are silent for too long.
+
+Invariants: a process joins a job once, for all of its stores. If a step fails in any process, that process tells the
+scheduler, so that all others fail with the reason instead of waiting.
 """
 
 from __future__ import annotations
@@ -44,11 +51,11 @@ from kvtrainer.jobs.scheduler import SERVER, WORKER, Scheduler
 SCHEDULER = "scheduler"
 ALLOW_PUBLIC = "KVSTORE_ALLOW_PUBLIC_BIND"
 MAX_PROCESSES = 4096
-"""Processes of one role that a job may have."""
-# Variables that say which process of its role this is; the first that is set counts.
+"""The most processes of one role in a job."""
+# Variables with the rank within the role. The first one that is set counts.
 _RANKS = {WORKER: ("DMLC_WORKER_ID", "DMLC_RANK"), SERVER: ("DMLC_SERVER_ID", "DMLC_RANK"), SCHEDULER: ()}
 _TASK = "DMLC_TASK_ID"
-# The namespace in which a server hears that the processes of workers live; their stores have others.
+# The namespace that shows servers which workers are alive. Stores have other namespaces.
 _GROUP = "workers of the job"
 _ASK_EVERY = 0.1
 
@@ -59,10 +66,10 @@ class DmlcJob:
 
     Args:
         role: SCHEDULER, SERVER or WORKER.
-        root: Where the scheduler listens, as tcp://host:port.
-        rank: Which process of its role this is; None where the launcher does not say.
-        task: A number that orders the processes of a role, with gaps; None where the launcher does not say.
-        node_host: The address under which others reach this host; empty where the launcher does not say.
+        root: Address of the scheduler, as tcp://host:port.
+        rank: Rank within the role, or None if the launcher does not set it.
+        task: A number that orders the processes of a role, with gaps, or None.
+        node_host: Address under which others reach this host, or an empty string.
     """
 
     role: str
@@ -75,10 +82,10 @@ class DmlcJob:
 
 
 def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
-    """Return what DMLC_* variables say, None where DMLC_ROLE is not set.
+    """Return the values of the DMLC_* variables, or None if DMLC_ROLE is not set.
 
     Raises:
-        ConfigurationError: a variable is missing, no number or out of range; says which.
+        ConfigurationError: A variable is missing, not a number or out of range.
     """
     role = env.text_of(environ, env.ROLE)
     if not role:
@@ -134,7 +141,7 @@ def find_topology(
     connect_timeout: float | None,
     dead_after: float | None,
 ) -> env.Topology:
-    """Play the role of this process, as `topology.find_topology` says; return the topology of a worker."""
+    """Play the role of this process and return a worker's topology; see `kvtrainer.jobs.topology`."""
     serve_role(environ, rank, servers, connect_timeout, dead_after)
     job = read_dmlc(environ) if env.read_servers(environ, servers) is None else None
     if job is None or job.role != WORKER:
@@ -158,15 +165,15 @@ def serve_role(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> None:
-    """Serve, in a scheduler or server, until the job is over, as in `kvtrainer.jobs.topology.serve_role`."""
+    """Serve until the job is over, in a scheduler or server; see `kvtrainer.jobs.topology.serve_role`."""
     if rank is not None or env.text_of(environ, env.RANK) or env.text_of(environ, env.ROLE) in ("", WORKER):
         return
     job = read_dmlc(environ)
     assert job is not None
     if env.read_servers(environ, servers) is not None:
         raise ConfigurationError(
-            f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that run already; unset one of "
-            "them"
+            f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that are running already; unset "
+            "one of them"
         )
     limits = _limits(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
@@ -176,7 +183,7 @@ def serve_role(
 
 def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     scheduler = Scheduler(job.num_workers, job.num_servers, timeout, dead_after, time.monotonic())
-    # Where other hosts shall come, the launcher has said so by giving an address that they can reach.
+    # The launcher chose this address so that other hosts can reach it, so it may be public.
     server = Server(scheduler, ServerOptions(_numeric(job.root), drain_timeout=dead_after))
     server.stop_when(scheduler.is_over)
     try:
@@ -190,11 +197,11 @@ def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
 
 
 def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+    # Called once the server listens: wait for the other servers, then watch the workers.
     client = SchedulerClient(job.root)
     failures: list[KVStoreError] = []
 
     def begin(server: Server) -> None:
-        """Wait until all servers listen; then end with the last worker."""
         try:
             client.ask(m.Listening(server.endpoint), timeout, lambda: server.is_stop_requested)
         except KVStoreError as error:
@@ -206,13 +213,15 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
         workers = _Workers(server.service, job.num_workers, dead_after, time.monotonic())
         server.stop_when(workers.are_gone)
 
+    # 1. Join the job, which assigns the rank.
     try:
         told = client.ask(_join_message(job, job.rank), timeout)
         host = _host_of_server(environ, job, bool(told["is_one_machine"]))
+        # 2. Serve until the workers are gone. A server that fails has logged the reason.
         flags = ["--index", str(told["rank"]), "--num-servers", str(job.num_servers)]
         flags += ["--bind", env.tcp_address(host, 0), "--dead-after", str(dead_after)]
         code = cli.main(flags, announce=begin)
-        if code:  # it has said why in its own log
+        if code:
             client.leave(KVStoreError(f"its server ended with code {code}"))
     except BaseException as error:
         client.leave(error)
@@ -225,9 +234,9 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
 
 
 class _Workers:
-    """Watch the workers of a job on one of its servers, as the members of a namespace.
+    """Watches the workers of a job on one of its servers, as members of a namespace.
 
-    The server takes the last seat itself: so the namespace is there as long as it, and remembers who has left.
+    The server takes a seat of its own, so the namespace exists as long as it does and remembers who has left.
     """
 
     def __init__(self, engine: Engine, num_workers: int, dead_after: float, now: float) -> None:
@@ -246,7 +255,7 @@ class _Workers:
         self._alive = m.Request(welcome.reply.body.run, welcome.reply.body.session, 1, m.Heartbeat())
 
     def are_gone(self, now: float) -> bool:
-        """Say whether every worker has left, or was not heard from for too long."""
+        """Return whether every worker has left or is silent for too long."""
         self._engine.handle(self._socket, self._alive, now)
         members = self._engine.namespaces[_GROUP].membership
         gone = {*members.departed, *members.lost(now, self._dead_after)}
@@ -255,12 +264,12 @@ class _Workers:
         return gone >= set(range(self._num_workers))
 
 
-# A process joins a job once, for all of its stores: by process id, since forks inherit this, and scheduler.
+# (process id, scheduler) → topology. The process id is part of the key because forks inherit this.
 _joined: dict[tuple[int, str], env.Topology] = {}
 
 
 def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
-    """Meet the others; from then on say to scheduler and servers that this process lives, until it ends."""
+    """Join the job, and show the scheduler and servers that this process is alive until it ends."""
     client = SchedulerClient(job.root)
     servers: Session | None = None
     try:
@@ -281,7 +290,7 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
         client.leave(error)
         client.close()
         raise
-    # At the end of the process, and after its stores, which are younger, have left the servers.
+    # Runs at exit after the stores, which are younger, have left the servers.
     weakref.finalize(servers, _leave, client, servers)
     return topology
 
@@ -293,11 +302,12 @@ def _leave(client: SchedulerClient, servers: Session) -> None:
 
 
 class SchedulerClient:
-    """The tie of one process to the scheduler of its job."""
+    """A process's connection to the scheduler of its job."""
 
     def __init__(self, root: str) -> None:
         self._root = root
-        with suppress(ConfigurationError):  # the name may become known while this waits
+        # The name may become resolvable while this waits.
+        with suppress(ConfigurationError):
             root = _numeric(root)
         self._connection = Connection([root], transport="tcp")
         self._number = 0
@@ -306,11 +316,11 @@ class SchedulerClient:
     def ask(
         self, question: m.RequestBody, timeout: float, cancelled: Callable[[], bool] = lambda: False
     ) -> Mapping[str, Any]:
-        """Ask until the answer is there; blocks up to `timeout` seconds. If this fails, the others learn why.
+        """Repeat a question until it is answered. Blocks up to `timeout` seconds. On failure the others are told why.
 
         Raises:
-            ConnectTimeoutError: the scheduler did not answer, or processes are missing; says which.
-            KVStoreError: the scheduler's reason why the job cannot begin.
+            ConnectTimeoutError: The scheduler did not answer, or the named processes are missing.
+            KVStoreError: The job cannot begin, for the reason that the scheduler gives.
         """
         self._number += 1
         now = next_time = time.monotonic()
@@ -326,8 +336,9 @@ class SchedulerClient:
                     return answer.values
                 if isinstance(answer, m.Failed):
                     error = from_wire(answer.code, answer.text)
-                    if isinstance(error, ServerLostState | FencedError):  # a server's answer to a stranger
-                        error = ProtocolError(f"what listens at {self._root} is no scheduler, but a server")
+                    # A server answers so to a client that it does not know.
+                    if isinstance(error, ServerLostState | FencedError):
+                        error = ProtocolError(f"{self._root} is the address of a server, not of a scheduler")
                     raise error
                 if isinstance(answer, m.Pending):
                     heard, missing = now, answer.why
@@ -339,39 +350,41 @@ class SchedulerClient:
     def _too_late(self, timeout: float, heard: float, is_there: bool, missing: str) -> ConnectTimeoutError:
         if is_there:
             text = (
-                f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look for the last words of those "
-                "who are missing"
+                f"{missing or 'the scheduler was not done'}: waited {timeout:g} s; look at the last lines of the "
+                "missing processes' logs"
             )
         else:
             text = (
-                f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within {timeout:g} s; "
-                "is the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?"
+                f"the scheduler at {self._root} {'fell silent' if heard else 'did not answer'} within "
+                f"{timeout:g} s; is the process with DMLC_ROLE=scheduler running, and are DMLC_PS_ROOT_URI and "
+                "DMLC_PS_ROOT_PORT right?"
             )
         return ConnectTimeoutError(f"{text} (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)")
 
     def start_heartbeats(self, session: int) -> None:
-        """Say from time to time, in a thread, that this process lives; only after it has joined."""
+        """Send heartbeats from a thread from now on. Call it only after joining."""
         self._session = session
         self._connection.begin([(0, session)])
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tell that this process ends, or cannot go on, so that nobody waits for it."""
+        """Report that this process ends or cannot go on, so that no other process waits for it."""
         self._send(m.Leave("its process ended" if error is None else describe(error), error is None))
 
     def close(self) -> None:
         self._connection.close()
 
     def _send(self, body: m.RequestBody) -> None:
-        with suppress(KVStoreError):  # a forked process has nothing to say
+        # KVStoreError: a forked process must not send.
+        with suppress(KVStoreError):
             self._connection.send(0, m.Request(0, self._session, self._number, body))
 
     def _receive(self, seconds: float) -> m.ReplyBody | None:
-        """Receive the next answer to the present question; None if none comes in time."""
+        """Return the next answer to the current question, or None if there is none in time."""
         try:
             got = self._connection.receive(seconds)
         except ProtocolError as error:
             raise type(error)(
-                f"what listens at {self._root} is no scheduler of this version: {error}"
+                f"{self._root} is not the address of a scheduler of this version: {error}"
             ) from None
         return got[1].body if got is not None and got[1].number in (0, self._number) else None
 
@@ -384,7 +397,7 @@ def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
 
 
 def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
-    """Choose where a server listens: loopback if that is enough, else what the launcher says, if that is allowed."""
+    """Choose where a server listens: loopback if that is enough, else the launcher's address, if that is allowed."""
     if is_one_machine:
         return "127.0.0.1"
     host = env.numeric_host(job.node_host) if job.node_host else env.host_towards(job.root)
@@ -398,7 +411,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
 
 
 def _numeric(address: str) -> str:
-    """Return tcp://host:port with a numeric host. Raises ConfigurationError."""
+    """Return an address with its host name resolved. Raises ConfigurationError."""
     parts = urlsplit(address)
     return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
 
@@ -406,7 +419,7 @@ def _numeric(address: str) -> str:
 def _claimed_rank(
     environ: Mapping[str, str], job: DmlcJob, rank: int | None, num_workers: int | None
 ) -> int | None:
-    """Return the rank that this worker must have, None where the scheduler chooses; check what else is given."""
+    """Return the rank that this worker must have, or None if the scheduler chooses. Checks for contradictions."""
     ours = {k: v for k, v in environ.items() if k in (env.RANK, env.NUM_WORKERS) and v.strip()}
     if rank is None and num_workers is None and not ours:
         return job.rank
@@ -431,5 +444,5 @@ def _limits(
 
 
 def _started() -> int:
-    """Return when this process was started, in ticks since its machine was."""
+    """Return when this process was started, in clock ticks since boot."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,20 +1,19 @@
-"""The guardian: a small process that ends what belongs to a launched job when its launcher is gone, however it went.
+"""The guardian: a small process that ends the processes of a job if its launcher dies, however that happens.
 
-On the launcher's machine it watches sessions that the launcher names. The launcher holds the writing end of a pipe and
-nobody else does, so the guardian, which reads it, sees its end as soon as the launcher has exited or was killed. It
-then sends SIGTERM to every process of the job, and SIGKILL to what is left after a while. A process belongs to the job
-when it is in one of these sessions, or carries the job's mark in its environment: a grandchild in a session of its own
-does.
+On the launcher's machine it watches sessions that the launcher names. It reads a pipe whose writing end only the
+launcher holds, so it sees the end of the pipe as soon as the launcher has exited or was killed. Then it sends SIGTERM
+to every process of the job, and SIGKILL to the rest after a while. A process belongs to the job if it is in one of
+these sessions, or has the job's mark in its environment, as a grandchild in another session has.
 
     python guardian.py --grace SEC --mark MARK
 
-On another host (`kvlaunch -H`) it runs one process of the job. Standard input comes from the launcher through ssh: a
-byte asks for a signal; its end, which comes when the launcher, ssh or network is gone, ends the process, all that it
-has started, and this program.
+On another host (`kvlaunch -H`) it runs one process of the job. Its standard input comes from the launcher through ssh:
+a byte asks for a signal. At its end, when launcher, ssh or network is gone, it ends the process, all of its
+descendants, and itself.
 
     python -m kvtrainer.jobs.guardian --grace SEC [--share N] -- COMMAND [ARG ...]
 
-This file is run by its path, and so imports nothing outside the standard library.
+The file is run by its path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 
 MARK = "KVLAUNCH_MARK"
-"""Environment variable that marks every process of a job; nested jobs append theirs."""
+"""Environment variable that marks every process of a job. Nested jobs append their marks."""
 KILL_WAIT = 5.0
-"""Seconds to wait for processes to vanish after SIGKILL, which only one stuck in the kernel does not do."""
+"""Seconds to wait for processes to vanish after SIGKILL. Only one stuck in the kernel takes longer."""
 TERMINATE, KILL = b"T", b"K"
-"""Bytes by which the launcher asks a guardian on another host for a signal."""
+"""Bytes that ask a guardian on another host to send a signal."""
 GUARDIAN_DIES = (
     "the guardian process keeps dying, and this program, when killed, would leave processes behind"
 )
@@ -47,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Guardian:
-    """The launcher's handle on its guardian process; the process runs from construction to `close`."""
+    """The launcher's handle on its guardian process, which runs from construction to `close`."""
 
     def __init__(self, mark: str, grace: float) -> None:
         self._mark = mark
@@ -58,21 +57,21 @@ class Guardian:
         self._start()
 
     def watch(self, session: int) -> None:
-        """Hand a session, named by its leader's pid, to the guardian."""
+        """Add a session, named by its leader's pid."""
         self._sessions.add(session)
         self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
-        """Forget a session whose leader has exited, unless it left processes behind.
+        """Remove a session whose leader has exited, unless it left processes behind.
 
-        The kernel may give the number of an empty session to a stranger.
+        The kernel may reuse the number of an empty session.
         """
         if not survivors("", {session}):
             self._sessions.discard(session)
             self._tell(f"-{session}\n")
 
     def ensure(self) -> bool:
-        """Start another guardian if this one has died before `close`; False when that has happened too often."""
+        """Replace the guardian if it died before `close`. Return False if that has happened too often."""
         if self._pipe < 0 or self.process.poll() is None:
             return True
         if self._restarts == _MAX_RESTARTS:
@@ -83,13 +82,13 @@ class Guardian:
         return True
 
     def close(self) -> None:
-        """Let the guardian end what is left of the job, and then itself; returns at once, see `closed`."""
+        """Let the guardian end what is left of the job, and itself. Returns at once; see `closed`."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
 
     def closed(self) -> bool:
-        """Say whether the guardian process has exited. Nothing is left of the job then."""
+        """Return whether the guardian has exited. Then nothing is left of the job."""
         return self.process.poll() is not None
 
     def _start(self) -> None:
@@ -110,16 +109,16 @@ class Guardian:
             self._tell(f"+{session}\n")
 
     def _tell(self, line: str) -> None:
-        # A dead guardian is replaced by `ensure`, and the new one is told everything.
+        # If the guardian is dead, `ensure` starts another one and sends it all sessions.
         with contextlib.suppress(BrokenPipeError):
             if self._pipe >= 0:
                 os.write(self._pipe, line.encode())
 
 
 def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
-    """Return what a process inherits, with a mark. Its threads are an equal share of the cores among `share` processes.
+    """Return an environment with a mark added and, if `share` is set, the cores divided among that many processes.
 
-    Without it each would start a thread per core, and the threads of all of them would fight for the cores.
+    Otherwise each process would start one thread per core, and all of them would compete.
     """
     marks = filter(None, (inherited.get(MARK), mark))
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // share))} if share else {}
@@ -127,25 +126,26 @@ def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function that runs in the child, before exec or after: SIGTERM it when its parent dies.
+    """Return a function to be called in a child, before or after exec, so that it gets SIGTERM when its parent dies.
 
-    The guardian does this better, and for grandchildren too; this one still works when both are killed. It goes by the
-    thread that has started the child.
+    A fallback for when launcher and guardian are both killed. It reacts to the end of the thread that started the
+    child.
     """
     prctl = ctypes.CDLL(None).prctl
 
     def set_death_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:  # the launcher died before the call
+        # The parent died before the call.
+        if os.getppid() != parent:
             os._exit(1)
 
     return set_death_signal
 
 
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
-    """Return the pids of processes in `sessions`, or with `mark` in their environment.
+    """Return the pids of processes in `sessions` or with `mark` in their environment, without zombies. Reads /proc.
 
-    Zombies are left out. An empty mark matches nothing. Reads /proc.
+    An empty mark matches nothing.
     """
     needle = mark.encode()
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, needle, sessions)]
@@ -154,7 +154,7 @@ def survivors(mark: str, sessions: Collection[int]) -> list[int]:
 def _belongs(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # "pid (name) state ppid pgrp session ..."; the name may hold anything, a parenthesis too.
+            # "pid (name) state ppid pgrp session ...". The name may contain anything, even parentheses.
             fields = file.read().rpartition(b")")[2].split()
         if fields[0] in (b"Z", b"X"):
             return False
@@ -165,11 +165,11 @@ def _belongs(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read()
     except OSError:
-        return False  # it has just exited, or belongs to another user
+        return False  # it has exited, or belongs to another user
 
 
 def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
-    """SIGTERM each survivor once; after `grace` seconds SIGKILL until none is left or KILL_WAIT is over."""
+    """Send SIGTERM to each survivor once, and after `grace` seconds SIGKILL until none is left or KILL_WAIT is over."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace
     while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
@@ -177,7 +177,7 @@ def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
         asked.update(left)
         time.sleep(_POLL)
     deadline = time.monotonic() + KILL_WAIT
-    # Looked up anew each time: a process may have been forked between a look and a kill.
+    # List them again each time: a process may have forked between listing and killing.
     while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
         _send(left, signal.SIGKILL)
         time.sleep(_POLL)
@@ -190,7 +190,7 @@ def _send(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Stand guard until standard input ends; return the exit code of the command, as a shell does."""
+    """Run the guardian until standard input ends. Return the exit code of the command, as a shell does."""
     parser = argparse.ArgumentParser(prog="guardian", allow_abbrev=False)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--mark")
@@ -209,11 +209,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Stopped(Exception):
-    """This program was asked to end by a signal."""
+    """A signal asked this program to end."""
 
 
 def _run(command: Sequence[str], grace: float, share: int) -> int:
-    """Run a command until it or standard input ends; return its exit code as a shell does."""
+    """Run a command until it or standard input ends. Return its exit code as a shell does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     mark = secrets.token_hex(16)
@@ -239,7 +239,7 @@ def _run(command: Sequence[str], grace: float, share: int) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], grace: float) -> float:
-    """Wait until the process or standard input ends; return the grace for what is left."""
+    """Wait until the process or standard input ends. Return the grace period for what is left."""
     poll = select.poll()
     ended = os.pidfd_open(process.pid)
     for fd in (0, ended):

@@ -1,12 +1,11 @@
-"""The life of a launched job: servers, then workers, then the orderly end of all of them; on this host or on several.
+"""The lifetime of a launched job, on this host or several: servers start, then workers, then all are ended in order.
 
-`Launcher.run` reads from top to bottom; wherever it waits, it runs the event loop. The first failure, or signal,
-decides the exit code, and everything after it is about leaving nothing behind.
+`Launcher.run` reads from top to bottom, and runs the event loop wherever it waits. The first failure or signal decides
+the exit code. Whatever happens after it, no process is left behind.
 
-A host file says which process runs on which host; it is started there over ssh. Workers: every host, in the order of
-the file, takes as many consecutive ranks as it has slots (1 unless the file says otherwise); when all slots are taken,
-the first host is next again. Servers: one per host in the order of the file, whatever its slots, then again from the
-first.
+A host file assigns processes to hosts, where they are started over ssh. Workers: each host, in file order, gets as many
+consecutive ranks as it has slots (1 by default), starting over when all slots are taken. Servers: one per host in file
+order, regardless of slots, starting over as well.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_SLOTS = 4096
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=3")
 _PASSED = ("KVSTORE_", "MALLOC_")
 _PASSED_NAMES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
-# A name never begins with a dash, which ssh would take for an option.
+# Names must not begin with a dash, which ssh would take for an option.
 _LINE = re.compile(
     r"(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
     r"(?:\s+slots\s*=\s*(?P<slots>[0-9]+)|:(?P<number>[0-9]+))?"
@@ -42,7 +41,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a host file: the user to log in as, if any is named, the host, and its slots for workers."""
+    """One line of a host file: login user (may be empty), host name, and slots for workers."""
 
     user: str
     name: str
@@ -50,18 +49,18 @@ class Host:
 
     @property
     def target(self) -> str:
-        """The destination, as ssh is given it."""
+        """The destination for ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def parse_hosts(text: str, path: str) -> list[Host]:
-    """Return the hosts of a file of `path` that has this text, in order; a host may have several lines.
+    """Return the hosts in the text of a host file. A host may have several lines.
 
-    Each line is `HOST`, `HOST slots=N` or `HOST:N`, where HOST may be `USER@HOST` and an IPv6 address is in brackets;
-    `#` begins a comment.
+    A line is `HOST`, `HOST slots=N` or `HOST:N`, where HOST may be `USER@HOST` and IPv6 addresses are in brackets. `#`
+    begins a comment.
 
     Raises:
-        ConfigurationError: a line is none of these, or there is no host at all.
+        ConfigurationError: A line has another form, or there is no host.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -87,26 +86,26 @@ def place_workers(hosts: Sequence[Host], count: int) -> list[Host]:
 
 
 def place_servers(hosts: Sequence[Host], count: int) -> list[Host]:
-    """Return the host of each server, by its index."""
+    """Return the host of each server, by index."""
     return [hosts[index % len(hosts)] for index in range(count)]
 
 
 def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
-    """Return for each server a tcp://host:0 to listen on, which all hosts reach.
+    """Return a tcp://host:0 for each server to listen on that all hosts can reach.
 
     Args:
         servers: Their hosts.
-        is_public: Whether any process of the job runs on another machine than the launcher's.
+        is_public: Whether any process of the job runs on another machine.
 
     Raises:
-        ConfigurationError: the address of a host cannot be found, or is one that other hosts cannot reach.
+        ConfigurationError: A host's address cannot be resolved, or cannot be reached by others.
     """
     addresses = [numeric_host(host.name) if is_public else "127.0.0.1" for host in servers]
     for host, address in zip(servers, addresses, strict=True):
         if is_public and is_loopback(address):
             raise ConfigurationError(
-                f"host {host.name} has the address {address} here, which other hosts cannot reach; write the address "
-                "into the host file under which they do"
+                f"host {host.name} has the address {address} here, which other hosts cannot reach; write an address "
+                "into the host file that they can reach"
             )
     return [tcp_address(address, 0) for address in addresses]
 
@@ -118,9 +117,9 @@ class Remote:
     Args:
         workers, servers: The host of each.
         grace: Seconds between SIGTERM and SIGKILL for what is left when the connection ends.
-        ssh: The program, with arguments of its own.
-        names: Environment variables that are passed on beside KVSTORE_… and the number of threads.
-        directory: Where commands run on every host.
+        ssh: The program and its arguments.
+        names: Environment variables to pass on besides KVSTORE_… and the number of threads.
+        directory: Working directory on every host.
     """
 
     workers: Sequence[Host]
@@ -131,16 +130,15 @@ class Remote:
     directory: str = field(default_factory=os.getcwd)
 
     def host_of(self, role: str, index: int) -> Host:
-        """Return the host of a worker or server."""
         return (self.workers if role == "worker" else self.servers)[index]
 
     def local_rank(self, rank: int) -> int:
-        """Return which worker of its host the one of a rank is."""
+        """Return a worker's number among the workers of its host."""
         target = self.workers[rank].target
         return sum(other.target == target for other in self.workers[:rank])
 
     def command(self, role: str, index: int, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-        """Return the ssh command that runs a worker or server; cores are divided among the workers of a host."""
+        """Return the ssh command for a worker or server. The cores of a host are divided among its workers."""
         host = self.host_of(role, index)
         share = sum(other.target == host.target for other in self.workers) if role == "worker" else 0
         passed = [
@@ -156,19 +154,20 @@ class Remote:
 
 
 class RemoteChild(Child):
-    """The local end of a process on another host: signals travel over its standard input."""
+    """The local end of a process on another host. Signals are sent through its standard input."""
 
     stdin_kind = subprocess.PIPE
     _was_killed = False
 
     def signal(self, number: signal.Signals) -> None:
-        """Pass SIGTERM or SIGKILL on; where SIGKILL was passed on before, end the connection itself."""
+        """Forward SIGTERM or SIGKILL. A second SIGKILL ends the connection itself."""
         if self.returncode is None and number == signal.SIGKILL and self._was_killed:
             super().signal(number)
         elif self.returncode is None:
             self._was_killed = number == signal.SIGKILL
             assert self.process.stdin is not None
-            with suppress(OSError):  # the connection has ended
+            # OSError: the connection has ended.
+            with suppress(OSError):
                 os.write(self.process.stdin.fileno(), KILL if number == signal.SIGKILL else TERMINATE)
 
     def describe_exit(self) -> str:
@@ -179,19 +178,19 @@ class RemoteChild(Child):
 # ---------------------------------------------------------------- the job
 
 TO_REPORT = 5.0
-"""Seconds that processes need to end with a traceback, once they know that another one is dead."""
+"""Seconds that processes need to end with a traceback once they know that another one is dead."""
 
 
 @dataclass(frozen=True)
 class JobTimeouts:
-    """How long the launcher of a job waits, in seconds."""
+    """How long the launcher waits, in seconds."""
 
     start: float = 60.0
     """For all servers to be ready."""
     linger: float = 2.0
-    """After the first failure, for the others to report it in their own words."""
+    """After the first failure, for the others to report their own errors."""
     linger_unheard: float = 2.0
-    """The same where the others can only find out by silence: a server is gone, or a worker that could say nothing."""
+    """The same if others can notice only by silence: a server is gone, or a worker was killed."""
     grace: float = 5.0
     """Between SIGTERM and SIGKILL."""
 
@@ -200,13 +199,13 @@ class Launcher:
     """Runs one job, on this machine or on others.
 
     Args:
-        worker_command: What every worker runs; rank, count and servers are in its environment.
+        worker_command: Command of every worker. Rank, number of workers and servers are in its environment.
         num_workers: At least 1.
-        server_commands: What each server runs; when it is ready it must print a line with LISTENS and its address.
-            Without any, KVSTORE_SERVERS stays unset.
-        environ: The environment of all processes; see `inherited`.
-        remote: The hosts on which they run; None means this one.
-        viewer: What shows the job, here, given the servers' addresses as further arguments; the job goes on without it.
+        server_commands: Command of each server, which prints LISTENS and its address when it is ready. If there are
+            none, KVSTORE_SERVERS stays unset.
+        environ: Environment of all processes; see `inherited`.
+        remote: The hosts to run on; None for this one.
+        viewer: Command that shows the job here, given the servers' addresses as further arguments. It may fail.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class Launcher:
         self._stopping = False
 
     def run(self) -> int:
-        """Run the job and return its exit code; blocks until no process of it is left. Main thread only."""
+        """Run the job and return its exit code. Blocks until none of its processes is left. Main thread only."""
         with self._events:
             self._group = ProcessGroup(self._events, self._limits.grace)
             self._environ = environment(self._inherited, self._group.mark)
@@ -250,6 +249,7 @@ class Launcher:
     # The phases.
 
     def _start_and_work(self) -> None:
+        # 1. Start the servers and wait for their addresses.
         for index, command in enumerate(self._server_commands):
             put = self._addresses.put_of(index)
             self._spawn(self._servers, "server", command, self._environ, put)
@@ -263,12 +263,14 @@ class Launcher:
                 servers.append(parse_address(text))
             except ConfigurationError as error:
                 self._fail(1, f"server {index} did not report its address: {error}")
+        # 2. Announce the addresses, and start the viewer.
         if servers and self._code is None:
             told = f"servers are ready; to look at them: kvtop {' '.join(servers)}"
             self._events.output.put(2, "kvlaunch: ", told.encode())
         if self._viewer_command:
             shown = [*self._viewer_command, *servers]
             self._spawn(self._viewers, "view", shown, self._environ, self._events.output.put)
+        # 3. Start the workers and wait for the end.
         share = self._num_workers if self._remote is None else 0
         for rank in range(self._num_workers):
             local_rank = rank if self._remote is None else self._remote.local_rank(rank)
@@ -278,7 +280,7 @@ class Launcher:
         self._wait(self._workers_done, None)
 
     def _stop(self) -> None:
-        """End all processes; after a failure workers first get a while to end in their own words."""
+        """End all processes. After a failure workers first get some time to report their own errors."""
         if self._code is not None:
             self._wait(self._no_worker_left, self._linger, until=self._was_signalled)
         self._stopping = True
@@ -289,7 +291,7 @@ class Launcher:
                 self._fail(server.shell_code(), f"{server.describe_exit()} while it was stopping")
 
     def _flush(self) -> None:
-        """Print what waits to be printed. A slow reader gets everything, as long as nobody asks us to end."""
+        """Print the remaining output. A slow reader gets all of it, unless a signal asks the job to end."""
         output = self._events.output
         self._wait(lambda: output.target is None, None, until=self._was_signalled)
         self._wait(lambda: output.target is None, LAST_OUTPUT_WAIT, until=_never)
@@ -324,7 +326,7 @@ class Launcher:
     def _wait(
         self, done: Callable[[], bool], seconds: float | None, until: Callable[[], bool] | None = None
     ) -> bool:
-        """Run the loop until `done`, or `until` (by default: the job has failed), or the time is over."""
+        """Run the loop until `done`, or `until` (by default: the job has failed), or the timeout."""
         interrupted = until or (lambda: self._code is not None)
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
         while not done() and not interrupted():
@@ -336,7 +338,7 @@ class Launcher:
         return done()
 
     def _look(self) -> None:
-        """Draw the consequences of what one turn of the loop has brought."""
+        """React to what one turn of the loop has brought."""
         self._explain(self._group.reap())
         if not self._stopping and not self._group.ensure_guardian():
             self._fail(1, GUARDIAN_DIES)
@@ -348,10 +350,10 @@ class Launcher:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
     def _explain(self, gone: Sequence[Child]) -> None:
-        """Fail if one of the processes that have exited should not have."""
+        """Fail if a process exited that should not have."""
         if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
             return
-        # When both exited since the last look, the server is the likelier cause.
+        # If both exited since the last turn, the server is the likelier cause.
         for child in sorted(gone, key=lambda child: child not in self._servers):
             if child in self._servers and self._servers.index(child) in self._silent_servers():
                 self._fail(1, f"{child.describe_exit()} before it was ready")
@@ -362,7 +364,7 @@ class Launcher:
                 self._fail(child.shell_code(), child.describe_exit(), was_unheard=child.shell_code() > 128)
 
     def _fail(self, code: int, text: str, was_unheard: bool = False) -> None:
-        """Note the first failure and say so; later ones are its consequences."""
+        """Record and report the first failure. Later ones are its consequences."""
         if self._code is None:
             self._code = code
             suffix = "; stopping the others" if self._group.alive else ""
@@ -375,7 +377,7 @@ class Launcher:
         return bool(self._events.stop_signals)
 
     def _in_a_hurry(self) -> bool:
-        """Say whether the user pressed Ctrl-C again while a signal was stopping the job."""
+        """Return whether the user pressed Ctrl-C again while a signal was stopping the job."""
         signals = self._events.stop_signals
         return len(signals) > 1 and signals[-1] == signal.SIGINT
 

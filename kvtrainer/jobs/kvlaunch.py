@@ -54,16 +54,16 @@ SLURM_PROCID, SLURM_LOCALID and so on; --env passes them on all the same.
 environment that kvlaunch leaves to you, and that workers read:
   KVSTORE_TIMEOUT          longest wait for a round, a pull or a barrier, in seconds (600)
   KVSTORE_CONNECT_TIMEOUT  longest wait for the first answer of a server, in seconds (30)
-  KVSTORE_DEAD_AFTER       a peer not heard from for so many seconds counts as dead (60); servers read it too
+  KVSTORE_DEAD_AFTER       a peer counts as dead after this many seconds of silence (60); servers read it too
   KVSTORE_SLOW_AFTER       a wait for other workers that takes longer is logged, in seconds (10); servers read it too
   KVSTORE_TRANSPORT        auto: through shared memory on the same host; shm: do not begin without it; tcp: never
   KVSTORE_LOG              debug: a line for each message and each transition of a round; servers read it too
 
 hosts: a line of HOSTFILE is HOST, HOST slots=N or HOST:N, where HOST may be USER@HOST; '#' begins a comment.
-Every host takes as many consecutive ranks as it has slots (1), in the order of the file, which begins anew when all
-slots are taken; servers go to one host after the other. Commands run over ssh, without a password, in the directory
-of the same path; kvtrainer must be installed there for the same {python}. They find KVSTORE_…, MALLOC_…,
-OMP_NUM_THREADS and what --env names, all of which a list of processes shows; nothing else goes along.
+Every host takes as many consecutive ranks as it has slots (1), in the order of the file, starting over when all slots
+are taken; servers go to one host after the other. Commands run over ssh, without a password, in the directory
+of the same path; kvtrainer must be installed there for the same {python}. They get KVSTORE_…, MALLOC_…,
+OMP_NUM_THREADS and what --env names, which are visible in the list of processes, and no other variables.
 
 output: each line begins with [w0] for worker 0, [s1] for server 1, and so on; standard output and standard
 error stay apart. Commands read no standard input.
@@ -76,11 +76,12 @@ All that follows COMMAND belongs to it; a '--' before it is needed only where it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` by default) and return its exit code; blocks until the job is over.
+    """Run the command line (`sys.argv` by default) and return its exit code. Blocks until the job is over.
 
-    Wrong usage exits with code 2 through SystemExit.
+    Wrong usage raises SystemExit with code 2.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # 1. Make the servers' commands and the environment.
     options, command = _parse(arguments)
     imports = [part for module in options.imports for part in ("--import", module)]
     flags = [*options.server_arg, *imports]
@@ -89,10 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for index, bind in enumerate(options.binds)
     ]
     environ = {**inherited(os.environ), **options.env}
+    # 2. Tell the user what is unexpected about the command, and what is about to start.
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(
-            f"kvlaunch: {command[0]!r} is {other}, which is not of kvlaunch's environment; for that one say "
-            f"{sys.executable}",
+            f"kvlaunch: {command[0]!r} is {other}, which is outside kvlaunch's environment; to use that environment, "
+            f"run {sys.executable}",
             file=sys.stderr,
         )
     if sys.stderr.isatty():
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         environ.setdefault(PROGRESS, "1")
+    # 3. Run the job.
     viewer: list[str] = []
     if options.dashboard is not None:
         viewer = [sys.executable, "-m", "kvtrainer.watch.top", "--http", options.dashboard]
@@ -113,22 +116,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
-    """Return the path of the workers' `python` if it has other modules than this one. Else None."""
+    """Return the path of the workers' `python` if it belongs to another environment, else None."""
     found = (
         shutil.which(command, path=environ.get("PATH")) if re.fullmatch(r"python[\d.]*", command) else None
     )
     if found is None or os.path.samefile(os.path.dirname(found), os.path.dirname(sys.executable)):
         return None
-    ask = [found, "-c", "import sys; print(sys.prefix)"]  # the name may be that of a script which chooses one
+    # Ask it for its prefix, because the name may be that of a script that chooses an interpreter.
+    ask = [found, "-c", "import sys; print(sys.prefix)"]
     try:
         told = subprocess.run(ask, env=environ, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
-        return None  # it will say itself what is wrong with it
+        return None  # starting it will show what is wrong
     return None if told.stdout.strip() in ("", sys.prefix) else found
 
 
 def _set_hosts(options: argparse.Namespace) -> None:
-    """Decide what runs where, and where the servers listen. Raises ConfigurationError."""
+    """Set where processes run and servers listen. Raises ConfigurationError."""
     options.remote = None
     options.binds = ["tcp://127.0.0.1:0"] * options.servers
     if options.hostfile is None:
@@ -165,11 +169,13 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    # 1. Separate kvlaunch's own options from the command.
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _make_parser()
     options, unknown = parser.parse_known_args(arguments[:cut])
-    # A '--' after the beginning of the command is the command's own.
+    # A '--' after the beginning of the command belongs to the command.
     command = options.command + arguments[cut:] if options.command else arguments[cut + 1 :]
+    # 2. Check what argparse cannot.
     if unknown:
         parser.error(
             f"unknown arguments: {' '.join(unknown)}; options of the workers' command come after its name"
@@ -180,6 +186,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{command[0]} is no program that can be started; say: python {command[0]}")
     if options.dashboard is not None and not options.servers:
         parser.error("--dashboard shows what servers say, and there are none with -s 0")
+    # 3. Compute limits, environment and hosts.
     try:
         linger = unheard = JobTimeouts.linger if options.linger is None else options.linger
         if options.linger is None and options.servers:
@@ -201,6 +208,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # What to start.
     add = parser.add_argument
     add("-n", "--workers", type=_at_least(1), required=True, metavar="W", help="how many workers to start")
     add("-s", "--servers", type=_at_least(0), default=1, metavar="S", help="how many servers to start (1)")
@@ -221,6 +229,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="serve a page that shows the job, as kvtop --http does; only to this host unless HOST says otherwise; "
         "port 0 takes a free one",
     )  # fmt: skip
+    # Other hosts.
     add = parser.add_argument_group("other hosts").add_argument
     add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")
     add("--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments")
@@ -229,6 +238,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
     )  # fmt: skip
+    # Timeouts.
     add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
     add(
         "--start-timeout",

@@ -1,9 +1,12 @@
-"""The processes of a job, their output, and one loop that waits for all. It needs no thread.
+"""The processes of a job, their output, and a single-threaded event loop that waits for all of them.
 
-`ProcessGroup` follows processes from their start to their end; `kvlaunch` has one for its job, and a local cluster one
-for its servers and one for each run. `Stream` cuts what comes out of one pipe of one process into lines. `Output` holds
-lines until they can be written to the launcher's own standard output and error without blocking, in bounded memory, so
-that a paused terminal cannot make the launcher deaf to signals and exits.
+`ProcessGroup` follows processes from start to end: `kvlaunch` has one for its job, a local cluster one for its servers
+and one for each run. `Events` is the loop, built on poll() and, in the main thread, signal handlers. `Stream` splits
+the output of one pipe into lines. `Output` queues lines for the launcher's own standard output and error.
+
+Invariants: the loop never blocks in a write, so a paused terminal cannot keep the launcher from noticing signals and
+exits; if the queue is full it stops reading, and the processes wait. A process that was reaped is never signalled,
+because its pid may be reused. When a `ProcessGroup` has ended, no process of it is left, not even its guardian.
 """
 
 from __future__ import annotations
@@ -28,22 +31,22 @@ from kvtrainer.common.env import PLACES
 from kvtrainer.jobs.guardian import KILL_WAIT, Guardian
 
 MAX_LINE = 64 * 1024
-"""A longer line is cut into pieces of about this many bytes, each printed as a line."""
+"""A longer line is split into pieces of about this many bytes."""
 PROGRESS_INTERVAL = 1.0
-"""Seconds between two states of a progress bar that are shown; the state in which its line ends always is."""
+"""Seconds between states of a progress bar that are shown. The final state always is."""
 HIGH_WATER = 256 * 1024
-"""Above this many waiting bytes the launcher stops reading, and writers wait, as at a slow terminal."""
+"""With this many bytes waiting the launcher stops reading, and processes block, as on a slow terminal."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LISTENS = b"kvstore-server: listening on "
 """What a server prints before its address."""
 LAST_OUTPUT_WAIT = 1.0
-"""Seconds to wait for the end of a pipe when no process is left, which only one that has hidden keeps open."""
+"""Seconds to wait for the end of a pipe that a hidden process keeps open after all known ones have ended."""
 
-# What processes find in their environment unless it says otherwise.
+# Added to the environment of a job's processes unless it has other values.
 _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
-    # Gradients and buffers come and go with every step; without this each is mapped and faulted in anew, which takes
-    # longer than filling it.
+    # Gradients and buffers are allocated and freed in every step. By default malloc returns such memory to the system,
+    # and faulting the pages in again takes longer than filling them.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -51,30 +54,29 @@ _DEFAULTS = {
 _MAX_WAIT = 1.0
 _READ_SIZE = 64 * 1024
 _MAX_DRAIN_READS = 64
-# poll() reports a pipe as writable only when this much can be written at once.
+# poll() reports a pipe as writable only if this many bytes can be written without blocking.
 _CHUNK = 4096
-# A carriage return that ends the data so far is left alone, because a newline may follow it.
+# A carriage return at the end of the data is kept, because a newline may follow.
 _LINE_END = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
 
 Put = Callable[[int, str, bytes], None]
-"""Takes a line: the descriptor on which it goes out, the tag of its process, and its bytes without an end."""
+"""Receives a line: the descriptor to write it to, the tag of its process, and its bytes without the line end."""
 Wait = Callable[[Callable[[], bool], float], object]
-"""Waits until a condition holds, at most the given seconds, while the loop goes on."""
+"""Waits until a condition holds, at most the given seconds, while the loop runs."""
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job's processes inherit of an environment. It may be that of a process of another job."""
+    """Return the environment that a job's processes inherit, without what names this process's place in another job."""
     kept = {name: value for name, value in environ.items() if name not in PLACES}
     return {**_DEFAULTS, **kept}
 
 
 def server_command(index: int, count: int, grace: float, flags: Sequence[str]) -> list[str]:
-    """Return the command of a server of a job.
+    """Return the command that starts a server of a job.
 
     Args:
-        grace: Seconds between SIGTERM and SIGKILL. A server that still waits for the round of a dead worker must have
-            given up before.
-        flags: More of them, which may overrule these.
+        grace: Seconds between SIGTERM and SIGKILL. The server stops waiting for a dead worker's round earlier.
+        flags: Further flags, which override these.
     """
     place = ["--index", str(index), "--num-servers", str(count)]
     drain = ["--drain-timeout", f"{max(0.8 * grace, 0.1):g}"]
@@ -82,14 +84,14 @@ def server_command(index: int, count: int, grace: float, flags: Sequence[str]) -
 
 
 class Child:
-    """A process in a session of its own, whose output comes back through pipes; it starts on construction.
+    """A process in its own session, started by the constructor, with its output in pipes.
 
     Args:
         pass_fds: Descriptors that it inherits.
-        prepare: Runs in it before its program; only an owner without other threads may ask for that.
+        prepare: Runs in the child before exec. Only safe if the parent has no other threads.
 
     Raises:
-        OSError: the command cannot be started.
+        OSError: The command cannot be started.
     """
 
     stdin_kind = subprocess.DEVNULL
@@ -125,18 +127,19 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the number of the signal that killed it; None as long as nobody saw it exit."""
+        """The exit code, or minus the signal that killed it; None until it is reaped."""
         return self.process.returncode
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and the rest of its group, unless it was reaped."""
-        # A reaped leader's number may already be a stranger's.
+        """Send a signal to the process group, unless the process was reaped."""
+        # The pid of a reaped process may belong to another one.
         if self.process.returncode is None:
-            with contextlib.suppress(PermissionError):  # it runs as another user now
+            # PermissionError: it runs as another user now.
+            with contextlib.suppress(PermissionError):
                 os.killpg(self.process.pid, number)
 
     def close_stream(self, fd: int) -> None:
-        """Pass on a last line that has no end, and close the pipe."""
+        """Emit an incomplete last line and close the pipe."""
         self.streams.pop(fd).flush()
         self._pipes[fd].close()
 
@@ -150,9 +153,9 @@ class Child:
 
 
 class ProcessGroup:
-    """Processes of one program, in the order of their start, and a guardian that ends them when the program is gone.
+    """Processes of one program, in starting order, and a guardian that ends them if the program dies.
 
-    One thread turns `events` and calls `reap` after every turn; another one may do the rest.
+    One thread runs `events` and calls `reap` after every turn. The other methods may be called in another thread.
 
     Args:
         events: The loop that reads their output.
@@ -163,10 +166,10 @@ class ProcessGroup:
         self._events = events
         self._grace = grace
         self.mark = secrets.token_hex(16)
-        """Belongs into the environment of every process; see `environment`."""
+        """Marks the environment of every process; see `environment`."""
         self.guardian = Guardian(self.mark, grace)
         self.children: list[Child] = []
-        # For the guardian; and no signal may go to a process that is reaped meanwhile.
+        # Protects the guardian, and keeps a process from being reaped while it is signalled.
         self._lock = threading.Lock()
 
     @property
@@ -174,7 +177,7 @@ class ProcessGroup:
         return [child for child in self.children if child.returncode is None]
 
     def add(self, child: Child) -> None:
-        """Follow a process that has just been started."""
+        """Follow a process that was just started."""
         with self._lock:
             self.guardian.watch(child.process.pid)
         for fd in list(child.streams):
@@ -182,7 +185,7 @@ class ProcessGroup:
         self.children.append(child)
 
     def reap(self) -> list[Child]:
-        """Return the processes that have exited since the last call, after passing on what they have written."""
+        """Return the processes that have exited since the last call, after emitting the rest of their output."""
         if not self._events.child_changed:
             return []
         self._events.child_changed = False
@@ -197,17 +200,18 @@ class ProcessGroup:
         return gone
 
     def ensure_guardian(self) -> bool:
-        """Start another guardian if this one has died; False when it has died too often to go on."""
+        """Replace the guardian if it has died. Return False if it has died too often."""
         with self._lock:
             return self.guardian.ensure()
 
     def end(self, wait: Wait, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all processes, and what they have left behind; returns when nothing is left, not even the guardian.
+        """End all processes and their descendants. Returns when none is left, not even the guardian.
 
         Args:
             wait: Waits while the loop runs.
-            in_a_hurry: Cuts the grace short.
+            in_a_hurry: Returns True to end the grace period early.
         """
+        # SIGTERM, then SIGKILL to the rest; the guardian ends descendants, and may outlive its grace a little.
         try:
             self._signal(signal.SIGTERM)
             wait(lambda: not self.alive or in_a_hurry(), self._grace)
@@ -220,7 +224,7 @@ class ProcessGroup:
         wait(lambda: not any(child.streams for child in self.children), LAST_OUTPUT_WAIT)
 
     def close_streams(self) -> None:
-        """Pass on lines that have no end, and close the pipes that are still open; after `end`."""
+        """Emit incomplete last lines and close all pipes, after `end`."""
         for child in self.children:
             for fd in list(child.streams):
                 self._close_stream(child, fd)
@@ -240,15 +244,15 @@ class ProcessGroup:
 
 
 class Addresses:
-    """Finds in the output of servers where they listen; that line is taken out, and `put` gets the others."""
+    """Extracts the servers' addresses from their output. Other lines go to `put`."""
 
     def __init__(self, put: Put) -> None:
         self._put = put
         self.found: dict[int, str] = {}
-        """What each server has reported, by its index."""
+        """Index of a server → its address."""
 
     def put_of(self, index: int) -> Put:
-        """Return what takes the lines of one server."""
+        """Return the function that takes the lines of one server."""
         return partial(self._take, index)
 
     def _take(self, index: int, target: int, tag: str, line: bytes) -> None:
@@ -262,10 +266,9 @@ class Addresses:
 
 
 class Stream:
-    """The reading end of a pipe of a child; `put` gets its lines, without their ends.
+    """The reading end of a child's pipe. `put` receives its lines without line ends.
 
-    Text that a carriage return has overwritten is a progress bar: of these states only one per
-    PROGRESS_INTERVAL comes out.
+    Text that ends in a carriage return is a state of a progress bar, and only one per PROGRESS_INTERVAL is emitted.
     """
 
     def __init__(
@@ -276,15 +279,15 @@ class Stream:
         self._shown = -PROGRESS_INTERVAL
 
     def read(self) -> bool:
-        """Read what is there (blocks if nothing is) and pass complete lines on; False at the end."""
+        """Read available data, or block until there is some, and emit complete lines. Return False at the end."""
         data = os.read(self._fd, _READ_SIZE)
         self.feed(data)
         return bool(data)
 
     def drain(self) -> bool:
-        """Read without waiting until nothing is left; False at the end.
+        """Read without blocking until nothing is left. Return False at the end.
 
-        Gives up after a few MiB, because a process that outlives the child may write for ever.
+        Stops after some MiB, because a process that outlives the child may write for ever.
         """
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
@@ -296,7 +299,7 @@ class Stream:
         return True
 
     def feed(self, data: bytes) -> None:
-        """Add bytes, and pass on the lines that are now complete."""
+        """Add bytes and emit the lines that are complete."""
         scanned = len(self._buffer)
         if self._buffer.endswith(b"\r"):
             scanned -= 1
@@ -304,6 +307,7 @@ class Stream:
         start = 0
         for end in _LINE_END.finditer(self._buffer, scanned):
             text = bytes(self._buffer[start : end.start()]).rstrip(b"\r")
+            # Lines that end in a newline are all emitted, states of a progress bar only now and then.
             if end.group().endswith(b"\n") or self._due(text):
                 self._put_all(_cut(text))
             start = end.end()
@@ -314,7 +318,7 @@ class Stream:
             self._buffer[:] = rest
 
     def flush(self) -> None:
-        """Pass on a last line that has no end; the stream is over."""
+        """Emit an incomplete last line at the end of the stream."""
         text = bytes(self._buffer).rstrip(b"\r")
         self._buffer.clear()
         if text:
@@ -333,10 +337,9 @@ class Stream:
 
 
 class Output:
-    """Lines on their way to file descriptors, written in the order in which they came.
+    """Lines waiting to be written, in order of arrival.
 
-    One queue serves all descriptors: two of them may be one terminal, where a line must be over before the
-    next begins.
+    All descriptors share a queue: they may be one terminal, where a line must be complete before the next begins.
     """
 
     def __init__(self) -> None:
@@ -350,11 +353,11 @@ class Output:
 
     @property
     def target(self) -> int | None:
-        """The descriptor to which the next bytes go, None when nothing waits."""
+        """The descriptor that gets the next bytes, or None if nothing is waiting."""
         return self._queue[0][0] if self._queue else None
 
     def put(self, fd: int, tag: str, line: bytes) -> None:
-        """Append `tag` and `line`; bytes that are not UTF-8 become replacement characters."""
+        """Append a tagged line. Bytes that are not UTF-8 are replaced."""
         if fd in self._broken:
             return
         data = f"{tag}{line.decode(errors='replace')}\n".encode()
@@ -364,9 +367,9 @@ class Output:
         self._waiting += len(data)
 
     def write_some(self) -> OSError | None:
-        """Write what surely fits to `target`, which poll() has reported as writable.
+        """Write some bytes to `target`, which poll() has reported as writable, without blocking.
 
-        An error is returned once; from then on everything for that descriptor is dropped.
+        Returns an error once. From then on everything for that descriptor is dropped.
         """
         fd, data = self._queue[0]
         try:
@@ -384,16 +387,16 @@ class Output:
 
 
 class Events:
-    """Waits for events and hands them out. As a context it takes over signal handling (main thread only)."""
+    """The event loop. As a context manager it also handles signals (main thread only)."""
 
     def __init__(self) -> None:
         self.output = Output()
         self.stop_signals: list[signal.Signals] = []
-        """Every SIGINT, SIGTERM and SIGHUP so far, in order of arrival."""
+        """All SIGINT, SIGTERM and SIGHUP received, in order."""
         self.child_changed = True
-        """A child may have exited since `ProcessGroup.reap` last looked."""
+        """True if a child may have exited since the last `ProcessGroup.reap`."""
         self.write_error: OSError | None = None
-        """The first error in writing the output."""
+        """The first error in writing output."""
         self._readers: dict[int, tuple[Callable[[], None], bool]] = {}
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._wake, self._wake_writer = os.pipe()
@@ -404,7 +407,7 @@ class Events:
     def __enter__(self) -> Events:
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *STOP_SIGNALS):
-            # nohup, and a shell that starts a background job, ask for a signal to be ignored.
+            # Signals are ignored on purpose under nohup and in background jobs of a shell.
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda _number, _frame: None)
         return self
@@ -421,18 +424,18 @@ class Events:
         self._wake_writer = -1
 
     def wake(self) -> None:
-        """End the `turn` of another thread, so that it sees new readers. Raises OSError after `close`."""
+        """Make `turn` return in another thread, so that it sees new readers. Raises OSError after `close`."""
         os.write(self._wake_writer, b"\0")
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, pausable: bool) -> None:
-        """Call `callback` when `fd` is readable or at its end; if `pausable`, not while output is full."""
+        """Call a function when `fd` is readable or at its end; if `pausable`, not while output is full."""
         self._readers[fd] = callback, pausable
 
     def remove_reader(self, fd: int) -> None:
         del self._readers[fd]
 
     def turn(self, seconds: float) -> None:
-        """Wait for an event, then handle all that are there. It waits at most `seconds`, and at most one second."""
+        """Wait for events, at most `seconds` and at most one second, and handle them."""
         poll = select.poll()
         for fd, (_, pausable) in list(self._readers.items()):
             if not (pausable and self.output.full):
@@ -442,7 +445,8 @@ class Events:
             poll.register(target, select.POLLOUT)
         ready = [fd for fd, _ in poll.poll(1000 * max(0.0, min(seconds, _MAX_WAIT)))]
         if not ready:
-            self.child_changed = True  # a second look, in case SIGCHLD is blocked in this process
+            # Check anyway, in case SIGCHLD is blocked in this process.
+            self.child_changed = True
         for fd in ready:
             if fd == target:
                 error = self.output.write_some()
@@ -460,7 +464,7 @@ class Events:
 
 
 def _cut(text: bytes) -> list[bytes]:
-    """Cut into pieces of at most MAX_LINE bytes, not inside a UTF-8 character; at least one piece."""
+    """Split into pieces of at most MAX_LINE bytes, not inside a UTF-8 character. At least one piece."""
     pieces: list[bytes] = []
     while len(text) > MAX_LINE:
         end = MAX_LINE

@@ -1,16 +1,16 @@
-"""The scheduler of a job for MXNet's launcher: it tells workers where the servers are, and stays until they are done.
+"""The scheduler of a job of MXNet's launcher: tells workers where the servers are, and stays until they are done.
 
-A service for the loop of `kvstore_server.server`: no sockets and no clock; a message and the time go in, the answer
-comes out. Each question is answered with the present state, so a process asks again and again until the answer is no
-longer Pending, and a lost or repeated message changes nothing. Whatever fails, fails for all, and all are told why.
+It is a service for the loop of `kvstore_server.server`, without sockets and clocks: a message and the time go in, the
+answer comes out. Each question is answered from the current state, and a process repeats it until the answer is no
+longer Pending, so lost or repeated messages do no harm. A failure of one process fails the job, and all are told why.
 
-    server     JoinJob → Info: rank        when all processes are there
-               Listening → Info            when all servers listen
-    worker     JoinJob → Info: servers     when every server knows that, and so needs the scheduler no more
+    server     JoinJob → Info: rank        once all processes have joined
+               Listening → Info            once all servers listen
+    worker     JoinJob → Info: servers     once every server knows that, and so no longer needs the scheduler
                Heartbeat …, Leave          until its process ends
 
-Ranks do not depend on the order in which processes arrive: a process has the rank that its launcher gave it, and the
-others of its role take what is left in the order of their task numbers, or else of (host, time of start, process id).
+Ranks do not depend on the order of arrival. A process keeps the rank that its launcher gave it. The others of its role
+get the remaining ranks in the order of their task numbers, or else of (host, start time, process id).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvstore_server.protocol import messages as m
 
 SERVER, WORKER = "server", "worker"
 REPLACED_AFTER = 1.0
-"""A process that waits asks many times a second; after so many seconds of silence another one may take its place."""
-# Seconds of silence after which a process is not waited for any more when the scheduler ends.
+"""Waiting processes ask many times a second. After this many seconds of silence another one may take the place."""
+# Seconds of silence after which the scheduler no longer waits for a process before it exits.
 _LAST_WORDS = 2.0
-# Characters that are said about who is missing.
+# The most characters of a description of missing processes.
 _LONGEST = 4000
 _MAX_NAME = 255
 
@@ -45,13 +45,13 @@ class _Member:
     """A process that has joined."""
 
     join: m.JoinJob
-    # By which its heartbeats are known.
+    # Identifies its heartbeats.
     token: int
     heard: float
     rank: int = -1
-    # Where a server listens, once it does.
+    # Address of a server, once it listens.
     address: str = ""
-    # It has got its last answer: where the servers are, that all listen, or why there is no job.
+    # True once it has its last answer: the servers, that all listen, or why there is no job.
     is_told: bool = False
     is_done: bool = False
 
@@ -67,13 +67,13 @@ class _Member:
 
 
 class Scheduler:
-    """A scheduler that brings workers and servers together and counts workers left.
+    """Brings workers and servers together and waits until the workers are done.
 
     Args:
-        timeout: Seconds after which those who are missing are given up.
+        timeout: Seconds after which missing processes are given up.
         dead_after: Seconds of silence after which a process counts as dead.
-        now: The time, in seconds of one monotonic clock.
-        tokens: Gives each process a number that nobody can guess.
+        now: The time in seconds of a monotonic clock.
+        tokens: Returns an unguessable number for each process.
     """
 
     num_ended = 0
@@ -88,9 +88,9 @@ class Scheduler:
         tokens: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         self.failure: KVStoreError | None = None
-        """Why the job cannot begin; every process that asks is told."""
+        """Why the job cannot begin; sent to every process that asks."""
         self.is_complete = False
-        """All servers know that all listen: from here on nobody needs the scheduler."""
+        """All servers know that all of them listen. From then on nothing needs the scheduler."""
         self.is_stopping = False
         self._counts = {SERVER: num_servers, WORKER: num_workers}
         self._timeout = timeout
@@ -98,16 +98,16 @@ class Scheduler:
         self._dead_after = dead_after
         self._tokens = tokens
         self._now = now
-        # By the routing id of the socket that asks.
+        # By routing id of the asking socket.
         self._members: dict[bytes, _Member] = {}
-        # By the token.
+        # Token → routing id.
         self._peers: dict[int, bytes] = {}
-        # All are there and have their ranks.
+        # All processes have joined and have their ranks.
         self._is_assigned = False
         self._turned_away = ""
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
-        """Take note of what a process says; return what it has to know at this time."""
+        """Process a request and return the answer to it at this time."""
         member = self._members.get(self._peers.get(request.session, peer))
         if member is not None:
             member.heard = now
@@ -118,7 +118,7 @@ class Scheduler:
         return [] if answer is None else [m.Outgoing(peer, m.Reply(request.number, answer))]
 
     def tick(self, now: float) -> list[m.Outgoing]:
-        """Forget processes that fell silent before all were there; at the deadline, give up those who are missing."""
+        """Forget processes that fall silent before all have joined. At the deadline, fail the job."""
         self._now = now
         if not self._is_assigned:
             for peer, member in list(self._members.items()):
@@ -129,22 +129,22 @@ class Scheduler:
         return []
 
     def is_over(self, now: float) -> bool:
-        """Say whether the job cannot begin, or every worker is done or silent too long."""
+        """Return whether the job cannot begin, or every worker is done or silent too long."""
         if not self.is_complete:
             return self.failure is not None
         return all(worker.is_done or now - worker.heard > self._dead_after for worker in self._of(WORKER))
 
     def excuse_silence(self, now: float) -> None:
-        """Count every process as just heard: it was the scheduler that did not listen."""
+        """Treat every process as just heard, after a time when the scheduler itself did not listen."""
         for member in self._members.values():
             member.heard = now
 
     def stop(self) -> None:
-        """Begin to end: what is left is to let everybody know."""
+        """Begin to stop: only pending answers are left to send."""
         self.is_stopping = True
 
     def is_idle(self) -> bool:
-        """Say whether all that are still there have got their last answer."""
+        """Return whether all processes that are still there have their last answer."""
         return all(
             member.is_told or self._now - member.heard > _LAST_WORDS for member in self._members.values()
         )
@@ -153,7 +153,7 @@ class Scheduler:
         return []
 
     def missing(self) -> str:
-        """Say who has not come, or does not listen."""
+        """Describe which processes have not joined, or do not listen."""
         if self._is_assigned:
             late = [one for one in self._servers() if not (one.address and one.is_told)]
             names = ", ".join(f"server {server.rank} ({server.name})" for server in late)
@@ -175,6 +175,7 @@ class Scheduler:
     def _answer(
         self, peer: bytes, member: _Member | None, body: m.RequestBody, now: float
     ) -> m.ReplyBody | None:
+        # 1. Messages that are answered in any state.
         if isinstance(body, m.Leave):
             if member is not None:
                 if not self.is_complete:
@@ -183,12 +184,14 @@ class Scheduler:
             return None
         if isinstance(body, m.Heartbeat):
             return m.Pending(())
+        # 2. A new process joins. If the job has failed, everybody gets the reason.
         if self.failure is None and isinstance(body, m.JoinJob) and member is None:
             member = self._join(peer, body, now)
         if self.failure is not None:
             if member is not None:
                 member.is_told = True
             raise self.failure
+        # 3. Answer from the current state, or name what is missing.
         if not isinstance(body, m.JoinJob | m.Listening):
             raise ProtocolError(
                 f"this is the scheduler of a job, which has no answer to {type(body).__name__}"
@@ -199,7 +202,7 @@ class Scheduler:
         return m.Pending((), self.missing()[:_LONGEST]) if told is None else m.Status(told)
 
     def _told(self, member: _Member) -> Mapping[str, Any] | None:
-        """Return the values of the answer to JoinJob; None while somebody is missing."""
+        """Return the answer to JoinJob, or None while processes are missing."""
         known = {"rank": member.rank, "session": member.token}
         if member.join.role == SERVER and self._is_assigned:
             machines = {other.join.machine for other in self._members.values()}
@@ -221,19 +224,22 @@ class Scheduler:
         return {}
 
     def _join(self, peer: bytes, join: m.JoinJob, now: float) -> _Member:
+        # 1. Refuse what cannot belong to this job.
         if join.role not in self._counts or max(len(join.host), len(join.machine)) > _MAX_NAME:
             raise ProtocolError(f"no process of a job: {join!r:.200}")
         if self._is_assigned:
             raise ConfigurationError(f"{_name(join)} comes too late: all processes of this job are there")
         self._check(join)
+        # 2. A process that was restarted takes the place of its silent predecessor. A second live one is an error.
         for other_peer, other in list(self._members.items()):
             if not other.claims_the_place_of(join):
                 continue
             if now - other.heard > REPLACED_AFTER:
-                self._forget(other_peer)  # its launcher has started it again
+                self._forget(other_peer)
             else:
                 claim = f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
                 self._refuse(f"{other.name} and {_name(join)} both have {claim}")
+        # 3. Add it, and assign ranks once all are there.
         member = self._members[peer] = _Member(join, self._tokens(), now)
         self._peers[member.token] = peer
         self._check_number(join.role, now)
@@ -255,7 +261,7 @@ class Scheduler:
             raise ConfigurationError(f"the scheduler has turned away {self._turned_away}")
 
     def _check_number(self, role: str, now: float) -> None:
-        """Refuse a process too many, unless one without a rank is silent and makes room."""
+        """If a role has too many processes, drop silent ones. Fail the job if there are none."""
         while len(self._of(role)) > self._counts[role]:
             silent = [
                 peer
@@ -276,7 +282,7 @@ class Scheduler:
         )
 
     def _fail(self, error: KVStoreError) -> None:
-        """Let the job not begin; the first reason counts."""
+        """Make the job fail. The first reason counts."""
         self.failure = self.failure or error
 
     def _forget(self, peer: bytes) -> None:
@@ -290,7 +296,7 @@ class Scheduler:
 
 
 def ranks_of(joins: list[m.JoinJob]) -> list[int]:
-    """Return the rank of each process of one role; it does not depend on the order of `joins`."""
+    """Return the rank of each process of one role, independent of the order of `joins`."""
     ranks = [join.rank for join in joins]
     free = sorted(set(range(len(joins))) - set(ranks))
     others = sorted(

@@ -1,4 +1,4 @@
-"""Where the servers of a job are: from arguments, launchers and DMLC's variables."""
+"""Where the servers of a job are: from arguments, a launcher's variables, or the scheduler of a DMLC job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def find_topology(
     connect_timeout: float | None = None,
     dead_after: float | None = None,
 ) -> Topology:
-    """Return the topology as `read_topology` does, or as the scheduler says it. MXNet's launcher starts that one.
+    """Return the topology as `read_topology` does, or ask the scheduler that MXNet's launcher starts.
 
-    The scheduler is asked where DMLC_ROLE is set and nothing else names the servers; this blocks until all processes
-    are there, up to `connect_timeout` seconds. In a scheduler or a server this does not return: see `serve_role`.
+    The scheduler is asked if DMLC_ROLE is set and nothing else names the servers. Blocks until all processes are there,
+    up to `connect_timeout` seconds. In a scheduler or server process this does not return; see `serve_role`.
 
     Raises:
-        ConfigurationError: something is missing, wrong or contradictory; says what.
-        ConnectTimeoutError: a process, or the scheduler, is missing.
-        SystemExit: this process was the scheduler or a server, and its job is over.
+        ConfigurationError: A value is missing, wrong or contradictory.
+        ConnectTimeoutError: A process or the scheduler is missing.
+        SystemExit: This process was the scheduler or a server, and its job is over.
     """
     if not text_of(environ, ROLE):
         return read_topology(environ, rank=rank, num_workers=num_workers, servers=servers)
@@ -33,14 +33,14 @@ def find_topology(
 
 
 def serve_role(environ: Mapping[str, str]) -> None:
-    """Serve until the job is over where DMLC_ROLE is scheduler or server; in other processes return at once.
+    """Serve until the job is over if DMLC_ROLE is scheduler or server. In other processes return at once.
 
-    A process that is given a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says.
+    A process with a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says.
 
     Raises:
-        SystemExit: the job is over; the code is 0, or a server's if that has failed.
-        ConfigurationError: the role cannot be played; says why.
-        ConnectTimeoutError: a process of the job is missing.
+        SystemExit: The job is over. The code is 0, or that of a server that failed.
+        ConfigurationError: The process cannot take this role.
+        ConnectTimeoutError: A process of the job is missing.
     """
     if text_of(environ, ROLE):
         dmlc.serve_role(environ)

@@ -258,5 +258,5 @@ def test_one_that_cannot_go_on_tells_the_others_through_the_scheduler() -> None:
 def test_a_server_in_the_place_of_the_scheduler_is_told_apart() -> None:
     with serving(make_server(config_of_server(), ServerOptions())) as server:
         environ = in_role("worker", DMLC_PS_ROOT_PORT=server.endpoint.rpartition(":")[2])
-        with pytest.raises(ProtocolError, match=f"{server.endpoint} is no scheduler"):
+        with pytest.raises(ProtocolError, match=server.endpoint):
             find_topology(environ, connect_timeout=LIMIT)
