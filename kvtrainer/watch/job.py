@@ -1,9 +1,11 @@
-"""A job as it is now, made of what its servers say at two moments; pure functions, so that all views show the same.
+"""The state of a job, computed from what its servers report at two moments.
 
-Counts become rates: what happened between the two moments, divided by the time between them on the clock of whoever
-counted: a server's counts by the server's clock, a worker's by the worker's. So rounds of a synchronous job agree with
-steps of its workers. A worker speaks to every server, so what several servers say of it is put together: the worst
-state, the longest silence, the greatest delay.
+These are pure functions, so that all displays show the same. Counts become rates: the difference between the two
+moments, divided by the time between them on the clock of the process that counted. A server's counts use the server's
+clock, a worker's counts the worker's; so the rounds of a synchronous job agree with the steps of its workers.
+
+A worker talks to every server, so the reports of several servers about it are combined: the worst state, the longest
+silence, the greatest delay. A server or worker that was restarted between the two moments counts from zero.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-"""What one server says; see `kvstore_server.engine.membership`."""
+"""What one server reports; see `kvstore_server.engine.membership`."""
 SILENT = 3.0
-"""Seconds without a sign after which a worker, which should give one each second, is taken to do nothing."""
+"""Seconds of silence after which a worker, which reports once a second, is considered inactive."""
 _WORST_FIRST = ("failed", "absent", "left", "here")
 
 
 class JobStatus(NamedTuple):
-    """What all servers said at one moment; None for those that did not answer."""
+    """What all servers reported at one moment; None for those that did not answer."""
 
     at: float
     """In seconds."""
@@ -32,56 +34,56 @@ class ServerStatus(NamedTuple):
     address: str
     is_there: bool
     memory: int = 0
-    """Bytes that are promised to jobs, and shared with workers of the host."""
+    """Bytes reserved for jobs, and shared with workers of the host."""
     max_memory: int = 0
     bytes_in: float = 0.0
-    """Of weights and gradients, a second."""
+    """Bytes of weights and gradients per second."""
     bytes_out: float = 0.0
     is_stopping: bool = False
     queued: int = 0
-    """Bytes of answers that wait for workers which are slow to read."""
+    """Bytes of answers that slow workers have not read yet."""
     cpu: float = 0.0
     """CPU time used, as a share of one core."""
     cpu_seconds: float = 0.0
-    """CPU time used since it started."""
+    """CPU seconds used since it started."""
     uptime: float = 0.0
     """Seconds since it started."""
     received: Mapping[str, int] = {}
-    """Job → bytes of gradients and weights that came so far."""
+    """Job → bytes of gradients and weights received since it started."""
     sent: Mapping[str, int] = {}
 
 
 class Worker(NamedTuple):
-    """One rank of a job; shares are parts of the time between two looks."""
+    """One rank of a job. Shares are fractions of the time between two reports."""
 
     rank: int
     state: str
-    """"here", "absent" (it never came), "left" or "failed"."""
+    """"here", "absent" (it never connected), "left" or "failed"."""
     why: str
-    """It left."""
+    """Why it left."""
     address: str
     silence: float
-    """Seconds since its last sign; -1: it is not there."""
+    """Seconds since its last message; -1 if it is not there."""
     late: float
-    """The share in which the others' gradients were there and this one's not."""
+    """Fraction of the time when the others' gradients had arrived and this one's had not."""
     waits: float
-    """The share in which it waited for servers and other workers."""
+    """Fraction of the time when it waited for servers and other workers."""
     works: float
-    """The share between its steps: data, forward and backward."""
+    """Fraction of the time between its steps: data, forward and backward."""
     steps: float
-    """A second."""
+    """Per second."""
     samples: float
-    """A second; 0 where the script does not tell."""
+    """Per second; 0 if the script does not report it."""
     loss: float | None
     round: int
-    """Of its own, where rounds are not all ranks'; -1 otherwise."""
+    """Its own round in asynchronous modes, otherwise -1."""
     is_done: bool
-    """It has no more data."""
+    """Whether it has no more data."""
     steps_total: int = 0
     """Since its process started."""
     samples_total: int = 0
     behind: int | None = None
-    """How many rounds fewer it has made than the one that is furthest; None where rounds are all ranks'."""
+    """Rounds behind the furthest worker in asynchronous modes, otherwise None."""
 
     @property
     def is_here(self) -> bool:
@@ -90,12 +92,12 @@ class Worker(NamedTuple):
 
     @property
     def silence_or_none(self) -> float | None:
-        """Seconds since its last sign; None where it is not there."""
+        """Seconds since its last message; None if it is not there."""
         return None if self.silence < 0 else self.silence
 
 
 class WaitStatus(NamedTuple):
-    """Something that ranks wait for on some server."""
+    """Something that ranks wait for on a server."""
 
     what: str
     seconds: float
@@ -103,16 +105,13 @@ class WaitStatus(NamedTuple):
 
 
 class RoundTimes(NamedTuple):
-    """A histogram of durations of rounds, in seconds.
-
-    Each is from the end of one round of a table to the end of its next.
-    """
+    """A histogram of the seconds from the end of one round of a table to the end of its next."""
 
     bounds: Sequence[float] = ()
-    """Upper bounds of the buckets; one more has what is above."""
+    """Upper bounds of the buckets. One more bucket counts what is above."""
     counts: Sequence[int] = ()
     total: float = 0.0
-    """The sum of the durations."""
+    """Sum of the durations."""
 
 
 class Job(NamedTuple):
@@ -122,13 +121,13 @@ class Job(NamedTuple):
     mode: str
     num_workers: int
     rounds: float
-    """A second; each contribution counts, where rounds are not all ranks'."""
+    """Per second. In asynchronous modes each contribution counts."""
     rounds_total: int
     updates: int
     age: float
     """Seconds since its first worker connected."""
     round_times: RoundTimes
-    """Of the server with most rounds."""
+    """From the server with the most rounds."""
     keys: int
     workers: list[Worker]
     waits: list[WaitStatus]
@@ -136,39 +135,39 @@ class Job(NamedTuple):
 
     @property
     def slowest(self) -> Worker | None:
-        """The worker that the others waited for longest; None where nobody had to wait."""
+        """The worker that the others waited for longest, or None if none waited."""
         late = [one for one in self.workers if one.late > 0]
         return max(late, key=lambda one: one.late, default=None)
 
     @property
     def last(self) -> Worker | None:
-        """The worker that is furthest behind the first; None where rounds are all ranks', or nobody is behind."""
+        """The worker that is furthest behind the first in asynchronous modes, or None."""
         behind = [one for one in self.workers if one.is_here and one.behind]
         return max(behind, key=lambda one: one.behind or 0, default=None)
 
     @property
     def step(self) -> int:
-        """How many steps the furthest worker has made; the rounds where workers do not tell."""
+        """Steps of the furthest worker, or rounds if workers report no steps."""
         return max([one.steps_total for one in self.workers], default=0) or self.rounds_total
 
     @property
     def longest_wait_seconds(self) -> float:
-        """How long the oldest wait lasts already."""
+        """Seconds that the oldest wait has lasted."""
         return max([one.seconds for one in self.waits], default=0.0)
 
     @property
     def samples(self) -> float:
-        """Examples a second of all workers."""
+        """Samples per second of all workers."""
         return sum([one.samples for one in self.workers])
 
     @property
     def samples_total(self) -> int:
-        """Examples so far, of the workers that are there."""
+        """Samples so far of the workers that are there."""
         return sum([one.samples_total for one in self.workers])
 
     @property
     def loss(self) -> float | None:
-        """The mean of what workers have told."""
+        """Mean of the losses that workers reported."""
         told = [one.loss for one in self.workers if one.loss is not None]
         return sum(told) / len(told) if told else None
 
@@ -182,7 +181,7 @@ class View(NamedTuple):
 
 
 def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View:
-    """Put together what servers, at `addresses`, have said at two moments."""
+    """Compute a view from what the servers at `addresses` reported at two moments."""
     pairs = [(_earlier(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
     seconds = [_seconds(*pair) for pair in pairs]
     servers = [
@@ -202,15 +201,15 @@ def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View
 
 
 def _has_inner(name: str, names: Collection[str]) -> bool:
-    """Return whether other namespaces are in one, as a Trainer's is in its store's.
+    """Return whether a namespace contains others, as a store's contains its Trainers'.
 
-    One without keys is left out then. The keys of any other may be on a server that does not answer.
+    Without keys of its own it is not shown. Keys of any other job may be on a server that does not answer.
     """
     return any(other.startswith(f"{name}/") for other in names)
 
 
 def as_values(view: View) -> dict[str, Any]:
-    """Return a view as plain values, for JSON."""
+    """Return a view as plain values for JSON."""
     jobs = []
     for job in view.jobs:
         slowest = job.slowest
@@ -235,19 +234,13 @@ def _named(facts: Facts | None, name: str) -> Facts | None:
 
 
 def _earlier(before: Facts | None, now: Facts | None) -> Facts | None:
-    """Return what a server said before, if it is the same process now.
-
-    Another one counts from zero.
-    """
+    """Return a server's earlier report if it is from the same process; a restarted server counts from zero."""
     is_same = before is not None and now is not None and before["uptime"] <= now["uptime"]
     return before if is_same else None
 
 
 def _seconds(before: Facts | None, now: Facts | None) -> float:
-    """Return the time between two answers, on the server's own clock.
-
-    It is more than 0.
-    """
+    """Return the time between two reports on the server's clock, which is above 0."""
     return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
 
 
@@ -278,11 +271,7 @@ def _server(before: Facts | None, now: Facts | None, seconds: float, address: st
 
 
 def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
-    """Put together what servers say of one job.
-
-    Args:
-        told: Before and now, and the seconds between the two, of each server.
-    """
+    """Combine what the servers report about one job: (before, now, seconds between) for each server."""
     known = [(before or now, now, seconds) for before, now, seconds in told if now is not None]
     nows = [now for _, now, _ in known]
     first = nows[0]
@@ -306,13 +295,13 @@ def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
 
 
 def _with_distances(workers: list[Worker]) -> list[Worker]:
-    """Note how far workers with rounds of their own are behind the first of them."""
+    """Set how far workers in asynchronous modes are behind the first one."""
     first = max([one.round for one in workers], default=-1)
     return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
 def _waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
-    """Return the waits that servers have told of. What several have for one round is one wait, the longest."""
+    """Merge reports of one wait by several servers, keeping the longest."""
     longest: dict[tuple[str, tuple[int, ...]], WaitStatus] = {}
     for one in sorted(told, key=lambda wait: wait.seconds):
         longest[one.what, tuple(one.missing)] = one
@@ -320,21 +309,23 @@ def _waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
 
 
 def _late(job: Facts, rank: int) -> float:
-    """Return the seconds that others have waited for a rank, open wait included."""
+    """Return how many seconds others have waited for a rank, including a wait in progress."""
     late: float = job["workers"][rank]["late"]
     return late + max([one["seconds"] for one in job["waits"] if rank in one["missing"]], default=0.0)
 
 
 def _waiting(job: Facts, rank: int) -> float:
-    """Return the seconds of the wait that a rank is in; it tells of that itself only when it is over."""
-    if job["mode"] != "sync":  # a wait is one rank's there, and does not say whose
+    """Return the seconds of the wait that a rank is in. The rank itself reports it only when it is over."""
+    # In asynchronous modes a wait belongs to one rank, and does not name it.
+    if job["mode"] != "sync":
         return 0.0
     waits = [one["seconds"] for one in job["waits"] if one["missing"] and rank not in one["missing"]]
     return max(waits, default=0.0)
 
 
 def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
-    """Put together what servers say of one worker, before and now."""
+    """Combine what the servers report about one worker."""
+    # 1. The reports of this rank, and the newest of what the worker says about itself.
     told = [(before["workers"][rank], now["workers"][rank]) for before, now, _ in known]
     nows = [now for _, now in told]
     silence = max([one["silence"] for one in nows])
@@ -342,8 +333,10 @@ def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
     before, now = max(told, key=lambda pair: pair[1]["says"].get("seconds", -1.0))
     says, said = now["says"], before["says"]
     passed = says.get("seconds", 0.0) - said.get("seconds", 0.0)
-    if passed <= 0 and silence < SILENT:  # no news since: what holds for all the time so far
+    # Nothing new was reported since: use averages over the whole run.
+    if passed <= 0 and silence < SILENT:
         said, passed = {}, says.get("seconds", 0.0)
+    # 2. Rates over the worker's own clock; delays over the servers'.
     waits = max([(_waiting(b, rank) - _waiting(a, rank)) / max(passed, seconds) for a, b, seconds in known])
 
     def rate(name: str) -> float:

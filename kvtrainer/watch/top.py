@@ -1,14 +1,14 @@
-"""`kvtop`: a running job in a terminal, or as JSON, or served to browsers and Prometheus.
+"""`kvtop`: shows a running job in a terminal, as JSON, or over HTTP to browsers and Prometheus.
 
-A small HTTP server, in a process of its own, only looks:
+The HTTP server runs in its own process and only reads:
 
-    /            the page; it asks for nothing but what follows, and no other host
+    /            the page; it requests only the following, and nothing from other hosts
     /view.json   the last views, oldest first
-    /metrics     the last one, as Prometheus reads it
-    /healthz     200 while a server answers, 503 with the reason otherwise
+    /metrics     the last view in Prometheus's text format
+    /healthz     200 while a server answers, otherwise 503 with the reason
 
-A page of another site could have a browser ask for these under a name that it makes point here; so a request must name
-an address, `localhost`, or the host that was given.
+To stop DNS rebinding, where a page of another site makes a browser send requests here under its own host name, a
+request must name an IP address, `localhost`, or the host that was given.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from kvtrainer.common.env import SERVERS, read_servers
 from kvtrainer.watch.job import SILENT, Job, JobStatus, ServerStatus, View, Worker, as_values, view_of
 
 WINDOW = 5.0
-"""Seconds over which rates are taken, so that they do not jump with the moment of a worker's report, one a second."""
+"""Rates are averages over this many seconds, so that they do not jump with workers' reports, one a second."""
 BRIEF = 1.0
-"""Seconds below which a wait is not worth a line: each look finds one that is part of a round."""
+"""Waits shorter than this many seconds are not shown, because every round has some."""
 
 _DESCRIPTION = """\
 Show what a running job does: workers and who is late, servers, rates, and what waits for whom.
@@ -50,8 +50,9 @@ looks, and may come and go as it likes. Traffic is neither authenticated nor enc
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` by default) and return its exit code.
 
-    Wrong usage exits with code 2 through SystemExit.
+    Wrong usage raises SystemExit with code 2.
     """
+    # 1. Check the arguments.
     parser = _make_parser()
     options = parser.parse_args(argv)
     try:
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if addresses is None:
         parser.exit(2, f"kvtop: no servers to look at: name them, or set {SERVERS}\n")
+    # 2. Show the views in the form that was asked for.
     views = follow(addresses, options.interval)
     try:
         if options.once or options.json:
@@ -91,15 +93,14 @@ def follow(
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[View]:
-    """Look at servers again and again; yield a view each time, the first after one interval (seconds).
+    """Query servers repeatedly and yield a view each time, the first after one interval (seconds).
 
-    Rates are those of the last WINDOW seconds, or of one interval where that is longer.
+    Rates are averages over WINDOW seconds, or over one interval if that is longer.
     """
     looks = deque([JobStatus(clock(), look(addresses, interval))])
     while True:
-        pause(
-            min(interval, max(0.0, looks[-1].at + interval - clock()))
-        )  # the clock may be set back meanwhile
+        # Bounded on both sides, because the clock may be set back meanwhile.
+        pause(min(interval, max(0.0, looks[-1].at + interval - clock())))
         looks.append(JobStatus(clock(), look(addresses, interval)))
         while len(looks) > 2 and not 0 <= looks[-1].at - looks[0].at <= WINDOW:
             looks.popleft()
@@ -107,7 +108,7 @@ def follow(
 
 
 def _print_once(view: View, as_json: bool) -> int:
-    """Print one view; the exit code is 1 if no server has answered."""
+    """Print one view. The exit code is 1 if no server answered."""
     if as_json:
         print(json.dumps(as_values(view)))
     else:
@@ -118,7 +119,6 @@ def _print_once(view: View, as_json: bool) -> int:
 
 
 def _show_live(views: Iterator[View]) -> int:
-    """Show views in the terminal until Ctrl-C."""
     from rich.live import Live
 
     with Live(refresh_per_second=4, screen=sys.stdout.isatty()) as live:
@@ -128,7 +128,7 @@ def _show_live(views: Iterator[View]) -> int:
 
 
 def _serve(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
-    """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent, if named."""
+    """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent process."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
     page.run(until=lambda: parent not in (None, os.getppid()))
@@ -136,7 +136,7 @@ def _serve(views: Iterator[View], parent: int | None, host: str, port: int) -> i
 
 
 def render(view: View) -> Any:
-    """Lay a view out for rich."""
+    """Return a view as a rich renderable."""
     from rich.console import Group
 
     parts: list[Any] = [_servers_table(view.servers)]
@@ -158,7 +158,7 @@ def render(view: View) -> Any:
 
 
 def _plain(text: str, style: str = "") -> Any:
-    """Text as it was told, which may be anybody's: no markup, and nothing that a terminal would obey."""
+    """Return untrusted text without markup and without control characters."""
     from rich.text import Text
 
     return Text("".join([one if one.isprintable() else "?" for one in text]), style)
@@ -191,7 +191,8 @@ def _workers_table(job: Job) -> Any:
     heads = ("rank", "where", "state", "steps/s", "samples/s", "works", "waits", "late", "loss", "last sign")
     tight: Any = {"box": None, "padding": (0, 1), "collapse_padding": True, "pad_edge": False}
     table = Table(title=_plain(title, "italic"), title_justify="left", **tight)
-    for head in heads:  # where a terminal is narrow, the hosts' names give way
+    # On a narrow terminal the addresses are shortened.
+    for head in heads:
         table.add_column(head, no_wrap=head != "where", overflow="ellipsis")
     for one in job.workers:
         table.add_row(*_cells(one), style="bold red" if one.state == "failed" else None)
@@ -242,6 +243,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # What to show, and how.
     add = parser.add_argument
     add(
         "servers",
@@ -255,6 +257,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--http", type=_address, metavar="HOST:PORT",
         help="serve a page for browsers, and /metrics for Prometheus, until Ctrl-C; port 0 takes a free one",
     )  # fmt: skip
+    # When to show it, and to whom.
     add(
         "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
         help="let --http listen on an address that other hosts can reach, which shows them the job "
@@ -296,22 +299,22 @@ def _interval(text: str) -> float:
 # ---------------------------------------------------------------- served to browsers and Prometheus
 
 HISTORY = 300
-"""So many views are kept for those who open the page later."""
+"""Number of views that are kept for browsers that open the page later."""
 
 
 JOB = "kvjob"
-"""The label of a job's name. `job` is Prometheus's own, so what is told under that name becomes exported_job."""
+"""The label with a job's name. Prometheus uses `job` itself, and would rename ours to exported_job."""
 
 
 class Page:
-    """Serves what is seen of a job until it is stopped.
+    """Serves views of a job over HTTP.
 
     Args:
-        views: Views, each when it is time for it; taken by a thread of its own.
-        host, port: Where to listen; port 0 lets the system choose.
+        views: Yields a view whenever one is due. Consumed by `run`.
+        host, port: Where to listen. Port 0 lets the system choose.
 
     Raises:
-        ConfigurationError: the address is taken, or not one of this machine.
+        ConfigurationError: The address is in use, or does not belong to this machine.
     """
 
     def __init__(self, views: Iterator[View], host: str, port: int) -> None:
@@ -320,6 +323,7 @@ class Page:
         self._seen: deque[View] = deque(maxlen=HISTORY)
         self.problem = ""
         """Why there are no more views."""
+        # 1. The request handler, which only delegates to `answer`.
         page = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -342,31 +346,33 @@ class Page:
                 self.do_GET(has_body=False)
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing: a request each second would fill the terminal."""
+                """Log nothing: a request each second would fill the terminal."""
 
+        # 2. The server, for IPv4 or IPv6.
         family = ThreadingHTTPServer.address_family
         try:
             is_six = ipaddress.ip_address(host).version == 6
         except ValueError:
             is_six = False
         kind = type("Served", (ThreadingHTTPServer,), {"address_family": 10 if is_six else family})
+        # 3. Listen.
         try:
             self._server: ThreadingHTTPServer = kind((host, port), Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"cannot serve the page at {host}:{port}: {error.strerror}; is another program there? Port 0 takes a "
-                "free one"
+                f"cannot serve the page at {host}:{port}: {error.strerror}; is another program using it? Port 0 takes "
+                "a free one"
             ) from None
         self._server.daemon_threads = True
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._server.server_address[1]}/"
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Serve until there are no more views, or `until` says so after one; blocks. Raises what looking raises."""
+        """Serve until views end or `until` returns True after one. Blocks. Raises KVStoreError if querying fails."""
         threading.Thread(target=self._server.serve_forever, name="page", daemon=True).start()
         try:
             for view in self._views:
@@ -381,7 +387,7 @@ class Page:
             self._server.server_close()
 
     def answer(self, path: str, host: str) -> tuple[int, str, bytes]:
-        """Answer a request: the status, the type and the bytes."""
+        """Return status, content type and body for a request."""
         if not _may_ask(host, self._host):
             return (
                 403,
@@ -406,7 +412,7 @@ class Page:
         return 404, _TEXT, b"there are /, /view.json, /metrics and /healthz\n"
 
     def _illness(self) -> str:
-        """Return why there is nothing to see; empty if the last look found a server."""
+        """Return why nothing can be shown, or an empty string."""
         if self.problem or not self._seen:
             return self.problem or "nothing was seen yet"
         return "" if any([one.is_there for one in self._seen[-1].servers]) else "no server answers"
@@ -418,7 +424,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def _may_ask(host: str, bound: str) -> bool:
-    """Tell whether a request for that Host is meant for this page."""
+    """Return whether a request with this Host header may be answered."""
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
     if name.lower() in ("localhost", bound.lower()):
         return True
@@ -430,7 +436,7 @@ def _may_ask(host: str, bound: str) -> bool:
 
 
 def metrics(view: View) -> bytes:
-    """Write a view as Prometheus reads it. Raises ImportError without prometheus_client."""
+    """Return a view in Prometheus's text format. Raises ImportError without prometheus_client."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
@@ -439,16 +445,13 @@ def metrics(view: View) -> bytes:
 
 
 class _Families:
-    """The metrics of a view, as prometheus_client collects them.
-
-    Names follow the conventions of Prometheus.
-    """
+    """A view as a collector of prometheus_client, with Prometheus's naming conventions."""
 
     def __init__(self, view: View) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
-        """Yield a family for each number of servers, jobs and workers."""
+        """Yield one metric family for each quantity."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         jobs = self._view.jobs
@@ -466,7 +469,8 @@ class _Families:
                 family = family_of(f"kvstore_{kind}_{name}", text, labels=labels)
                 for values, one in rows:
                     if isinstance(one, ServerStatus) and not one.is_there and attribute != "is_there":
-                        continue  # zeros would look as if it had been started again
+                        # Zeros would look like a restart of the server.
+                        continue
                     if (number := getattr(one, attribute)) is not None:
                         family.add_metric(values, float(number))
                 yield family
@@ -474,7 +478,7 @@ class _Families:
         yield self._round_times()
 
     def _traffic(self) -> Iterator[Any]:
-        """Yield bytes of each server and job, which only grow while both are there."""
+        """Yield bytes for each server and job."""
         from prometheus_client.core import CounterMetricFamily
 
         for name, attribute, text in _TRAFFIC:
@@ -500,7 +504,7 @@ class _Families:
 
 
 Metric = tuple[str, str, str]
-"""The name of a metric without its beginning, the attribute that has its value, and what it is."""
+"""Metric name without its prefix, attribute with its value, and description."""
 _OF_SERVERS: Sequence[Metric] = (
     ("up", "is_there", "1: the server has answered"),
     ("memory_bytes", "memory", "Bytes that are promised to jobs, and shared with workers of the host"),
