@@ -1,9 +1,14 @@
 """A job's topology and time limits, read from options and environment variables.
 
-A worker has to know three things: which worker it is, how many there are, and where the servers listen. An option
-given in code wins over the environment; what neither of them says is an error, never a guess. The environment is an
-argument, so nothing is read on import. Only a job for MXNet's launcher has to be asked over a socket; see
-`kvtrainer.jobs.dmlc`.
+A worker needs three things: its rank, the number of workers, and the servers' addresses. Options given in code override
+the environment. What neither gives is an error, never a guess. Only a job of MXNet's launcher has to ask a scheduler
+over a socket; see `kvtrainer.jobs.dmlc`.
+
+Rank and number of workers always come from the same launcher: SOURCES lists launchers by precedence, and the first one
+with any variable set gives both. A job may run inside another one (kvlaunch inside a Slurm step, for example), and
+mixing their numbers would go wrong silently.
+
+Invariants: the environment is an argument and nothing is read on import. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -24,63 +29,63 @@ RANK = "KVSTORE_RANK"
 NUM_WORKERS = "KVSTORE_NUM_WORKERS"
 SERVERS = "KVSTORE_SERVERS"
 LOCAL_RANK = "KVSTORE_LOCAL_RANK"
-"""Which worker of its host this one is."""
+"""Rank of this worker among those of its host."""
 ATTEMPT = "KVSTORE_ATTEMPT"
-"""How often the job was started again; it may find servers that still wait for the workers of the attempt before."""
+"""How often the job was restarted. Servers may still wait for workers of the previous attempt."""
 ROLE = "DMLC_ROLE"
-"""Set by MXNet's launcher, which gives processes other roles than that of a worker, too."""
+"""Set by MXNet's launcher, which also starts a scheduler and servers."""
 
 TIMEOUT = "KVSTORE_TIMEOUT"
 """Longest wait for a round, a pull or a barrier."""
 CONNECT_TIMEOUT = "KVSTORE_CONNECT_TIMEOUT"
-"""Longest wait for the first answer of a server."""
+"""Longest wait for a server's first answer."""
 DEAD_AFTER = "KVSTORE_DEAD_AFTER"
-"""A peer that was not heard from for this long counts as dead."""
+"""A peer that is silent for this long counts as dead."""
 
 SLOW_AFTER = "KVSTORE_SLOW_AFTER"
-"""A wait for other workers that takes longer than this is logged, with their names."""
+"""Waits for other workers that take longer than this are logged, with their names."""
 
 TRANSPORT = "KVSTORE_TRANSPORT"
-"""How messages travel to servers of the same host, and numbers to ranks of it: one of TRANSPORTS."""
+"""How data travel to servers and ranks of the same host: one of TRANSPORTS."""
 TRANSPORTS = ("auto", "shm", "tcp")
-"""Through shared memory where that is possible; always; never."""
+"""Shared memory where possible; always; never."""
 
 PROGRESS = "KVSTORE_PROGRESS"
-"""1: long work is shown although standard error is no terminal; kvlaunch sets it where its own is one."""
+"""1: show progress although standard error is not a terminal. kvlaunch sets it if its own is one."""
 
 LOG = "KVSTORE_LOG"
-"""debug: a line for each message and each transition of a round; servers know more levels."""
+"""debug: one line for each message and each transition of a round. Servers know more levels."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 DEFAULT_SECONDS = {TIMEOUT: 600.0, CONNECT_TIMEOUT: 30.0, DEAD_AFTER: 60.0, SLOW_AFTER: log_limit.SLOW_AFTER}
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Names what the kernel runs since it has begun."""
+"""Identifies the running kernel until the next boot."""
 
 _ADDRESS = re.compile(r"(?:tcp://)?(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """A launcher and the variables in which it says which worker a process is."""
+    """A launcher and the variables in which it passes a process's place."""
 
     launcher: str
     ranks: tuple[str, ...]
-    """Variables with the rank; the first that is set counts."""
+    """Variables with the rank. The first one that is set counts."""
     count: str
-    """The variable with the number of workers; empty where the launcher does not say it."""
+    """Variable with the number of workers; empty if the launcher has none."""
     local: str = ""
-    """The variable with the place among the processes of the host; empty where the launcher does not say it."""
+    """Variable with the rank on the host; empty if the launcher has none."""
     attempt: str = ""
-    """The variable that counts restarts of the job; empty where the launcher does not say it."""
+    """Variable that counts restarts of the job; empty if the launcher has none."""
 
     def rank_in(self, environ: Mapping[str, str]) -> tuple[str, str]:
-        """Return the variable with the rank and what it says; where none is set, the first one and nothing."""
+        """Return the variable with the rank and its value; the first variable and an empty string if none is set."""
         name = next((name for name in self.ranks if text_of(environ, name)), self.ranks[0])
         return name, text_of(environ, name)
 
     def found_in(self, environ: Mapping[str, str]) -> str:
-        """Say what of it is set; empty if nothing is."""
+        """List which of its variables are set; empty if none is."""
         names = [name for name in (*self.ranks, self.count) if text_of(environ, name)]
         return ", ".join(f"{name}={text_of(environ, name)[:40]!r}" for name in names)
 
@@ -89,13 +94,13 @@ SOURCES = (
     LauncherEnv("kvlaunch", (RANK,), NUM_WORKERS, LOCAL_RANK, ATTEMPT),
     LauncherEnv("MXNet's launcher", ("DMLC_WORKER_ID", "DMLC_RANK", "DMLC_TASK_ID"), "DMLC_NUM_WORKER"),
     LauncherEnv("torchrun", ("RANK",), "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"),
-    # mpirun in a batch script of Slurm: all of its processes inherit the one place that Slurm gave the script.
+    # Before Slurm, because with mpirun in a batch script all processes inherit the script's place in Slurm.
     LauncherEnv("Open MPI", ("OMPI_COMM_WORLD_RANK",), "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     LauncherEnv("Slurm", ("SLURM_PROCID",), "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_RESTART_COUNT"),
     LauncherEnv("MPI", ("PMI_RANK",), "PMI_SIZE", "MPI_LOCALRANKID"),
     LauncherEnv("PMIx", ("PMIX_RANK",), ""),
 )
-"""In order of precedence. The first one of which anything is set gives both numbers."""
+"""By precedence. The first launcher with any variable set gives both rank and number of workers."""
 
 _MORE_PLACES = (
     SERVERS, ROLE, "DMLC_SERVER_ID", "LOCAL_WORLD_SIZE",
@@ -106,19 +111,19 @@ _MORE_PLACES = (
 PLACES = frozenset(_MORE_PLACES).union(
     *({*source.ranks, source.count, source.local} - {""} for source in SOURCES)
 )
-"""Variables that say which process of which job this is; those that it starts for another job must not inherit them."""
+"""Variables with a process's place in a job, which must not be inherited by processes of another job."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This worker's rank, the number of workers, and the servers' addresses by index."""
+    """A worker's rank, the number of workers, and the servers' addresses by index."""
 
     rank: int
     num_workers: int
     servers: tuple[str, ...]
 
     def as_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables in which a worker finds this; without servers, KVSTORE_SERVERS is not among them."""
+        """Return it as environment variables of a worker. Without servers, KVSTORE_SERVERS is left out."""
         place = {RANK: self.rank, NUM_WORKERS: self.num_workers, LOCAL_RANK: local_rank}
         servers = {SERVERS: ",".join(self.servers)} if self.servers else {}
         return {**{name: str(number) for name, number in place.items()}, **servers}
@@ -131,14 +136,13 @@ def read_topology(
     num_workers: int | None = None,
     servers: str | Sequence[str] | None = None,
 ) -> Topology:
-    """Return the topology; each part comes from its argument if given, else from `environ`.
+    """Return the topology. Each part comes from its argument if given, else from `environ`.
 
-    What is missing of rank and number of workers comes from one launcher: the first of SOURCES of which a variable
-    is set. Servers are in KVSTORE_SERVERS only: comma-separated `tcp://host:port` (a bare `host:port` means tcp), or
-    `@PATH`, a file with one address per line. An empty variable counts as missing.
+    Rank and number of workers come from the first launcher of SOURCES with any variable set. KVSTORE_SERVERS has
+    comma-separated `tcp://host:port` (`host:port` means tcp), or `@PATH`, a file with one address per line.
 
     Raises:
-        ConfigurationError: a part is missing, no number or out of range, or an address malformed or repeated.
+        ConfigurationError: A part is missing, not a number or out of range, or an address is malformed or repeated.
     """
     own, count = read_place(environ, rank, num_workers)
     listed = read_servers(environ, servers)
@@ -148,7 +152,7 @@ def read_topology(
 
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
-    """Return rank and number of workers, and raise, as `read_topology` does."""
+    """Return rank and number of workers; see `read_topology`."""
     is_said = rank is not None and num_workers is not None
     source = SOURCES[0] if is_said else _source(environ) or SOURCES[0]
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
@@ -171,14 +175,13 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
 def read_servers(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
-    """Return the servers' addresses. None if neither the argument nor KVSTORE_SERVERS names any."""
+    """Return the servers' addresses, or None if neither the argument nor KVSTORE_SERVERS names any."""
     listed = text_of(environ, SERVERS) or None if servers is None else servers
     if listed is None:
         return None
     if not isinstance(listed, Sequence):
         raise ConfigurationError(
-            f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a string with commas "
-            "between them"
+            f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a comma-separated string"
         )
     if isinstance(listed, str):
         listed = _lines(listed[1:]) if listed.startswith("@") else listed.split(",")
@@ -195,9 +198,9 @@ def read_servers(
 
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the number of workers and the variable that says it, or None without any.
+    """Return the number of workers and the variable with it, or None.
 
-    A launcher counts only if it also tells this process which of them it is.
+    A launcher counts only if it also gives this process a rank.
     """
     source = _source(environ)
     if source is None or not source.rank_in(environ)[1]:
@@ -207,7 +210,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
-    """Return which process of its host this one is; else which worker, or 0.
+    """Return this process's rank on its host, or else the worker's rank, or 0.
 
     The launcher that gives the rank is asked first.
     """
@@ -218,13 +221,13 @@ def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
 
 
 def attempt_of_job(environ: Mapping[str, str]) -> int:
-    """Return how often the job was started again; 0 where nothing says it.
+    """Return how often the job was restarted, or 0 if that is unknown.
 
-    KVSTORE_ATTEMPT says it, or else the launcher that gives the rank. A torchrun of several hosts does not: it counts
-    the restarts of each, and workers with different numbers would not meet.
+    Read from KVSTORE_ATTEMPT, or else from the launcher that gives the rank. torchrun on several hosts is ignored: it
+    counts restarts by host, and workers with different numbers would not meet.
 
     Raises:
-        ConfigurationError: it is no number.
+        ConfigurationError: It is not a number.
     """
     source = _source(environ) or SOURCES[0]
     name = ATTEMPT if text_of(environ, ATTEMPT) else source.attempt
@@ -239,10 +242,10 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
 
 
 def parse_address(text: str) -> str:
-    """Return an address as `tcp://host:port`, in lower case. The text may be a bare `host:port`.
+    """Return an address as `tcp://host:port` in lower case. A bare `host:port` is accepted.
 
     Raises:
-        ConfigurationError: any other scheme, no host, or no port in 1..65535. An IPv6 host needs brackets.
+        ConfigurationError: Another scheme, no host, or no port in 1..65535. IPv6 hosts need brackets.
     """
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not 1 <= int(match["port"]) <= 65535:
@@ -254,15 +257,15 @@ def parse_address(text: str) -> str:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return tcp://host:port, with an IPv6 host in brackets."""
+    """Return tcp://host:port, with brackets around an IPv6 host."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None = None) -> float:
-    """Return a time limit in seconds: `value` if given, else the variable `name`, else that of DEFAULT_SECONDS.
+    """Return a timeout in seconds: `value` if given, else the variable `name`, else its entry of DEFAULT_SECONDS.
 
     Raises:
-        ConfigurationError: the limit is not a finite number above 0.
+        ConfigurationError: It is not a finite number above 0.
     """
     source: object = text_of(environ, name) if value is None else value
     if source == "":
@@ -277,29 +280,29 @@ def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None =
 
 
 def name_host() -> str:
-    """Name this host: one network under one kernel, as sockets between its processes need it. Raises OSError."""
+    """Identify this host by kernel and network namespace, which Unix sockets have to share. Raises OSError."""
     return BOOT_ID.read_text().strip() + os.readlink("/proc/self/ns/net")
 
 
 def numeric_host(host: str) -> str:
-    """Return the numeric address of a host, which is what a socket can listen on.
+    """Return the numeric address of a host, for a socket to listen on.
 
     Raises:
-        ConfigurationError: nobody knows the host.
+        ConfigurationError: The name cannot be resolved.
     """
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigurationError(
-            f"cannot find the address of host {host}: {error}; give its address in place of its name"
+            f"cannot find the address of host {host}: {error}; give its address instead of its name"
         ) from None
 
 
 def host_towards(address: str) -> str:
-    """Return the address that this machine has on the way to tcp://host:port; sends nothing.
+    """Return the address of this machine on the route to tcp://host:port. Sends nothing.
 
     Raises:
-        ConfigurationError: nobody knows the host, or there is no way to it.
+        ConfigurationError: The host is unknown, or there is no route to it.
     """
     parts = urlsplit(address)
     target = numeric_host(parts.hostname or "")
@@ -309,16 +312,16 @@ def host_towards(address: str) -> str:
             probe.connect((target, parts.port or 1))
             return str(probe.getsockname()[0])
         except OSError as error:
-            raise ConfigurationError(f"there is no way to {address}: {error}") from None
+            raise ConfigurationError(f"there is no route to {address}: {error}") from None
 
 
 def text_of(environ: Mapping[str, str], name: str) -> str:
-    """Return what a variable says; empty where it is not set."""
+    """Return the value of a variable, stripped; empty if it is not set."""
     return environ.get(name, "").strip() if name else ""
 
 
 def transport_of(environ: Mapping[str, str]) -> str:
-    """Return how messages travel, by KVSTORE_TRANSPORT, or "auto". Raises ConfigurationError for another word."""
+    """Return KVSTORE_TRANSPORT, "auto" by default. Raises ConfigurationError for an unknown value."""
     found = text_of(environ, TRANSPORT) or "auto"
     if found == "ipc":
         raise ConfigurationError(
@@ -330,7 +333,7 @@ def transport_of(environ: Mapping[str, str]) -> str:
 
 
 def shows_debug_log(environ: Mapping[str, str]) -> bool:
-    """Return whether KVSTORE_LOG asks for debug lines. Raises ConfigurationError for what is no level."""
+    """Return whether KVSTORE_LOG asks for debug lines. Raises ConfigurationError for an unknown level."""
     level = text_of(environ, LOG)
     if level and level.lower() not in LOG_LEVELS:
         raise ConfigurationError(f"{LOG} is {level!r:.40}; it must be one of {', '.join(LOG_LEVELS)}")
@@ -338,7 +341,7 @@ def shows_debug_log(environ: Mapping[str, str]) -> bool:
 
 
 def as_int(value: object, what: str) -> int:
-    """Return a number that was given as one or as text. Raises ConfigurationError, which says `what` it is."""
+    """Return a number given as int or text. Raises ConfigurationError, in which `what` names the number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
@@ -354,7 +357,7 @@ _ADVICE = (
 
 
 def _missing(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
-    """Say why there is no rank, or no number of workers: what was looked for, and what was found where."""
+    """Explain why there is no rank or number of workers: what was looked for, and what was found."""
     found = source.found_in(environ)
     if not found:
         return f"{name} is not set and no {option} was given. {_ADVICE}"
@@ -374,7 +377,7 @@ def _source(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def _lines(path: str) -> list[str]:
-    """Read the lines of a file without comments, which begin with '#', and empty ones."""
+    """Read the lines of a file, without comments (`#`) and empty lines."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]

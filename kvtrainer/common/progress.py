@@ -1,6 +1,6 @@
-"""Lines on a terminal about long work: states that are fetched, files that are written, weights that are sent.
+"""Progress of long work on a terminal: fetching states, writing files, sending weights.
 
-They go to standard error, and only where somebody looks: it is a terminal, or kvlaunch, whose own is one, says so.
+Printed to standard error, only if it is a terminal, or if kvlaunch says that its own is one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TextIO, TypeVar
 from kvtrainer.common.env import PROGRESS
 
 LONG = 1.0
-"""Seconds from which on work is shown, and between two states of it."""
+"""Seconds after which progress is shown, and between two lines."""
 LARGE = 256 << 20
-"""Bytes from which on work that cannot be counted is announced."""
+"""Bytes above which work is announced that has no countable parts."""
 
 T = TypeVar("T")
 
@@ -29,10 +29,10 @@ def tracked(
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[T]:
-    """Yield items; on a terminal, say how many are done, as soon as it takes longer than a second.
+    """Yield items. On a terminal, print how many are done if it takes longer than a second.
 
     Args:
-        what: The work, as "loading states".
+        what: The work, such as "loading states".
         stream: Standard error by default.
     """
     stream = sys.stderr if stream is None else stream
@@ -57,7 +57,7 @@ def announced(
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Say on a terminal that work with many bytes begins, and how long it took; for what cannot be counted."""
+    """Print the begin and the duration of work on many bytes that has no countable parts, on a terminal."""
     stream = sys.stderr if stream is None else stream
     if nbytes < LARGE or not _is_watched(stream, os.environ if environ is None else environ):
         yield

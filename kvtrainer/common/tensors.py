@@ -1,4 +1,4 @@
-"""Reading ids, dtypes and layouts of tensors that users give."""
+"""Reads row ids, dtypes and layouts of tensors that users pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer.rows import put_in_order
 from kvtrainer.errors import RowIdError
 
-# Ids that a message lists.
+# The most ids that a message lists.
 _NAMED = 8
 
 
@@ -24,23 +24,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_sparse(value: Tensor) -> bool:
-    """Tell whether a value has only some of the elements, in whatever layout."""
+    """Return whether a tensor has any sparse layout."""
     return value.layout is not torch.strided
 
 
 def read_ids(key: object, row_ids: Any, num_rows: int) -> Tensor:
-    """Read ids of rows: distinct, in ascending order, int64, on the CPU. Arguments and errors as of `flat_ids`."""
+    """Return row ids as distinct, ascending int64 on the CPU. Arguments and errors are those of `flat_ids`."""
     return put_in_order(flat_ids(key, row_ids, num_rows)[0].numpy(), num_rows).ids
 
 
 def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Size]:
-    """Read ids of rows, int64, flat, on the CPU, as they come; returns also the shape in which they came.
+    """Return row ids as flat int64 on the CPU, in their order, and the shape that they were given in.
 
-    Any tensor, array or list of whole numbers will do.
+    Any tensor, array or list of integers is accepted.
 
     Raises:
-        ConfigurationError: these are no whole numbers.
-        RowIdError: the key has no such rows; names them.
+        ConfigurationError: A value is not an integer.
+        RowIdError: The key has no such rows; names them.
     """
     try:
         given = torch.as_tensor(
@@ -56,7 +56,8 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
             f"{flat[:_NAMED].tolist()}"
         )
     ids = flat.to(torch.int64).numpy()
-    if len(ids) and ids.view(np.uint64).max() >= num_rows:  # as such a number one below zero is a huge one
+    # Viewed as unsigned, a negative id is a huge one: a single comparison finds both kinds of errors.
+    if len(ids) and ids.view(np.uint64).max() >= num_rows:
         wrong = np.unique(ids[(ids < 0) | (ids >= num_rows)]).tolist()
         named = ", ".join(map(str, wrong[:_NAMED])) + (", …" if len(wrong) > _NAMED else "")
         raise RowIdError(f"key {key!r} has rows 0 to {num_rows - 1}, but row_ids has {named}")
@@ -64,7 +65,7 @@ def flat_ids(key: object, row_ids: Any, num_rows: int) -> tuple[Tensor, torch.Si
 
 
 def _is_one_set(row_ids: Any) -> bool:
-    """Tell one set of ids from a list of several."""
+    """Return whether this is one set of ids rather than a list of several."""
     if isinstance(row_ids, list | tuple):
         return all(isinstance(one, int | float | np.number) for one in row_ids)
     return True

@@ -1,4 +1,4 @@
-"""Public calls of an object that belongs to one thread at a time: another one is told so, and changes nothing."""
+"""Rejects concurrent calls on objects that only one thread may use at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Self = TypeVar("_Self")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Attribute of the object: who is in which of its calls.
+# Attribute of an object with its current outermost call.
 _CALL = "_call_under_way"
 
 
 class _Call:
-    """One call that no other one surrounds."""
+    """An outermost call of an object."""
 
     __slots__ = ("__weakref__", "method", "thread")
     method: str
@@ -29,20 +29,18 @@ class _Call:
 def exclusive(
     method: Callable[Concatenate[_Self, _Arguments], _Result],
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
-    """Refuse a call while another thread is in one of the same object. It raises ConcurrentCallError.
+    """Raise ConcurrentCallError from a method while another thread is in a guarded method of the same object.
 
-    The thread that was first goes on as if nothing had happened. Calls inside of a call are free, and so is a call by
-    another thread afterwards.
+    The first thread is not affected. Nested calls in one thread are allowed, and so are later calls by other threads.
     """
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Call the method, unless another thread is in a call of this object."""
         mine = _Call()
         mine.method, mine.thread = name, threading.get_ident()
-        # One operation of the interpreter: of two threads only one finds its own call there. Weak, because a signal
-        # handler may raise just before or behind the block: what it leaves behind then ends with this frame.
+        # setdefault is atomic: of two threads only one finds its own entry. The reference is weak, because a signal
+        # handler may raise just before or after the block; what is left behind then dies with this frame.
         entry = weakref.ref(mine)
         found = self.__dict__.setdefault(_CALL, entry)()
         if found is None:
@@ -59,7 +57,7 @@ def exclusive(
             raise ConcurrentCallError(
                 f"{name}() of a {who} was called by thread {threading.current_thread().name!r} while another thread is "
                 f"in its {other}(); a {who} may be used by one thread at a time: call it from one thread, or "
-                "put a lock around its calls. This one has changed nothing"
+                "put a lock around its calls. This call has changed nothing"
             )
         return method(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone: our calls and hooks work with sockets, threads and memory, which no graph holds."""
+"""Excludes our calls and hooks from torch.compile: they use sockets, threads and memory, which no graph can hold."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _T = TypeVar("_T", bound=Any)
 
 
 def uncompiled(target: _T) -> _T:
-    """Have torch.compile break its graph at a function, and run it as it is.
+    """Make torch.compile break its graph at a function and run it uncompiled, with everything that it calls.
 
-    What the function calls is not compiled either. `torch.compiler.disable` does the same by a wrapper, which costs
-    eager calls time, and imports the compiler; this marks the code, at which only the compiler looks. A torch that
-    does not have such marks still breaks the graph here.
+    `torch.compiler.disable` does the same with a wrapper, which slows down eager calls and imports the compiler. This
+    marks the code object instead, which only the compiler looks at. A torch without such marks still breaks the graph.
 
     Args:
-        target: A function, or a class, all of whose own methods and properties are meant.
+        target: A function, or a class whose own methods and properties are meant.
     """
     for function in _functions_of(target):
         function._torchdynamo_disable = True
-        # Wrappers of one kind share their code, as those of contextlib do: a mark is for code of one function alone.
+        # Functions wrapped by one decorator share a code object, as with contextlib; a mark must affect only this one.
         function.__code__ = function.__code__.replace()
         if hasattr(eval_frame, "set_code_exec_strategy"):
             skip = eval_frame._FrameAction.SKIP
