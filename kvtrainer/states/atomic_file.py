@@ -1,8 +1,8 @@
-"""Write files whole or not at all, with equal bytes for equal contents.
+"""Writes files completely or not at all, with equal bytes for equal contents.
 
-A file is written under a temporary name beside its own, which it gets in the end. While it is written its process holds
-a lock on it, and the system gives that back when the process dies, on whatever host and for whatever reason: so a
-temporary file that nobody has locked belongs to a dead process, and the next one that writes there removes it.
+A file is written under a temporary name in the same directory, and renamed at the end. Its process holds a lock on it
+while it writes, which the system releases when the process dies, on whatever host. So an unlocked temporary file
+belongs to a dead process, and the next save in that directory removes it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 _TEMPORARY = re.compile(r"\.states-[0-9a-f]{16}\.tmp")
-# Bytes of whose multiples the header of a safetensors file is made.
+# The header of a safetensors file is padded to a multiple of this many bytes.
 _ALIGNED = 8
-# The dtypes of the format, under its names.
+# Dtypes that the format supports, and their names in it.
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -33,10 +33,10 @@ _DTYPES = {
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Lend a new file, which replaces the one at `path` in the end; blocks until it is on the disk.
+    """Yield a new file that atomically replaces the one at `path`. Blocks until it is on the disk.
 
-    A process that dies on the way leaves the former file, and a hidden temporary one beside it, which the next call for
-    that directory removes.
+    If the process dies, the former file stays, with a hidden temporary file that the next call for the directory
+    removes.
     """
     folder = os.path.dirname(path) or "."
     _remove_abandoned(folder)
@@ -51,6 +51,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
+    # The rename is durable only once the directory is on the disk, too.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -59,16 +60,12 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors in the safetensors format.
-
-    Its own writer puts metadata in another order each time.
-
-    Args:
-        tensors: Contiguous, on the CPU.
+    """Write contiguous CPU tensors in the safetensors format, with a fixed order of metadata.
 
     Raises:
-        ValueError: the format has no such dtype.
+        ValueError: The format does not have a tensor's dtype.
     """
+    # Largest item size first, so that all tensors are aligned; safetensors writes them in the same order.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -87,7 +84,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
 
 
 def _locked_file(folder: str) -> tuple[str, BinaryIO]:
-    """Make an empty file with a temporary name, locked if the file system knows locks."""
+    """Create an empty temporary file, locked if the file system supports locks."""
     while True:
         temporary = os.path.join(folder, f".states-{secrets.token_hex(8)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115  (the caller closes it)
@@ -95,15 +92,15 @@ def _locked_file(folder: str) -> tuple[str, BinaryIO]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.path.exists(temporary):
             return temporary, file
-        file.close()  # another process has found it before it was locked
+        # Another process removed it before it was locked.
+        file.close()
 
 
 def _remove_abandoned(folder: str) -> None:
-    """Remove the temporary files that dead processes have left."""
     with suppress(OSError), os.scandir(folder) as entries:
         names = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
         for name in names:
-            # In use, or gone meanwhile; or it may not be removed, which is no reason not to save.
+            # OSError: it is in use, already gone, or must not be removed. None of these prevents saving.
             with suppress(OSError), open(name, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name)

@@ -1,9 +1,14 @@
-"""Optimizer state per slice and per parameter, saved as one value and as a file.
+"""Optimizer state by slice, by parameter and in a file, and the conversions between them.
 
-It is kept per slice; per parameter it is as torch's state_dict has it. Which entries an optimizer keeps is found out by
-an update of nothing. What is saved is under the names of parameters, so nothing of it depends on a kvstore, on the
-number of servers or on the order of the parameters. Numbers and names are JSON, tensors are tensors; nothing is code. A
-file is written whole or not at all, and read with a clear word on what is wrong.
+Stores keep state by slice. `export_states` and `import_states` convert it to and from a dict for each parameter, in the
+form of torch's `state_dict`. `SavedStates` has that and everything else that a Trainer needs to resume; `pack` and
+`unpack` convert it to the contents of a safetensors file: tensors, and JSON with a checksum.
+
+Which entries an optimizer keeps is found by a trial update of zeros (`trial_state`), so optimizers of users need not
+declare them. State that does not fit is refused with a list of all differences before anything is changed.
+
+Invariants: state is stored under parameter names, so it does not depend on the kvstore, the number of servers or the
+order of parameters. A file contains numbers, names and tensors, never code. It is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -34,10 +39,10 @@ from kvtrainer.errors import StateFileError, StateMismatchError, file_error
 from kvtrainer.states.atomic_file import replacing, write_tensors
 
 State = dict[str, Any]
-"""Name → tensor of the parameter's shape (for an optimizer of whole keys: of any shape), 0-d tensor, plain value, or a
-dict, list or tuple of such."""
+"""Name → tensor of the parameter's shape (any shape for an optimizer of whole keys), 0-d tensor, plain value, or a
+dict, list or tuple of these."""
 
-# Entries that may be there or not: options that need them, such as momentum, may change while training.
+# Entries that may be missing: options that need them, such as momentum, may change during training.
 _OPTIONAL = frozenset({"step", "master", "momentum_buffer", "max_exp_avg_sq", "grad_avg", "last_lr"})
 _HALF = ("float16", "bfloat16")
 
@@ -46,7 +51,7 @@ Path = str | os.PathLike[str]
 FORMAT = "kvtrainer saved states"
 VERSION = "1"
 
-# What the name of a tensor begins with: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted.
+# First part of a tensor's name: state/<parameter>/<entry> or extra/<section>/<name>, each part quoted.
 _STATE, _EXTRA = "state", "extra"
 
 _SIGNS = (
@@ -58,14 +63,14 @@ _SIGNS = (
 
 
 class StateHolder(Protocol):
-    """Keeps optimizer state, here or on a server, by slice."""
+    """Keeps optimizer state by slice, here or on a server."""
 
     def get_state(self, piece: Slice) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
 
 
 def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = None) -> dict[int, State]:
-    """Copy the state of those of the keys (by index; None: of all) that were updated."""
+    """Return a copy of the state of those keys (by index; None: all) that were updated."""
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
     kept = {piece.index: holder.get_state(piece) for piece in tracked(pieces, "collecting optimizer states")}
     found = {}
@@ -83,7 +88,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
 
 
 def _by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
-    """Put rows of state in the order of the table, or else of its slices. What is not per element stays as it is."""
+    """Reorder rows of state from interleaved slices to table order, or back. Leaves other entries as they are."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:
         return state
@@ -102,26 +107,31 @@ def read_states(
     plan: Plan,
     optimizer: Optimizer,
 ) -> dict[int, State]:
-    """Check optimizer state by index of the key; copies, in their own dtypes, of the keys that were updated.
+    """Check optimizer state by key (index), and return copies of it for the keys that were updated.
 
     Args:
-        options: of the group of every key, with which the state was made.
+        options: Options of every key's group when the state was saved.
 
     Raises:
-        StateMismatchError: the state belongs to another model or to another kind of optimizer.
+        StateMismatchError: The state belongs to another model or another kind of optimizer.
     """
+    # 1. Check the form.
     odd = {plan.specs[key].key: one for key, one in given.items() if not _is_state(one)}
     if odd:
         found = next(iter(odd.values()))
         raise StateMismatchError(
-            f"the state of {', '.join(map(repr, odd))} is no dict of entries with a count of updates as its 'step', "
-            f"but {found!r:.120}; nothing has changed. Load the states of the same model and the same optimizer"
+            f"the state of {', '.join(map(repr, odd))} must be a dict of entries with a count of updates as its "
+            f"'step', but is {found!r:.120}; nothing has changed. Load the states of the same model and the same "
+            "optimizer"
         )
+    # 2. Convert it to the form of a store.
     states = {key: _copied(state) for key, state in given.items() if state and _is_updated(state)}
     for key, state in states.items():
         _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
-            state.pop("master", None)  # the weights were of half precision then
+            # The weights were in half precision when it was saved.
+            state.pop("master", None)
+    # 3. Compare it with what the optimizer keeps.
     if problems := _state_problems(states, options, plan.specs, optimizer):
         raise StateMismatchError(
             f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}. Load the states of the "
@@ -139,20 +149,23 @@ def import_states(
     *,
     others_stay: bool = False,
 ) -> None:
-    """Replace the state of every key; one without an entry starts afresh, or stays as it is.
+    """Replace the state of every key with `states`, which `read_states` has checked.
 
-    `states` fit the plan, see `read_states`.
+    Other keys start without state, or keep theirs with `others_stay`.
     """
+    # 1. Get the state of all slices concerned.
     if others_stay:
         pieces = [piece for key in states for piece in plan.slices_with(key)]
         kept = {piece.index: holder.get_state(piece) for piece in pieces}
     else:
         kept = {piece.index: States.of_slice(piece, device) for piece in plan.slices}
+    # 2. Find the entries with one number per element, to tell them from scalars where a key has one element.
     of_scalars = {"master"}
     if optimizer.elementwise and any(not plan.specs[key].shape for key in states):
-        # What has one number per element looks like the optimizer's scalars where there is one element.
+        # With a trial key of two elements, an entry per element has two.
         trial = flatten(trial_state(optimizer, {}, TensorSpec("", (2,), "float32")) or {})
         of_scalars |= {n for n, value in trial.items() if isinstance(value, Tensor) and value.shape == (2,)}
+    # 3. Distribute the entries of each key over its slices.
     states = {key: flatten(state) for key, state in states.items()}
     nbytes = sum(
         [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
@@ -160,7 +173,7 @@ def import_states(
     with announced("dividing optimizer states", nbytes):
         for key, given in states.items():
             state = _by_row(plan, key, given, is_interleaved=False)
-            are_numbers = not plan.specs[key].shape  # then so is what there is of its element
+            are_numbers = not plan.specs[key].shape  # a 0-d parameter has 0-d entries per element
             entries = {
                 n: v.to(device)
                 if isinstance(v, Tensor) and (v.dim() or are_numbers) and n != OWN_COUNT
@@ -171,6 +184,7 @@ def import_states(
             if optimizer.elementwise and plan.specs[key].shape:
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
             spread(_parts(plan, kept, key), entries, per_element)
+    # 4. Store the slices.
     for index, state_of_slice in tracked(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
 
@@ -178,11 +192,12 @@ def import_states(
 def saved_problems(
     saved: SavedStates, specs: Sequence[TensorSpec], optimizer: Optimizer, what: str, here: str
 ) -> Iterator[str]:
-    """Say how saved states differ from those of keys and an optimizer: in names, shapes and entries.
+    """Yield how saved states differ from keys and an optimizer in names, shapes and entries.
 
     Args:
         what, here: Words for the keys and their owner, such as "parameters" of "this Trainer".
     """
+    # 1. The optimizer and the names.
     if saved.optimizer["name"] != optimizer.registered_name:
         yield f"the optimizer is {saved.optimizer['name']!r} in the file and {optimizer.registered_name!r} here"
     known = {spec.key: spec.shape for spec in specs}
@@ -190,31 +205,33 @@ def saved_problems(
         yield f"the file lacks the {what} {', '.join(missing)}"
     if unexpected := [repr(name) for name in saved.parameters if name not in known]:
         yield f"the file has the {what} {', '.join(unexpected)}, which {here} does not have"
+    # 2. Shapes.
     for name, parameter in saved.parameters.items():
         if name in known and parameter.shape != known[name]:
             yield f"{name!r} has shape {list(parameter.shape)} in the file and {list(known[name])} here"
+    # 3. Entries, which can be compared only for keys that agree.
     common = {at: saved.parameters[spec.key] for at, spec in enumerate(specs) if spec.key in saved.parameters}
-    # Entries mean something only where the keys agree.
     states = {at: row.state for at, row in common.items() if row.state and row.shape == specs[at].shape}
     options = {at: saved.groups[row.group] for at, row in common.items()}
     yield from _state_problems(states, options, specs, optimizer)
 
 
 def _is_state(value: Any) -> bool:
-    """Tell whether this has the form of one parameter's state; what entries it has is not looked at."""
+    """Return whether this has the form of one parameter's state. Its entries are not checked."""
     return isinstance(value, Mapping) and _is_count(value.get("step", 0))
 
 
 def _is_count(value: Any) -> bool:
-    """Tell whether this is a count of updates: a whole number, or a tensor of one."""
+    """Return whether this is a count of updates: an integer, or a tensor with one."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return check.is_number(number) and 0 <= number <= MAX_COUNT // 2 and number == int(number)
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:
-    """Tell whether there is more than an initial state; where torch keeps no count, it is there after an update only.
+    """Return whether state is more than initial.
 
-    A master without updates, which a key may have from its neighbours in a slice, only repeats the weights.
+    Where torch keeps no count, state exists only after an update. A master copy without updates, as a key may get from
+    its neighbours in a slice, only repeats the weights.
     """
     if "step" in state:
         return float(state["step"]) > 0
@@ -223,13 +240,14 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
 
 
 def _is_room(value: Tensor) -> bool:
-    """Tell whether this is an entry of an `initial_state` that has no count: negative zeros, which no update makes."""
+    """Return whether an entry is from an `initial_state` without count: all negative zeros, which no update
+    produces."""
     flat = value.flatten()
     return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))
 
 
 def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
-    """List the segments of a key in order: the state of the slice of each, and its position there."""
+    """Return the segments of a key in order, each as the state of its slice and the position there."""
     return [
         (kept[piece.index], at)
         for piece in plan.slices_with(key)
@@ -239,7 +257,7 @@ def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[State
 
 
 def _copied(state: Mapping[str, Any]) -> State:
-    """Copy state with a step count and without unused entries. Some torch optimizers keep no count."""
+    """Copy state, add a step count if torch keeps none, and drop unused entries."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **cloned(used)}
 
@@ -247,9 +265,9 @@ def _copied(state: Mapping[str, Any]) -> State:
 def _name_own_count(
     state: State, given: Mapping[str, Any], options: Mapping[str, Any], spec: TensorSpec, optimizer: Optimizer
 ) -> None:
-    """Put the count that a foreign class keeps under its name in a store.
+    """Store the count of a user's torch class under a separate name.
 
-    torch's form has it as 'step'. A class that keeps none has a 'step' from this form of the state alone.
+    torch's form has it as 'step'. A class without a count has a 'step' only in this form of the state.
     """
     if OWN_COUNT in given or "step" not in given:
         return
@@ -260,13 +278,12 @@ def _name_own_count(
 
 
 def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State | None:
-    """Find the entries of one parameter after an update of zeros by zero; None if the optimizer cannot say.
+    """Return the entries of one parameter after an update of zeros with zero gradient, or None if that fails.
+
+    An optimizer of whole keys gets the real shape. Otherwise elements do not affect each other, and two are enough.
 
     Args:
-        options: The numbers of the parameter's group; the optimizer's own stand in for missing ones.
-
-    An optimizer of whole keys is given a key of the real shape; what another one does to an element does not depend
-    on the others, so it is given two.
+        options: Options of the parameter's group. The optimizer's own are used for missing ones.
     """
     shape = (2,) if optimizer.elementwise else spec.shape
     weight = torch.zeros(
@@ -279,20 +296,20 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
         with torch.no_grad():
             optimizer.update(weight, torch.zeros_like(weight), state, hyper)
     except Exception:
-        # A user's optimizer, which may refuse zeros: it is not this question that it should fail at.
+        # A user's optimizer may refuse zeros. Then its entries are not checked.
         return None
     state = flatten(state)
     for name, value in state.items() if optimizer.elementwise else ():
         if isinstance(value, Tensor) and value.shape == (2,):
-            state[name] = value[0].expand(spec.shape)  # for all elements; takes no memory
+            state[name] = value[0].expand(spec.shape)  # takes no memory
     state = unflatten(state)
     return {name: value for name, value in state.items() if value is not None}
 
 
 def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
-    """Make entries as they will be, with a step count of 0: room to load into, which itself is no state at all.
+    """Return entries of the right shapes with a step count of 0, to load into.
 
-    Where torch's class keeps no count, it is known by negative zeros, with which torch computes as with zeros.
+    If torch's class keeps no count, negative zeros mark it as initial. Torch computes with them as with zeros.
     """
     is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
     state: State = {"step": torch.tensor(0.0, device="cpu")}
@@ -310,14 +327,14 @@ def _state_problems(
     specs: Sequence[TensorSpec],
     optimizer: Optimizer,
 ) -> list[str]:
-    """Say how state differs from what the optimizer keeps; one sentence for each kind of difference.
+    """Return one sentence for each kind of difference between state and what the optimizer keeps.
 
     Args:
-        states: By index of the key.
-        options: Of the group of every key, with which the state was made.
+        states: By key (index).
+        options: Options of every key's group when the state was saved.
     """
     found: dict[str, list[str]] = {}
-    # Only torch's groups have a 'dampening', by which its momentum is known from Gluon's.
+    # Only torch's SGD has a 'dampening'; this tells its momentum from Gluon's.
     is_torch, is_theirs_torch = (
         "dampening" in optimizer.hyper,
         any("dampening" in o for o in options.values()),
@@ -325,8 +342,8 @@ def _state_problems(
     if is_torch != is_theirs_torch and any("momentum_buffer" in state for state in states.values()):
         theirs, mine = ("torch's", "Gluon's") if is_theirs_torch else ("Gluon's", "torch's")
         found[
-            f"the state was saved with {theirs} SGD, here runs {mine}: their momentum differs by a factor of the "
-            "learning rate. Name 'sgd' for Gluon's, 'torch:SGD' for torch's"
+            f"the state was saved with {theirs} SGD, but {mine} is used here: their momentum differs by a factor of "
+            "the learning rate. Use 'sgd' for Gluon's, 'torch:SGD' for torch's"
         ] = []
     for key, state in states.items():
         spec = specs[key]
@@ -365,7 +382,7 @@ def _differences(
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of an entry, () of a number; None of what has none, such as text and trees."""
+    """Return the shape of an entry, () for a number, or None for text and trees."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return () if isinstance(value, int | float) else None
@@ -373,45 +390,46 @@ def _shape_of(value: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """What is saved of one parameter; its values are not."""
+    """What is saved of a parameter. Its values are not."""
 
     shape: tuple[int, ...]
     dtype: str
     group: int
-    """Position of its group in `SavedStates.groups`."""
+    """Index of its group in `SavedStates.groups`."""
     state: dict[str, Any] = field(default_factory=dict)
-    """The optimizer's entries by name, 'step' among them; empty before the first update."""
+    """The optimizer's entries by name, including 'step'; empty before the first update."""
 
 
 @dataclass(frozen=True)
 class SavedStates:
-    """All that a Trainer needs, beside the weights, to go on as if never interrupted."""
+    """Everything that a Trainer needs to resume, except the weights."""
 
     optimizer: dict[str, Any]
-    """The description that `Optimizer.spec` returns."""
+    """The result of `Optimizer.spec`."""
     num_update: int
-    """The number of updates that the learning-rate scheduler has come to."""
+    """The number of updates seen by the learning-rate scheduler."""
     groups: list[dict[str, Any]]
-    """The options of every parameter group."""
+    """Options of every parameter group."""
     parameters: dict[str, SavedParameter]
     """By name."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Plain values of other parts of the Trainer, by part."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Tensors of other parts, by part and then by a name, such as a parameter's."""
+    """Tensors of other parts, by part and by name, such as a parameter's."""
 
 
 def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors by unambiguous names, and text by name: the two things that a safetensors file holds.
+    """Return tensors by unambiguous names, and metadata text: the contents of a safetensors file.
 
     Raises:
-        StateFileError: a value is neither a tensor nor plain.
+        StateFileError: A value is neither a tensor nor plain.
     """
     tensors = {
         _name(_EXTRA, section, name): tensor
         for section, members in saved.tensors.items()
         for name, tensor in members.items()
     }
+    # 1. Separate tensors from other entries.
     rows = []
     for name, parameter in saved.parameters.items():
         row = {"name": name, **vars(parameter)}
@@ -426,6 +444,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
         rows.append({**row, "numbers": {entry: encoded(name, entry, one) for entry, one in others.items()}})
+    # 2. Everything else becomes JSON.
     content = {**vars(saved), "parameters": rows}
     del content["tensors"]
     try:
@@ -434,13 +453,14 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise StateFileError(
             f"the states hold a value that is neither a tensor nor plain: {error}"
         ) from error
+    # 3. The checksum covers both.
     tensors = {name: _storable(tensor) for name, tensor in tensors.items()}
     check = checksum(tensors, text)
     return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
 
 
 def encoded(owner: str, entry: str, value: Any) -> Any:
-    """Return what JSON has for an entry that is no tensor. Raises StateFileError if that cannot be."""
+    """Return an entry that is not a tensor as a JSON value. Raises StateFileError if that is impossible."""
     try:
         return encode(value)
     except TypeError as error:
@@ -451,7 +471,7 @@ def encoded(owner: str, entry: str, value: Any) -> Any:
 
 
 def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
-    """Compute a CRC-32 over the text and every tensor with its name, dtype and shape; of all files that we write."""
+    """Return a CRC-32 over the text and every tensor with its name, dtype and shape. Also used by other files."""
     value = zlib.crc32(text.encode())
     for name, tensor in sorted(tensors.items()):
         value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
@@ -461,7 +481,7 @@ def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise StateFileError unless metadata is of saved states that this release reads."""
+    """Raise StateFileError unless this is the metadata of saved states that this release can read."""
     if metadata.get("format") != FORMAT:
         raise StateFileError("it is a safetensors file, but of something else: save_states did not write it")
     if metadata.get("version") != VERSION:
@@ -472,10 +492,10 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
-    """Rebuild what `pack` packed.
+    """Restore what `pack` returned.
 
     Raises:
-        StateFileError: it is something else, was written by a newer release, or was damaged since.
+        StateFileError: It is something else, written by a newer release, or damaged.
     """
     check_metadata(metadata)
     text = metadata.get("content", "")
@@ -505,9 +525,9 @@ def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
 
 
 def rebuilt(content: Mapping[str, Any]) -> SavedStates:
-    """Make saved states of dicts and lists with the names of their fields; parameters are dicts by name.
+    """Build saved states from dicts and lists under the names of their fields.
 
-    Raises KeyError, TypeError, ValueError or AttributeError if these make no sense.
+    Raises KeyError, TypeError, ValueError or AttributeError if they do not make sense.
     """
     parameters = {
         name: SavedParameter(
@@ -516,7 +536,7 @@ def rebuilt(content: Mapping[str, Any]) -> SavedStates:
         for name, one in content["parameters"].items()
     }
     optimizer = dict(content["optimizer"])
-    # JSON knows no tuples, and options such as `betas` are some.
+    # JSON has no tuples, but options such as `betas` are tuples.
     groups = [{name: _tupled(value) for name, value in group.items()} for group in content["groups"]]
     if not isinstance(optimizer["name"], str):
         raise ValueError(f"the optimizer is called {optimizer['name']!r}")
@@ -535,7 +555,7 @@ def _name(*parts: str) -> str:
 
 def _storable(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
-    # Scalars may be shared between parameters, and a file holds everything once.
+    # Parameters may share scalars, but a file must not contain shared memory.
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
@@ -544,14 +564,14 @@ def _tupled(value: Any) -> Any:
 
 
 def write_state_file(fname: Path, saved: SavedStates) -> None:
-    """Write the file, or replace the one that is there, in one stroke; blocks until it is on the disk.
+    """Write a file, atomically replacing an existing one. Blocks until it is on the disk.
 
-    Equal states make equal bytes. A process that dies on the way leaves the former file, and perhaps a hidden temporary
-    one beside it, which the next save in that directory removes.
+    Equal states give equal bytes. If the process dies, the former file stays, perhaps with a hidden temporary file that
+    the next save in the directory removes.
 
     Raises:
-        StateFileError: it cannot be written (no such directory, no permission, full disk); the former file is
-            as it was and no temporary one is left.
+        StateFileError: It cannot be written (missing directory, no permission, disk full). The former file is
+            unchanged and no temporary file is left.
     """
     tensors, metadata = pack(saved)
     path = os.path.realpath(fname)
@@ -576,11 +596,10 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
 
 
 def read_state_file(fname: Path) -> SavedStates:
-    """Read what `write_state_file` wrote.
+    """Read a file that `write_state_file` wrote.
 
     Raises:
-        StateFileError: there is no such file, it cannot be read, is truncated, damaged or of another kind; the
-            message says which.
+        StateFileError: The file is missing, unreadable, truncated, damaged or of another kind. The message says which.
     """
     what = f"cannot load states from {os.fspath(fname)!r}"
     _refuse_directory(what, fname)
@@ -608,11 +627,11 @@ def _refuse_directory(what: str, fname: Path) -> None:
 
 
 def _kind(head: bytes, size: int) -> str:
-    """Return what a file that is not in the safetensors format seems to be."""
+    """Describe a file that is not in the safetensors format."""
     if not size:
         return "it is empty"
     for sign, kind in _SIGNS:
-        # A length of the header may begin with any byte, but is followed by the header, which is JSON.
+        # The first eight bytes are a length and may have any value. They are followed by the header, which is JSON.
         if head.startswith(sign) and head[8:9] != b"{":
             return f"it is {kind}"
     if head[8:9] == b"{":
