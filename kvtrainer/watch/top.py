@@ -360,7 +360,7 @@ class Page:
             self._server: ThreadingHTTPServer = kind((host, port), Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"cannot serve the page at {host}:{port}: {error.strerror}; is another program using it? Port 0 takes "
+                f"cannot serve the page at {host}:{port}: {error.strerror}; is another program there? Port 0 takes "
                 "a free one"
             ) from None
         self._server.daemon_threads = True
