@@ -1,4 +1,4 @@
-"""Ties to other libraries, each an optional extra; nothing here is imported by the rest of the package."""
+"""Adapters for other libraries. Each is an optional extra, and the rest of the package imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtrainer.errors import ConfigurationError
 
 
 class Tested(NamedTuple):
-    """The lowest and the newest (major, minor) with which the tests have passed."""
+    """The lowest and the newest (major, minor) version that passed the tests."""
 
     lowest: tuple[int, int]
     newest: tuple[int, int]
@@ -26,21 +26,21 @@ TESTED = {
     "skorch": Tested((1, 3), (1, 4)),
     "transformers": Tested((5, 22), (5, 24)),
 }
-"""By library. `make test-frameworks` runs both ends: the lowest of tests/frameworks/lowest.txt, and the newest."""
+"""By library. `make test-frameworks` runs the versions of tests/frameworks/lowest.txt, and the newest ones."""
 
 
 @contextmanager
 def needing(library: str, install: str = "") -> Iterator[None]:
-    """Let a block import a library that may be missing, or too old.
+    """Allow a block to import a library that may be missing or too old.
 
-    A version above the newest in `TESTED` is used all the same, with a UserWarning.
+    A version newer than those in `TESTED` only causes a UserWarning.
 
     Args:
-        install: What brings the library; by default our extra of its name.
+        install: What to pip-install; by default our extra of that name.
 
     Raises:
-        ConfigurationError: its version is below the lowest in `TESTED`.
-        ImportError: it is not installed.
+        ConfigurationError: The version is lower than those in `TESTED`.
+        ImportError: The library is not installed.
     """
     install = install or f"kvtrainer[{library}]"
     try:
@@ -59,12 +59,12 @@ def _check_version(library: str, tested: Tested) -> None:
     low, high = (".".join(map(str, one)) for one in tested)
     if numbers < tested.lowest:
         raise ConfigurationError(
-            f"kvtrainer.integrations.{library} works with {library} {low} or newer, and found {found}; pip install "
-            f"--upgrade 'kvtrainer[{library}]' brings one that fits"
+            f"kvtrainer.integrations.{library} needs {library} {low} or newer, but found {found}; pip install "
+            f"--upgrade 'kvtrainer[{library}]' installs one that fits"
         )
     if numbers > tested.newest:
         warnings.warn(
-            f"kvtrainer.integrations.{library} was tested with {library} {low} to {high}, and found {found}; if "
-            f"something fails, pip install '{library}=={high}.*' brings the newest that was tested",
+            f"kvtrainer.integrations.{library} was tested with {library} {low} to {high}, but found {found}; if "
+            f"something fails, pip install '{library}=={high}.*' installs the newest that was tested",
             stacklevel=4,
         )

@@ -32,12 +32,12 @@ __all__ = ["KVStoreAccelerator", "join"]
 
 
 def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
-    """Have accelerate know the workers of a store; collective, before anything of accelerate asks who is there.
+    """Make accelerate use the workers of a store as its processes. Collective. Call it before anything of accelerate.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and, without CUDA, ACCELERATE_USE_CPU, which accelerate reads.
 
     Raises:
-        ConfigurationError: accelerate was asked before; or as `Workers`.
+        ConfigurationError: accelerate was used before; or as for `Workers`.
     """
     workers = Workers(kvstore)
     if workers.size > 1:
@@ -50,35 +50,35 @@ def join(kvstore: str | KVStoreBase = "dist_sync") -> Workers:
     state = PartialState(cpu=not torch.cuda.is_available())
     if state.num_processes != workers.size:
         raise ConfigurationError(
-            f"accelerate knows of {state.num_processes} processes, the kvstore of {workers.size} workers; call "
+            f"accelerate has {state.num_processes} processes, but the kvstore has {workers.size} workers; call "
             "kvtrainer.integrations.accelerate.join() before anything of accelerate or Transformers is made"
         )
     return workers
 
 
 class PreparedTrainer(AcceleratedOptimizer):  # type: ignore[misc]
-    """A Trainer as accelerate holds it: whether a step was skipped is asked of all workers, not of the scaler."""
+    """A Trainer prepared by accelerate. Whether a step was skipped is decided by all workers, not by the scaler."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the workers have skipped the last step together; schedules stand still then."""
+        """Whether the workers skipped the last step. Schedules do not advance then."""
         last = self.optimizer.last
         return last is not None and last.skipped
 
 
 class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
-    """Lets accelerate train over a kvstore: to all that is not gradients the workers are the processes of a DDP job.
+    """An Accelerator over a kvstore. Except for gradients, the workers take the role of the processes of a DDP job.
 
-    Torch optimizers that are prepared become Trainers over the store; Trainers stay as they are. Models get rank 0's
-    weights, and no wrapper. Limits of gradients and overflows are decided for all workers together.
+    Torch optimizers become Trainers over the store when they are prepared; Trainers stay unchanged. Models get rank 0's
+    weights, and no wrapper. Clipping and overflow checks apply to all workers together.
 
     Args:
-        kvstore: The store, the name of one, or what `join` returned; blocks until all workers are there.
-        trainer_options: more options of the Trainers, such as compression_params.
-        **options: as of accelerate's Accelerator.
+        kvstore: A store, the name of one, or the result of `join`. Blocks until all workers are there.
+        trainer_options: More options of the Trainers, such as compression_params.
+        **options: As for accelerate's Accelerator.
 
     Raises:
-        ConfigurationError: as `join`.
+        ConfigurationError: As for `join`.
     """
 
     scaler: Any
@@ -95,7 +95,7 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         self.follow(workers, trainer_options or {})
 
     def follow(self, workers: Workers, trainer_options: Mapping[str, Any]) -> None:
-        """Go on over these workers; for an Accelerator that another library made."""
+        """Use these workers. For an Accelerator that another library created."""
         self.workers = workers
         self._trainer_options = dict(trainer_options)
         self._norms: WeakKeyDictionary[Trainer, Tensor] = WeakKeyDictionary()
@@ -108,9 +108,9 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         """Prepare a model as accelerate does, with rank 0's weights instead of a wrapper."""
         tensors = (*model.parameters(), *model.buffers())
         if device_placement is None and {self.device.type, *(one.device.type for one in tensors)} == {"cpu"}:
-            # To accelerate the CPU is cpu:0, so its .to() copies what is there, and a Trainer may hold it already.
+            # To accelerate the CPU is cpu:0, so its .to() would copy a model that a Trainer may hold already.
             device_placement = False
-        # A model that is only evaluated gets no wrapper.
+        # With evaluation_mode accelerate adds no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode:
             self.workers.share(model)
@@ -119,24 +119,24 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer as accelerate does, after making a Trainer of it."""
+        """Prepare an optimizer as accelerate does, after making it a Trainer."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer)
         trainer = self.workers.trainer_of(optimizer, self._model_of(optimizer), **self._trainer_options)
-        # The Trainer keeps its state where its parameters are.
+        # The Trainer keeps its state on the devices of the parameters.
         prepared = PreparedTrainer(trainer, device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Have the coming step limit the norm of the gradient of all workers; an infinite limit only measures.
+        """Clip the gradient norm over all workers in the next step. An infinite limit only measures.
 
         Returns:
-            A tensor that gets the norm when the optimizer has made its step, and is not a number before.
+            A tensor that is NaN until the optimizer's step sets it to the norm.
 
         Raises:
-            ConfigurationError: these are not the parameters of one optimizer; or the limit is another one than that of
-                the first step.
+            ConfigurationError: These are not the parameters of one optimizer, or the limit differs from that of the
+                first step.
         """
         trainer = self._trainer_of(parameters)
         limit = {"max_norm": min(float(max_norm), sys.float_info.max), "norm_type": float(norm_type)}
@@ -147,23 +147,23 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         return self._norms[trainer]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Have the coming step limit every element of the gradient of all workers; errors as of `clip_grad_norm_`."""
+        """Clip every element of the gradient over all workers in the next step. Errors as in `clip_grad_norm_`."""
         self.workers.limit(self._trainer_of(parameters), {"type": "value", "clip_value": clip_value})
 
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse it: see `Trainer.join`."""
+        """Not supported; see `Trainer.join`."""
         raise ConfigurationError(
-            "join_uneven_inputs() is for DistributedDataParallel; give all workers equally many batches "
+            "join_uneven_inputs() is for DistributedDataParallel; give all workers the same number of batches "
             "(even_batches=True), or use kvtrainer.Trainer and its join() in a loop of your own"
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved, on every worker; the weights become those of the store, too."""
+        """Load what `save_state` saved, on every worker, and publish the weights to the store."""
         super().load_state(*args, **kwargs)
         self.publish()
 
     def publish(self) -> None:
-        """Publish rank 0's weights to the store after something else wrote them; collective."""
+        """Publish rank 0's weights to the store after something else wrote them. Collective."""
         for one in self._trainers():
             if one.has_begun:
                 one.set_data()
@@ -172,20 +172,20 @@ class KVStoreAccelerator(Accelerator):  # type: ignore[misc]
         return [one.optimizer for one in self._optimizers]
 
     def _model_of(self, optimizer: optim.Optimizer) -> nn.Module:
-        """Return the prepared model that an optimizer trains; an empty one if there is none yet."""
+        """Return the prepared model that an optimizer trains, or an empty one."""
         first = next(p for group in optimizer.param_groups for p in group["params"])
         own = (one for one in self._models if any(p is first for p in one.parameters()))
         return next(own, nn.Module())
 
     def _trainer_of(self, parameters: Iterable[Tensor] | Tensor) -> Trainer:
-        """Return the Trainer of all parameters with a gradient among these."""
+        """Return the Trainer whose parameters are all among these."""
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for one in self._trainers():
             own = {id(p) for group in one.param_groups for p in group["params"]}
             if own <= given:
                 return one
         raise ConfigurationError(
-            "the gradient of all workers is limited for all parameters of an optimizer together; give it "
+            "the gradient of all workers is clipped for all parameters of an optimizer together; pass "
             "model.parameters()"
         )
 

@@ -29,29 +29,29 @@ __all__ = ["KVStoreStrategy"]
 
 
 class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
-    """Tells Lightning which worker this process is; whoever launched the job has started all of them."""
+    """Tells Lightning the rank of this worker. The workers were started by the job's own launcher."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Say that Lightning starts no processes."""
+        """True: Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not asked, because the workers have met; required by Lightning."""
+        """Unused, because the workers are connected already."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Not asked, as `main_address`."""
+        """Unused, as `main_address`."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Say that this environment is never guessed, only given by a KVStoreStrategy."""
+        """False: the environment is only used through KVStoreStrategy."""
         return False
 
     def world_size(self) -> int:
@@ -59,41 +59,41 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
         return self._workers.size
 
     def set_world_size(self, size: int) -> None:
-        """Leave it as it is: the store knows."""
+        """Ignored: the store determines it."""
 
     def global_rank(self) -> int:
         """Return the rank of this worker."""
         return self._workers.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Leave it as it is: the store knows."""
+        """Ignored: the store determines it."""
 
     def local_rank(self) -> int:
-        """Return which worker of its host this one is."""
+        """Return this worker's rank on its host."""
         return self._workers.local_rank
 
     def node_rank(self) -> int:
-        """Return 0: workers are counted over all hosts."""
+        """Return 0, because ranks are counted over all hosts."""
         return 0
 
 
 class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
-    """Lets Lightning train over a kvstore: to all that is not gradients the workers are the processes of a DDP job.
+    """A Lightning strategy over a kvstore. Except for gradients, the workers take the role of a DDP job's processes.
 
         trainer = L.Trainer(strategy=KVStoreStrategy("dist_sync"), max_epochs=3)
         trainer.fit(module, loader)
 
-    Torch optimizers that `configure_optimizers` returns become Trainers over the store; Trainers stay as they are.
-    Each worker gets its part of every epoch, values logged with `sync_dist=True` are averaged, the worker of rank 0
-    logs and writes checkpoints, and all load them. `gradient_clip_val` limits the gradient of all workers together.
-    Buffers, as of BatchNorm, are rank 0's in validation, tests and checkpoints.
+    Torch optimizers that `configure_optimizers` returns become Trainers over the store; Trainers stay unchanged. Each
+    worker gets its part of every epoch, and values logged with `sync_dist=True` are averaged. Rank 0 logs and writes
+    checkpoints, and all workers load them. `gradient_clip_val` clips the gradient of all workers together. In
+    validation, tests and checkpoints, buffers such as those of BatchNorm are rank 0's.
 
     Args:
-        kvstore: The store, or the name of one, which is made here; blocks until all workers are there.
-        **options: more options of the Trainers, such as compression_params and update_on_kvstore.
+        kvstore: A store, or the name of one to create. Blocks until all workers are there.
+        **options: More options of the Trainers, such as compression_params and update_on_kvstore.
 
     Raises:
-        ConfigurationError: the store does not connect all processes of the job.
+        ConfigurationError: The store does not connect all processes of the job.
     """
 
     strategy_name = "kvstore"
@@ -103,18 +103,18 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, kvstore: str | KVStoreBase = "dist_sync", **options: Any) -> None:
         self.workers = Workers(kvstore)
         self._options = options
-        # Trainers of the present fit that the module did not bring itself.
+        # Trainers of the current fit that were made here, not by the module.
         self._made: list[Trainer] = []
         super().__init__(cluster_environment=WorkersEnvironment(self.workers))
         self.set_world_ranks()
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's loggers and callbacks the rank of this worker."""
+        """Set the rank that Lightning's loggers and callbacks see."""
         rank_zero_only.rank = self.workers.rank
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this worker: of several that it sees, the one of its number on its host."""
+        """The device of this worker: if it sees several, the one with its rank on the host."""
         devices = self.parallel_devices
         assert devices
         device: torch.device = devices[self.local_rank % len(devices)]
@@ -122,19 +122,19 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a DistributedSampler wants to know."""
+        """Arguments for a DistributedSampler."""
         return {"num_replicas": self.workers.size, "rank": self.workers.rank}
 
     def setup_distributed(self) -> None:
-        """Do nothing: the workers have met when the strategy was made."""
+        """Do nothing: the workers were connected when the strategy was created."""
 
     def configure_ddp(self) -> None:
-        """Give all workers rank 0's weights, without a wrapper: gradients go through the store."""
+        """Copy rank 0's weights to all workers. There is no wrapper, because gradients go through the store."""
         assert self.model is not None
         self.workers.share(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make Trainers of the module's optimizers. Those of an earlier fit are closed."""
+        """Make the module's optimizers Trainers, and close those of an earlier fit."""
         for one in self._made:
             one.close()
         super().setup_optimizers(trainer)
@@ -144,7 +144,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self._made = [one for one in self.optimizers if one not in given]
 
     def setup_precision_plugin(self) -> None:
-        """Leave limits of gradients, and overflows, to all workers together."""
+        """Make clipping and overflow checks apply to all workers."""
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
             plugin.scaler = scaler_like(plugin.scaler)
@@ -154,7 +154,7 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
     def _clip_gradients(
         self, optimizer: optim.Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Have the store limit the gradient; in the place of Lightning's function, which sees one worker's alone."""
+        """Make the store clip the gradient. Lightning's own function would see one worker's only."""
         trainer: Any = getattr(optimizer, "_optimizer", optimizer)
         by_value = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value"
         if clip_val and clip_val > 0:
@@ -167,11 +167,11 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         return state
 
     def on_validation_start(self) -> None:
-        """Let all workers validate the same model."""
+        """Validate the same model on all workers."""
         self._share_buffers()
 
     def on_train_end(self) -> None:
-        """Let all workers end with the same model."""
+        """End with the same model on all workers."""
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -179,8 +179,8 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
         self.workers.share_buffers(self.lightning_module)
 
     def teardown(self) -> None:
-        """End a run. Trainers stay, so that their state can be saved; they are closed before the next fit."""
-        # Lightning would fetch the state of all optimizers to move it, from servers that may be why the run ends.
+        """End a run. Trainers are closed before the next fit, so that their state can still be saved."""
+        # Lightning would fetch all optimizer states to move them, from servers whose failure may have ended the run.
         optimizers, self._optimizers = self._optimizers, []
         super().teardown()
         self._optimizers = optimizers

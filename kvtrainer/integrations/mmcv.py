@@ -1,11 +1,11 @@
-"""MMCV 1.x's runners with a Trainer: importing this registers our hooks with MMCV, as KVOptimizerHook and others.
+"""MMCV 1.x runners with a Trainer. Importing this registers our hooks with MMCV, as KVOptimizerHook and so on.
 
     import kvtrainer.integrations.mmcv
     runner = EpochBasedRunner(model, optimizer=kvtrainer.Trainer(model, ...), ...)
     runner.register_training_hooks(None, optimizer_config=dict(type="KVOptimizerHook", grad_clip=dict(max_norm=35)))
 
-In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmcv"]). The classes are also here, by
-those names, for subclasses of one's own.
+In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmcv"]). The module also has the classes
+under these names, for subclasses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ with needing("mmcv", install="mmcv<2"):
 
 
 class _Reserved:
-    """MMCV refuses hooks that have a priority, and sets it itself."""
+    """Hides a hook's own priority: MMCV refuses hooks that have one, and sets it itself."""
 
     def __get__(self, hook: object, kind: type | None = None) -> Any:
         raise AttributeError("priority")

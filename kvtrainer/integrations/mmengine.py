@@ -1,10 +1,15 @@
-"""mmengine over a kvstore: importing this registers a strategy and an optimizer wrapper with mmengine.
+"""mmengine over a kvstore. Importing this registers a strategy and an optimizer wrapper with mmengine.
 
     import kvtrainer.integrations.mmengine
     runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
 
 In a configuration file: custom_imports = dict(imports=["kvtrainer.integrations.mmengine"]). Needs the extra
 `kvtrainer[mmengine]`.
+
+`KVStoreStrategy` builds models, optimizers and schedulers from mmengine's registries, and turns its optimizer wrappers
+into `TrainerOptimWrapper`, which passes calls on to a Trainer. Checkpoints are read with weights_only: values of hooks
+such as HistoryBuffers are encoded as tensors and plain values, and mmengine's own checkpoints are read with a small
+list of allowed types. So loading never runs code of a file.
 """
 
 from __future__ import annotations
@@ -56,37 +61,37 @@ _log = logging.getLogger(__name__)
 _BASE, _SCALER = "base_param_settings", "loss_scaler"
 _AMP = ("loss_scale", "dtype")
 _LISTS = ("params", "param_names")
-# The part of an optimizer's state with what its wrapper keeps beside the Trainer.
+# Key in an optimizer's state for what its wrapper keeps in addition to the Trainer.
 _NOTES = "notes"
-# Launchers that mmengine takes for none; of MPI's it knows Open MPI's alone.
+# Launchers that mmengine does not recognise. Of MPI's it knows Open MPI only.
 _UNKNOWN_TO_MMENGINE = ("kvlaunch", "dmlc", "mpi")
-# mmengine's pattern for names, which would also cut 'module1.weight' short.
+# mmengine's pattern for names. Its dot is not escaped, so it would also shorten 'module1.weight'.
 _LOOSE_PATTERN = [(r"^module.", "")]
 _STATISTICS = ("min", "max", "current", "mean")
-# The key that marks a dict which stands for another kind of value; its value says which.
+# Marks a dict that encodes another kind of value, which the key's value names.
 _MARK = "kvtrainer.mmengine"
-# Entries of a scheduler's state that say how long it goes: the configuration says that.
+# Entries of a scheduler's state with its length, which the configuration determines.
 _HORIZON = ("end", "total_iters", "total_steps", "T_max", "_schedule_phases")
 
 
 @OPTIM_WRAPPERS.register_module()
 class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
-    """A wrapper that lets mmengine's loops, hooks and schedulers drive a Trainer. Its optimizer may run anywhere.
+    """A wrapper through which mmengine's loops, hooks and schedulers use a Trainer, over any kvstore.
 
-    Accumulation, clipping and loss scaling are the Trainer's, over the gradients of all workers; on a CPU too.
-    `scale_loss` leaves a loss as it is, because `backward` divides it.
+    Accumulation, clipping and loss scaling are the Trainer's, apply to the gradients of all workers, and work on a CPU
+    too. `scale_loss` returns a loss unchanged, because `backward` divides it.
 
     Args:
-        optimizer: A Trainer, which has all options already; or the torch optimizer that it is to be made of, whose
-            parameters of equal options are then put into one group.
-        accumulative_counts, clip_grad: as of mmengine's OptimWrapper.
-        loss_scale, dtype: as of its AmpOptimWrapper; without either, there is no mixed precision.
-        model: Where the names of parameters come from.
-        kvstore: of the Trainer.
-        **options: more options of the Trainer, such as compression_params, update_on_kvstore and on_nonfinite.
+        optimizer: A Trainer, which has all options already; or a torch optimizer to make one of. Its parameter groups
+            with equal options are merged.
+        accumulative_counts, clip_grad: As for mmengine's OptimWrapper.
+        loss_scale, dtype: As for its AmpOptimWrapper. Without either there is no mixed precision.
+        model: Provides the names of the parameters.
+        kvstore: The Trainer's kvstore.
+        **options: More options of the Trainer, such as compression_params, update_on_kvstore and on_nonfinite.
 
     Raises:
-        ConfigurationError: an option is wrong, or would not reach a Trainer that is there.
+        ConfigurationError: An option is wrong, or would not reach an existing Trainer.
     """
 
     def __init__(
@@ -103,11 +108,12 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
     ) -> None:
         given = {"accumulative_counts": accumulative_counts, "clip_grad": clip_grad}
         given |= {n: v for n, v in zip(_AMP, (loss_scale, dtype), strict=True) if v is not None}
+        # Options of an existing Trainer cannot be changed here; a torch optimizer becomes a Trainer with them.
         if isinstance(optimizer, Trainer):
             said = [name for name, value in {**given, **options}.items() if value not in (None, 1)]
             if said:
                 raise ConfigurationError(
-                    f"{', '.join(said)} would have no effect on a Trainer that is there; give it them itself"
+                    f"{', '.join(said)} would have no effect on an existing Trainer; set it when building the Trainer"
                 )
             trainer = optimizer
         elif isinstance(optimizer, torch.optim.Optimizer):
@@ -122,7 +128,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self.optimizer: Trainer
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward pass; the loss is divided and scaled as the options say. Takes no other arguments."""
+        """Run a backward pass of the loss, divided and scaled as the options say. Takes no other arguments."""
         if kwargs:
             raise ConfigurationError(
                 f"backward() of a Trainer does not take {', '.join(map(repr, kwargs))}; call loss.backward()"
@@ -131,43 +137,43 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self._inner_count = self.optimizer.accumulation.done
 
     def step(self, **kwargs: Any) -> None:
-        """Reduce the gradients and update; the norm before clipping is logged as train/grad_norm."""
+        """Reduce the gradients and update. The norm before clipping is logged as train/grad_norm."""
         self.optimizer.step(**kwargs)
         last = self.optimizer.last
         if last is not None and last.grad_norm is not None:
             self.message_hub.update_scalar("train/grad_norm", float(last.grad_norm))
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass. Nothing travels before `step`, so there is nothing to hold back."""
+        """Return the context for the forward pass. Nothing is sent before `step`, so nothing has to be held back."""
         return self.optimizer.context()
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set how many backward passes were made before, and how many there are in all."""
+        """Set how many backward passes have been made, and how many there will be."""
         self.optimizer.set_progress(init_counts, max_counts)
         super().initialize_count_status(model, init_counts, max_counts)
 
     def should_update(self) -> bool:
-        """Tell if the next `step` ends in an update."""
+        """Return whether the next `step` ends in an update."""
         return self.optimizer.accumulation.is_boundary
 
     def should_sync(self) -> bool:
-        """Tell if the backward pass that comes next is the last one before an update."""
+        """Return whether the next backward pass is the last one before an update."""
         count, total = self.optimizer.accumulation.done + 1, self.optimizer.accumulation.total
         return count % self.optimizer.accumulation.counts == 0 or count == total
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss as it is: `backward` divides it."""
+        """Return the loss unchanged: `backward` divides it."""
         return loss
 
     @property
     def inner_count(self) -> int:
-        """How many backward passes were made."""
+        """Number of backward passes made."""
         return self.optimizer.accumulation.done
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and optimizer state, wherever it is, with the loss scale; blocks while state is fetched.
+        """Return options, optimizer state and loss scale. Blocks while state is fetched from where it is.
 
-        Any one worker may call it between its steps. Parameters that were never updated have no state, as in torch.
+        Any single worker may call it between steps. As in torch, parameters that were never updated have no state.
         """
         state: dict[str, Any] = super().state_dict()
         state["state"] = {at: one for at, one in state["state"].items() if float(one.get("step", 1)) > 0}
@@ -176,9 +182,9 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, here or of mmengine's own wrapper.
+        """Restore a state of this class or of mmengine's own wrapper. Call it on every worker.
 
-        That one's optimizer must be of the same kind and groups. Call it on every worker.
+        The optimizer must be of the same kind and have the same groups.
         """
         given, notes = dict(state_dict), self.notes()
         scale = given.pop(_SCALER, None)
@@ -188,36 +194,37 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self._keep_marks(notes["groups"])
 
     def notes(self) -> dict[str, Any]:
-        """Return what schedulers keep beside a Trainer's options: base settings, and marks in the groups."""
+        """Return what schedulers keep in addition to a Trainer's options: base settings, and entries of the groups."""
         groups = [{n: v for n, v in g.items() if n not in _LISTS} for g in self.optimizer.param_groups]
         base = None if self.base_param_settings is None else dict(self.base_param_settings)
         return {"groups": groups, _BASE: base}
 
     def take_notes(self, notes: Mapping[str, Any]) -> None:
-        """Take over what `notes` gave, once the Trainer has its options."""
+        """Restore the result of `notes`, after the Trainer has its options."""
         present = self.base_param_settings
         if present is not None:
-            for name, value in (notes.get(_BASE) or {}).items():  # a checkpoint has lists for tuples
+            # A checkpoint has lists in place of tuples.
+            for name, value in (notes.get(_BASE) or {}).items():
                 present[name] = tuple(value) if isinstance(present.get(name), tuple) else value
         self._keep_marks(notes.get("groups", ()))
 
     def follow_defaults(self) -> None:
-        """Reset the base settings to the Trainer's present defaults. Scaling its learning rate needs that."""
+        """Reset the base settings to the Trainer's defaults, after its learning rate was scaled."""
         if self.base_param_settings is not None:
             self.base_param_settings.update(self.optimizer.defaults)
 
     def _keep_marks(self, groups: Any) -> None:
-        """Restore entries of the groups that the Trainer does not know, so does not keep."""
+        """Restore entries of the groups that the Trainer does not keep."""
         for group, marks in zip(self.optimizer.param_groups, groups, strict=False):
             for name, value in marks.items():
                 group.setdefault(name, value)
 
 
 def merge_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Merge groups of equal options in place, in the order of their first parameters.
+    """Merge groups with equal options in place, in the order of their first parameters.
 
-    mmengine makes a group of every parameter, and the update of many small groups takes several times as long. An
-    optimizer that has state already stays as it is.
+    mmengine makes one group per parameter, and updating many small groups takes several times as long. An optimizer
+    that already has state is left as it is.
     """
     if optimizer.state or any("param_names" in group for group in optimizer.param_groups):
         return
@@ -238,20 +245,20 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
         runner = FlexibleRunner(model, strategy=dict(type="KVStoreStrategy", kvstore="dist_sync"), ...)
 
-    Models, optimizers, constructors and schedulers are those of mmengine's registries, with mmengine's rules for
-    `paramwise_cfg`. Wrappers of type OptimWrapper, AmpOptimWrapper or none become TrainerOptimWrappers. Workers of
-    parameter servers are put into a torch.distributed group too, so that samplers, hooks and metrics know their ranks.
-    All workers save and load together; rank 0 writes.
+    Models, optimizers, constructors and schedulers are those of mmengine's registries, with its rules for
+    `paramwise_cfg`. OptimWrapper and AmpOptimWrapper become TrainerOptimWrapper, which is also the default. Workers of
+    parameter servers also join a torch.distributed group, so that samplers, hooks and metrics know their ranks. All
+    workers save and load together, and rank 0 writes.
 
     Args:
-        kvstore, device: as of kvtrainer.strategy.Strategy; the model is on one device.
-        sync_bn: With several workers: 'torch' or 'mmcv' makes BatchNorm layers SyncBatchNorm ones.
-        **kwargs: as of mmengine's BaseStrategy. `dist_cfg` in env_kwargs has options of
-            torch.distributed.init_process_group, its timeout in seconds; the backend 'nccl', mmengine's default, means
-            gloo, and NCCL for CUDA tensors where there is CUDA.
+        kvstore, device: As for kvtrainer.strategy.Strategy. The model is on one device.
+        sync_bn: With several workers, 'torch' or 'mmcv' converts BatchNorm layers to SyncBatchNorm.
+        **kwargs: As for mmengine's BaseStrategy. `dist_cfg` in env_kwargs has options of
+            torch.distributed.init_process_group, with the timeout in seconds. The backend 'nccl', mmengine's default,
+            means gloo, plus NCCL for CUDA tensors if there is CUDA.
 
     Raises:
-        ConfigurationError: the job has several processes, and the store does not connect them.
+        ConfigurationError: The job has several processes that the store does not connect.
     """
 
     def __init__(
@@ -294,13 +301,13 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return super()._wrap_model(model)
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
-        """Build a TrainerOptimWrapper over the strategy's kvstore. Of several it makes an OptimWrapperDict.
+        """Build a TrainerOptimWrapper over the strategy's kvstore, or an OptimWrapperDict of several.
 
         Args:
-            optim_wrapper: As mmengine takes it, options of TrainerOptimWrapper included; or a torch optimizer.
+            optim_wrapper: As for mmengine, also with options of TrainerOptimWrapper; or a torch optimizer.
 
         Raises:
-            ArgumentTypeError: it is, or has, a wrapper of another kind.
+            ArgumentTypeError: A wrapper is of another kind.
         """
         if isinstance(optim_wrapper, torch.optim.Optimizer) and not isinstance(optim_wrapper, Trainer):
             optim_wrapper = {"optimizer": optim_wrapper}
@@ -311,13 +318,13 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         for name, one in _by_name(built).items():
             if not isinstance(one, TrainerOptimWrapper):
                 raise ArgumentTypeError(
-                    f"the optimizer wrapper {name!r} is of type {type(one).__name__}, which knows no kvstore; give its "
-                    "configuration as a dict of type OptimWrapper, AmpOptimWrapper or TrainerOptimWrapper"
+                    f"the optimizer wrapper {name!r} is of type {type(one).__name__}, which cannot use a kvstore; give "
+                    "its configuration as a dict of type OptimWrapper, AmpOptimWrapper or TrainerOptimWrapper"
                 )
         return built
 
     def _over_trainers(self, cfg: Mapping[str, Any], model: nn.Module | None) -> Any:
-        """Change the configuration of a wrapper, or several, so that it builds a Trainer."""
+        """Change the configuration of one or several wrappers so that they build Trainers."""
         changed: Any = copy.copy(cfg)
         if "optimizer" not in cfg:
             for name, one in cfg.items():
@@ -331,7 +338,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         if kind in (OptimWrapper, AmpOptimWrapper):
             kind = TrainerOptimWrapper
         if inspect.isclass(kind) and issubclass(kind, TrainerOptimWrapper):
-            # Configurations are copied deeply on their way, which leaves functions as they are.
+            # mmengine deep-copies configurations, which would copy the store. A function is not copied.
             def build(**options: Any) -> Any:
                 return kind(**{"model": model, "kvstore": self.kvstore, **options})
 
@@ -339,12 +346,12 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return changed
 
     def build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: Any = None) -> Any:
-        """Build mmengine's schedulers, which its hook advances; those of several optimizers by their names."""
+        """Build mmengine's schedulers, which its hook advances; by name for several optimizers."""
         wrapper = self.optim_wrapper if isinstance(optim_wrapper, Trainer | TrainerDict) else optim_wrapper
         return BaseStrategy.build_param_scheduler(self, scheduler, wrapper, default_args)
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any, default_args: Any) -> Any:
-        # mmengine takes entries out of what it was given, which then lack for the next optimizer.
+        # mmengine removes entries from what it is given, and the next optimizer needs them too.
         return BaseStrategy._build_param_scheduler(self, scheduler, optim_wrapper, dict(default_args))
 
     def _scale_lr(self) -> None:
@@ -353,7 +360,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             wrapper.follow_defaults()
 
     def scheduler_state_dict(self) -> Any:
-        """Return the state of every scheduler, or by name of each of several optimizers; without functions."""
+        """Return the state of every scheduler without functions; by name for several optimizers."""
         schedulers = getattr(self, "param_schedulers", [])
         by_name = schedulers if isinstance(schedulers, Mapping) else {"": schedulers}
         states = {
@@ -363,12 +370,12 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return states.get("", states)
 
     def load_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Take over what `scheduler_state_dict` gave. Schedulers may go on for longer now.
+        """Restore the result of `scheduler_state_dict`. Schedulers may have a later end now.
 
-        One that was past its end, and now has a later one, makes up for the steps that it has missed.
+        One that was past its end, and now has a later one, catches up on the steps that it has missed.
 
         Raises:
-            StateMismatchError: as `check_scheduler_state_dict`; nothing has changed then.
+            StateMismatchError: As for `check_scheduler_state_dict`. Nothing has changed.
         """
         for scheduler, state in pair_schedules(getattr(self, "param_schedulers", []), state_dict):
             scheduler.load_state_dict({name: value for name, value in state.items() if name not in _HORIZON})
@@ -379,7 +386,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
                     scheduler.step()
 
     def check_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Raise StateMismatchError unless `load_scheduler_state_dict` can take this."""
+        """Raise StateMismatchError unless `load_scheduler_state_dict` can restore this."""
         pair_schedules(getattr(self, "param_schedulers", []), state_dict)
 
     def load_checkpoint(
@@ -390,7 +397,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         callback: Callback | None = None,
         **options: Any,
     ) -> dict[str, Any]:
-        """Load as Strategy does; also what mmengine itself wrote, without running code of theirs."""
+        """Load as Strategy does. Also reads mmengine's own checkpoints, without running their code."""
 
         def decoded(checkpoint: dict[str, Any]) -> None:
             checkpoint.update(decode(checkpoint))
@@ -402,12 +409,12 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             return super().load_checkpoint(filename, revise_keys=revise, callback=decoded, **options)
 
     def resume(self, filename: str, *, resume_param_scheduler: bool = True, **options: Any) -> dict[str, Any]:
-        """Resume as Strategy does; schedulers where there are any."""
+        """Resume as Strategy does. Schedulers are resumed if there are any."""
         is_due = resume_param_scheduler and hasattr(self, "param_schedulers")
         return super().resume(filename, resume_param_scheduler=is_due, **options)
 
     def save_checkpoint(self, filename: str, *, callback: Callback | None = None, **options: Any) -> None:
-        """Save as Strategy does; what hooks remarked and is no plain value is left out."""
+        """Save as Strategy does, without values of hooks that a checkpoint cannot hold."""
 
         def encode(checkpoint: dict[str, Any]) -> None:
             checkpoint["meta"]["mmengine"] = mmengine.__version__
@@ -425,7 +432,8 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         if not any("param_groups" in part for _, part in parts):
             notes = [partial(wrapper.take_notes, part.get(_NOTES, {})) for wrapper, part in parts]
             return [*super()._fit_optimizer(states, own), *notes]
-        for wrapper, part in parts:  # the states of mmengine's own wrappers
+        # States that mmengine's own wrappers saved.
+        for wrapper, part in parts:
             wrapper.optimizer.check_state_dict(part)
         return [lambda: self.optim_wrapper.load_state_dict(dict(states))]
 
@@ -438,7 +446,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         return trainers.get("") or (TrainerDict(**trainers) if trainers else None)
 
     def close(self) -> None:
-        """Close the Trainers, the store, the group of workers and the log; idempotent."""
+        """Close the Trainers, the store, the process group and the log. Idempotent."""
         try:
             super().close()
         finally:
@@ -447,19 +455,19 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
 
 
 def _by_name(built: Any) -> dict[str, Any]:
-    """Return all wrappers; a single one has the name ''."""
+    """Return all wrappers by name; a single one has the name ''."""
     if built is None:
         return {}
     return dict(built.items()) if isinstance(built, OptimWrapperDict) else {"": built}
 
 
 def _part(states: Any, name: str) -> Any:
-    """Return one wrapper's part of states; those of a single one, named '', are not divided."""
+    """Return one wrapper's part of states, or all of it for a single one, which is named ''."""
     return states.get(name, {}) if name else states
 
 
 def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return mmengine's dist_cfg as options of init_process_group."""
+    """Convert mmengine's dist_cfg to options of init_process_group."""
     options = {name: value for name, value in cfg.items() if name != "init_backend"}
     if options.get("backend") == "nccl":
         del options["backend"]
@@ -472,7 +480,7 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode(value: Any) -> Any:
-    """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts; others stay as they are."""
+    """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts. Other values stay as they are."""
     if isinstance(value, HistoryBuffer):
         log, counts = (torch.from_numpy(np.array(one, dtype=np.float64)) for one in value.data)
         return {_MARK: "history", "log": log, "counts": counts, "max_length": value.max_length}
@@ -490,7 +498,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` was given."""
+    """Invert `encode`."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, Mapping):
@@ -508,7 +516,7 @@ def decode(value: Any) -> Any:
 
 
 def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Encode the entries of a dict of remarks; leave out, with a warning, what no checkpoint can hold."""
+    """Encode the entries of a dict. Those that a checkpoint cannot hold are left out with a warning."""
     found = {}
     for key, one in value.items():
         encoded = encode(one)
@@ -537,10 +545,10 @@ def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
 
 
 def mmengine_globals() -> AbstractContextManager[Any]:
-    """Let torch.load(weights_only=True) also read mmengine's checkpoints while open.
+    """Allow torch.load(weights_only=True) to read mmengine's checkpoints within a context.
 
-    It allows HistoryBuffer and the numpy types that are in one, which hold numbers and run nothing. A HistoryBuffer's
-    statistics are pickled as attributes of its class: of `getattr` nothing else is allowed.
+    HistoryBuffer and the numpy types in it are allowed, which only hold numbers. A HistoryBuffer's statistics are
+    pickled as attributes of its class, so `getattr` is allowed for these alone.
     """
     multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray
     numbers = [type(np.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")]

@@ -1,4 +1,4 @@
-"""Ray Train with parameter servers: Ray places, watches and restarts workers and servers; the script is a plain loop.
+"""Ray Train with parameter servers: Ray places and restarts workers and servers, and the script is a plain loop.
 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from kvtrainer.integrations.ray import KVTrainer
@@ -36,19 +36,19 @@ with needing("ray"):
 
 @dataclass
 class KVStoreConfig(BackendConfig):  # type: ignore[misc]
-    """The servers of a job, in the place of Ray's `TorchConfig`.
+    """The servers of a job, used instead of Ray's `TorchConfig`.
 
     Args:
-        num_servers: How many there are, at least 1.
-        resources_per_server: What Ray sets aside for each.
-        placement_strategy: Of the servers' placement group, as in `ScalingConfig`.
+        num_servers: Number of servers, at least 1.
+        resources_per_server: Resources that Ray reserves for each.
+        placement_strategy: Strategy of the servers' placement group, as in `ScalingConfig`.
         server_args: Flags for every server, such as `["--import", "my_optimizers"]`.
-        allow_public_bind: Let servers listen where other hosts reach them, although traffic is neither authenticated
-            nor encrypted; a job on several hosts needs it.
-        start_timeout: Seconds for Ray to find room for the servers, and for them to listen.
+        allow_public_bind: Allow servers to listen on addresses that other hosts can reach, although traffic is neither
+            authenticated nor encrypted. Required for a job on several hosts.
+        start_timeout: Seconds for Ray to place the servers, and for them to listen.
 
     Raises:
-        ConfigurationError: there is no server.
+        ConfigurationError: There is no server.
     """
 
     num_servers: int = 1
@@ -68,18 +68,19 @@ class KVStoreConfig(BackendConfig):  # type: ignore[misc]
 
 
 class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """Runs a function on workers beside parameter servers; `fit()` returns Ray's Result or raises TrainingFailedError.
+    """Runs a function on workers with parameter servers. `fit()` returns Ray's Result or raises TrainingFailedError.
 
-    When a worker, a server or a host is lost, the job as a whole fails and Ray starts all of it anew, servers too, up
-    to `FailureConfig(max_failures=…)` times. The function goes on from `ray.train.get_checkpoint()`.
+    If a worker, server or host is lost, the whole job fails and Ray restarts it, including the servers, up to
+    `FailureConfig(max_failures=…)` times. The function continues from `ray.train.get_checkpoint()`.
 
     Args:
-        train_loop_per_worker: The function; it may take `train_loop_config`. `kvstore="dist_sync"` finds the servers.
-        num_servers: How many servers there are, by default 1. More about them: `backend_config`, in its place.
-        **options: As of Ray's other trainers: train_loop_config, scaling_config, run_config, datasets and so on.
+        train_loop_per_worker: The function; it may take `train_loop_config`. In it, `kvstore="dist_sync"` finds the
+            servers.
+        num_servers: Number of servers, 1 by default. For more options use `backend_config` instead.
+        **options: As for Ray's other trainers: train_loop_config, scaling_config, run_config, datasets and so on.
 
     Raises:
-        ConfigurationError: there is no worker or no server, or the number of servers is said twice.
+        ConfigurationError: There is no worker or no server, or the number of servers is given twice.
     """
 
     def __init__(
@@ -102,27 +103,28 @@ class KVTrainer(DataParallelTrainer):  # type: ignore[misc]
 
 
 class KVStoreBackend(Backend):  # type: ignore[misc]
-    """A backend that starts servers as actors, and tells workers where they are. The actors have a placement group."""
+    """Starts servers as actors in a placement group, and tells the workers their addresses."""
 
     _placement: Any = None
     _servers: Sequence[Any] = ()
 
     def on_start(self, worker_group: Any, backend_config: KVStoreConfig) -> None:
-        """Start the servers and tell every worker its rank and their addresses.
+        """Start the servers and set rank and server addresses in every worker's environment.
 
         Raises:
-            ConnectTimeoutError: Ray has no room for the servers.
-            ConfigurationError: workers or servers are on several hosts, and servers may not listen there.
+            ConnectTimeoutError: Ray cannot place the servers.
+            ConfigurationError: Workers or servers are on several hosts, and servers may not listen there.
         """
         try:
             self._start(backend_config)
             self._tell_workers(worker_group, backend_config)
         except BaseException:
-            self.on_shutdown(worker_group, backend_config)  # nobody else ends what has begun
+            # Ray does not call on_shutdown for a backend that failed to start.
+            self.on_shutdown(worker_group, backend_config)
             raise
 
     def on_shutdown(self, worker_group: Any, backend_config: KVStoreConfig) -> None:
-        """End the servers; a guardian beside each ends its process when the actor has gone."""
+        """End the servers. A guardian beside each ends its process when the actor is gone."""
         for server in self._servers:
             ray.kill(server)
         if self._placement is not None:
@@ -135,7 +137,8 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
         if not self._placement.wait(config.start_timeout):
             raise ConnectTimeoutError(
                 f"Ray found no room for {config.num_servers} servers with {config.resources_per_server} each within "
-                f"{config.start_timeout:g} s, beside the workers; ask for less by KVStoreConfig(resources_per_server=…)"
+                f"{config.start_timeout:g} s, beside the workers; ask for less with "
+                "KVStoreConfig(resources_per_server=…)"
             )
         actor = ray.remote(KVServer)
         self._servers = [
@@ -150,13 +153,13 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
         ]
 
     def _tell_workers(self, worker_group: Any, config: KVStoreConfig) -> None:
-        """Let the servers listen, where all workers reach them, and say where."""
+        """Make the servers listen where all workers reach them, and publish their addresses."""
         of_workers = worker_group.execute(_host)
         hosts = {*of_workers, *ray.get([server.host.remote() for server in self._servers])}
         if len(hosts) > 1 and not config.allow_public_bind:
             raise ConfigurationError(
-                f"the job is on the hosts {', '.join(sorted(hosts))}, and servers listen on loopback alone, as traffic "
-                "is neither authenticated nor encrypted; on a network that you trust pass "
+                f"the job is on the hosts {', '.join(sorted(hosts))}, but servers listen on loopback only, because "
+                "traffic is neither authenticated nor encrypted; on a network that you trust pass "
                 "KVStoreConfig(allow_public_bind=True)"
             )
         servers = tuple(ray.get([one.listen.remote(config, len(hosts) > 1) for one in self._servers]))
@@ -168,14 +171,14 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
 
 
 class KVServer:
-    """An actor that has one server, a process of its own, which ends with it."""
+    """An actor that owns one server process, which ends with the actor."""
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._group = FollowedProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
-        """Return the address of the host."""
+        """Return the address of this host."""
         return _host()
 
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:

@@ -1,4 +1,4 @@
-"""skorch's nets over a kvstore.
+"""skorch nets over a kvstore.
 
     from skorch import NeuralNetClassifier
     from kvtrainer.integrations.skorch import KVStoreAccelerator, KVStoreMixin
@@ -26,22 +26,22 @@ __all__ = ["KVStoreAccelerator", "KVStoreMixin"]
 
 
 class KVStoreMixin(AccelerateMixin):  # type: ignore[misc]
-    """skorch's AccelerateMixin for workers of a kvstore: validation, and what is loaded, are the same on all of them.
+    """skorch's AccelerateMixin for workers of a kvstore: all workers validate and load the same model.
 
     Args:
         accelerator: A KVStoreAccelerator.
-        *args, **kwargs: as of skorch.hf.AccelerateMixin and the net beside it.
+        *args, **kwargs: As for skorch.hf.AccelerateMixin and the net.
     """
 
     accelerator: KVStoreAccelerator
 
     def load_params(self, *args: Any, **kwargs: Any) -> None:
-        """Load as skorch does, on every worker; the weights become those of the store, too."""
+        """Load as skorch does, on every worker, and publish the weights to the store."""
         super().load_params(*args, **kwargs)
         self.accelerator.publish()
 
     def run_single_epoch(self, iterator: Any, training: bool, *args: Any, **kwargs: Any) -> None:
-        """Train or validate as skorch does, with rank 0's buffers where all validate."""
+        """Train or validate as skorch does. For validation, all workers get rank 0's buffers."""
         if iterator is not None and not training:
             self._share_buffers()
         super().run_single_epoch(iterator, training, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Workers of a kvstore as frameworks know them: the ranks of a torch.distributed group beside the store.
+"""Makes the workers of a kvstore the ranks of a torch.distributed group.
 
-Gradients and weights go through the store. Frameworks, and libraries of metrics, ask torch.distributed how many
-processes there are, and reduce metrics over it; so the workers are put into such a group too, with the same ranks.
+Gradients and weights go through the store. But frameworks and metric libraries ask torch.distributed for the number of
+processes and reduce metrics over it, so the workers also join such a group, with the same ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ Limit = Mapping[str, Any]
 
 
 class Workers:
-    """The workers of a store, who are also ranks of a torch.distributed group; collective, blocks until all are there.
+    """The workers of a store, which are also ranks of a torch.distributed group. Collective; blocks until all are
+    there.
 
     Args:
-        kvstore: A store, or the name of one that is made here.
+        kvstore: A store, or the name of one to create.
 
     Raises:
-        ConfigurationError: the job has several processes that the store does not connect; or the process is another
-            rank of a torch.distributed group already.
+        ConfigurationError: The job has several processes that the store does not connect, or this process has another
+            rank in a torch.distributed group already.
     """
 
     def __init__(self, kvstore: str | KVStoreBase) -> None:
@@ -49,49 +50,49 @@ class Workers:
         become_ranks(self._agreement, self.store, environment.processes_of_job(os.environ))
         place, self.local_size = place_on_host(self._agreement)
         self.local_rank = local_rank(os.environ, place)
-        """Which worker of its host this one is, of `local_size`; as a launcher says it, if one does."""
+        """Rank among the `local_size` workers of this host, as the launcher gives it if it does."""
 
     def share(self, module: nn.Module) -> None:
-        """Give every worker rank 0's weights and buffers, where they differ; collective."""
+        """Copy rank 0's weights and buffers to every worker, if they differ. Collective."""
         if module.state_dict():
             share_weights(module, self._agreement)
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Give every worker rank 0's buffers, as of BatchNorm, where they differ; collective."""
+        """Copy rank 0's buffers, such as those of BatchNorm, to every worker, if they differ. Collective."""
         self.share(_Buffers(module))
 
     def trainer_of(self, optimizer: optim.Optimizer, model: nn.Module, **options: Any) -> Trainer:
-        """Return a Trainer over the store for a torch optimizer; one that is a Trainer already stays as it is.
+        """Return a Trainer over the store for a torch optimizer. A Trainer is returned unchanged.
 
         Args:
-            model: Where the names of parameters come from.
-            options: more options of the Trainer.
+            model: Provides the names of the parameters.
+            options: More options of the Trainer.
 
         Raises:
-            ConfigurationError: a Trainer does not train with all workers; or an option is wrong.
+            ConfigurationError: A given Trainer does not train with all workers, or an option is wrong.
         """
         if not isinstance(optimizer, Trainer):
             read = wrapper_arguments(model, {"type": "OptimWrapper", "optimizer": optimizer})
             return Trainer(**{**read, "kvstore": self.store, **options})
         if options:
             raise ConfigurationError(
-                f"{', '.join(options)} would have no effect on a Trainer that is there; give it them itself"
+                f"{', '.join(options)} would have no effect on an existing Trainer; set it when building the Trainer"
             )
         if optimizer.num_workers != self.size:
             raise ConfigurationError(
                 f"the Trainer trains with {optimizer.num_workers} workers, but the job has {self.size}; build it with "
-                f"kvstore={self.store.type!r}, or return the torch optimizer in its place"
+                f"kvstore={self.store.type!r}, or return the torch optimizer instead"
             )
         return optimizer
 
     def limit(self, trainer: Trainer, clip_grad: Limit) -> None:
-        """Have a Trainer limit all workers' gradient as a framework would limit one's.
+        """Make a Trainer clip the gradient of all workers as a framework would clip that of one.
 
         Args:
-            clip_grad: as of the Trainer.
+            clip_grad: As for the Trainer.
 
         Raises:
-            ConfigurationError: it is another limit than that of the first step.
+            ConfigurationError: It differs from that of the first step.
         """
         if self._limits.get(trainer) != clip_grad:
             trainer.configure(clip_grad=clip_grad)
@@ -99,8 +100,6 @@ class Workers:
 
 
 class _Buffers(nn.Module):
-    """The buffers of a module alone."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for at, buffer in enumerate(module.buffers()):
@@ -108,7 +107,7 @@ class _Buffers(nn.Module):
 
 
 def place_on_host(agreement: Agreement) -> tuple[int, int]:
-    """Find out which worker of its host this one is, and how many there are; collective."""
+    """Return this worker's rank on its host and the number of workers there. Collective."""
     try:
         mine = name_host().encode()
     except OSError:
@@ -123,20 +122,20 @@ def become_ranks(
     processes: int,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make workers of a store ranks of torch.distributed, with equal numbers. Collective; blocks.
+    """Make the workers of a store ranks of torch.distributed, with the same numbers. Collective; blocks.
 
     Args:
-        kvstore: Over which they agree; or its name, where each process is alone.
-        processes: How many the job has.
-        options: of torch.distributed.init_process_group, where there is no group yet.
+        kvstore: The store, or its name if each process is alone.
+        processes: Number of processes of the job.
+        options: Options of torch.distributed.init_process_group, used if there is no group yet.
 
     Raises:
-        ConfigurationError: the job has several processes that the store does not connect; or this one is another rank.
+        ConfigurationError: The job has several processes that the store does not connect, or this one has another rank.
     """
     name = kvstore.type if isinstance(kvstore, KVStoreBase) else kvstore
     if agreement.size == 1 and processes > 1:
         raise ConfigurationError(
-            f"the job has {processes} processes, but kvstore {name!r} keeps to this one, so all would train on the "
+            f"the job has {processes} processes, but kvstore {name!r} does not connect them, so all would train on the "
             "same data and write the same files; use 'dist_sync'"
         )
     if agreement.size > 1 and not dist.is_initialized():
@@ -145,16 +144,16 @@ def become_ranks(
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if place != (agreement.rank, agreement.size):
         raise ConfigurationError(
-            f"this process is rank {place[0]} of {place[1]} in torch.distributed, and worker {agreement.rank} of "
+            f"this process is rank {place[0]} of {place[1]} in torch.distributed, but worker {agreement.rank} of "
             f"{agreement.size} of kvstore {name!r}; start both in the same way"
         )
 
 
 def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Agree over the store where rank 0 listens, and meet there. Servers are reached from that address."""
+    """Create the group. Rank 0 listens on its address towards the servers, and broadcasts it over the store."""
     listener, told = None, b""
     if agreement.rank == 0:
-        host = host_towards(servers[0])  # the loopback's where the servers are here
+        host = host_towards(servers[0])  # loopback if the servers are on this host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         told = f"{host} {listener.getsockname()[1]}".encode()
     host, port = agreement.broadcast(told).decode().split()
@@ -174,7 +173,7 @@ def _make_group(agreement: Agreement, servers: Sequence[str], options: Mapping[s
 
 
 def scaler_like(scaler: torch.amp.GradScaler) -> GradScaler:
-    """Return a scaler of equal numbers for Trainers, which asks all workers."""
+    """Return a scaler with the same settings for Trainers, which checks all workers."""
     return GradScaler(
         scaler._device,
         init_scale=scaler.get_scale(),
