@@ -80,12 +80,10 @@ class LauncherEnv:
     """Variable that counts restarts of the job; empty if the launcher has none."""
 
     def rank_in(self, environ: Mapping[str, str]) -> tuple[str, str]:
-        """Return the variable with the rank and its value; the first variable and an empty string if none is set."""
         name = next((name for name in self.ranks if text_of(environ, name)), self.ranks[0])
         return name, text_of(environ, name)
 
     def found_in(self, environ: Mapping[str, str]) -> str:
-        """List which of its variables are set; empty if none is."""
         names = [name for name in (*self.ranks, self.count) if text_of(environ, name)]
         return ", ".join(f"{name}={text_of(environ, name)[:40]!r}" for name in names)
 
@@ -116,8 +114,6 @@ PLACES = frozenset(_MORE_PLACES).union(
 
 @dataclass(frozen=True)
 class Topology:
-    """A worker's rank, the number of workers, and the servers' addresses by index."""
-
     rank: int
     num_workers: int
     servers: tuple[str, ...]
@@ -152,7 +148,6 @@ def read_topology(
 
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
-    """Return rank and number of workers; see `read_topology`."""
     is_said = rank is not None and num_workers is not None
     source = SOURCES[0] if is_said else _source(environ) or SOURCES[0]
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
@@ -175,7 +170,6 @@ def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | 
 def read_servers(
     environ: Mapping[str, str], servers: str | Sequence[str] | None = None
 ) -> tuple[str, ...] | None:
-    """Return the servers' addresses, or None if neither the argument nor KVSTORE_SERVERS names any."""
     listed = text_of(environ, SERVERS) or None if servers is None else servers
     if listed is None:
         return None
@@ -198,10 +192,7 @@ def read_servers(
 
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the number of workers and the variable with it, or None.
-
-    A launcher counts only if it also gives this process a rank.
-    """
+    """Return the number of workers and its variable, if a launcher also gives this process a rank."""
     source = _source(environ)
     if source is None or not source.rank_in(environ)[1]:
         return None
@@ -210,10 +201,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
-    """Return this process's rank on its host, or else the worker's rank, or 0.
-
-    The launcher that gives the rank is asked first.
-    """
+    """Return this process's rank on its host, preferably from the launcher that gives the rank; else the rank or 0."""
     source = _source(environ)
     told = [text_of(environ, one.local) for one in ((source,) if source else ()) + SOURCES]
     worker = (source.rank_in(environ)[1] if source else "") if rank is None else str(rank)
@@ -221,13 +209,9 @@ def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
 
 
 def attempt_of_job(environ: Mapping[str, str]) -> int:
-    """Return how often the job was restarted, or 0 if that is unknown.
+    """Return how often the job was restarted, by KVSTORE_ATTEMPT or the launcher; else 0. Raises ConfigurationError.
 
-    Read from KVSTORE_ATTEMPT, or else from the launcher that gives the rank. torchrun on several hosts is ignored: it
-    counts restarts by host, and workers with different numbers would not meet.
-
-    Raises:
-        ConfigurationError: It is not a number.
+    torchrun on several hosts is ignored: it counts restarts by host, and workers with different numbers would not meet.
     """
     source = _source(environ) or SOURCES[0]
     name = ATTEMPT if text_of(environ, ATTEMPT) else source.attempt
@@ -242,11 +226,7 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
 
 
 def parse_address(text: str) -> str:
-    """Return an address as `tcp://host:port` in lower case. A bare `host:port` is accepted.
-
-    Raises:
-        ConfigurationError: Another scheme, no host, or no port in 1..65535. IPv6 hosts need brackets.
-    """
+    """Return an address as `tcp://host:port` in lower case. Raises ConfigurationError; IPv6 hosts need brackets."""
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ConfigurationError(
@@ -257,16 +237,11 @@ def parse_address(text: str) -> str:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """Return tcp://host:port, with brackets around an IPv6 host."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None = None) -> float:
-    """Return a timeout in seconds: `value` if given, else the variable `name`, else its entry of DEFAULT_SECONDS.
-
-    Raises:
-        ConfigurationError: It is not a finite number above 0.
-    """
+    """Return a timeout in seconds from `value`, the variable, or DEFAULT_SECONDS. Raises ConfigurationError."""
     source: object = text_of(environ, name) if value is None else value
     if source == "":
         return DEFAULT_SECONDS[name]
@@ -285,11 +260,7 @@ def name_host() -> str:
 
 
 def numeric_host(host: str) -> str:
-    """Return the numeric address of a host, for a socket to listen on.
-
-    Raises:
-        ConfigurationError: The name cannot be resolved.
-    """
+    """Return the numeric address of a host. Raises ConfigurationError if its name cannot be resolved."""
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -299,11 +270,7 @@ def numeric_host(host: str) -> str:
 
 
 def host_towards(address: str) -> str:
-    """Return the address of this machine on the route to tcp://host:port. Sends nothing.
-
-    Raises:
-        ConfigurationError: The host is unknown, or there is no route to it.
-    """
+    """Return this machine's address on the route to tcp://host:port. Sends nothing. Raises ConfigurationError."""
     parts = urlsplit(address)
     target = numeric_host(parts.hostname or "")
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
@@ -316,7 +283,6 @@ def host_towards(address: str) -> str:
 
 
 def text_of(environ: Mapping[str, str], name: str) -> str:
-    """Return the value of a variable, stripped; empty if it is not set."""
     return environ.get(name, "").strip() if name else ""
 
 
@@ -357,7 +323,6 @@ _ADVICE = (
 
 
 def _missing(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
-    """Explain why there is no rank or number of workers: what was looked for, and what was found."""
     found = source.found_in(environ)
     if not found:
         return f"{name} is not set and no {option} was given. {_ADVICE}"

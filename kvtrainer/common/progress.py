@@ -29,12 +29,7 @@ def tracked(
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] | None = None,
 ) -> Iterator[T]:
-    """Yield items. On a terminal, print how many are done if it takes longer than a second.
-
-    Args:
-        what: The work, such as "loading states".
-        stream: Standard error by default.
-    """
+    """Yield items. On a terminal, print how many are done if `what` takes longer than a second."""
     stream = sys.stderr if stream is None else stream
     if not _is_watched(stream, os.environ if environ is None else environ):
         yield from items

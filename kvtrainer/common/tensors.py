@@ -19,12 +19,10 @@ _NAMED = 8
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 → "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_sparse(value: Tensor) -> bool:
-    """Return whether a tensor has any sparse layout."""
     return value.layout is not torch.strided
 
 

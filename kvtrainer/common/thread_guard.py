@@ -19,8 +19,6 @@ _CALL = "_call_under_way"
 
 
 class _Call:
-    """An outermost call of an object."""
-
     __slots__ = ("__weakref__", "method", "thread")
     method: str
     thread: int
@@ -31,7 +29,7 @@ def exclusive(
 ) -> Callable[Concatenate[_Self, _Arguments], _Result]:
     """Raise ConcurrentCallError from a method while another thread is in a guarded method of the same object.
 
-    The first thread is not affected. Nested calls in one thread are allowed, and so are later calls by other threads.
+    The first thread is not affected, and calls may be nested in one thread.
     """
     name = method.__name__
 

@@ -55,21 +55,18 @@ class WorkersEnvironment(ClusterEnvironment):  # type: ignore[misc]
         return False
 
     def world_size(self) -> int:
-        """Return the number of workers."""
         return self._workers.size
 
     def set_world_size(self, size: int) -> None:
         """Ignored: the store determines it."""
 
     def global_rank(self) -> int:
-        """Return the rank of this worker."""
         return self._workers.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Ignored: the store determines it."""
 
     def local_rank(self) -> int:
-        """Return this worker's rank on its host."""
         return self._workers.local_rank
 
     def node_rank(self) -> int:
@@ -122,7 +119,6 @@ class KVStoreStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for a DistributedSampler."""
         return {"num_replicas": self.workers.size, "rank": self.workers.rank}
 
     def setup_distributed(self) -> None:

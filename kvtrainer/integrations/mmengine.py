@@ -153,7 +153,6 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         super().initialize_count_status(model, init_counts, max_counts)
 
     def should_update(self) -> bool:
-        """Return whether the next `step` ends in an update."""
         return self.optimizer.accumulation.is_boundary
 
     def should_sync(self) -> bool:
@@ -167,7 +166,6 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
     @property
     def inner_count(self) -> int:
-        """Number of backward passes made."""
         return self.optimizer.accumulation.done
 
     def state_dict(self) -> dict[str, Any]:
@@ -467,7 +465,6 @@ def _part(states: Any, name: str) -> Any:
 
 
 def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert mmengine's dist_cfg to options of init_process_group."""
     options = {name: value for name, value in cfg.items() if name != "init_backend"}
     if options.get("backend") == "nccl":
         del options["backend"]
@@ -498,7 +495,6 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Invert `encode`."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, Mapping):

@@ -178,11 +178,9 @@ class KVServer:
         self._group = FollowedProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
-        """Return the address of this host."""
         return _host()
 
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:
-        """Start the server and return its address."""
         bind = tcp_address(_host() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
         command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags)

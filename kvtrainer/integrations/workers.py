@@ -86,13 +86,8 @@ class Workers:
         return optimizer
 
     def limit(self, trainer: Trainer, clip_grad: Limit) -> None:
-        """Make a Trainer clip the gradient of all workers as a framework would clip that of one.
-
-        Args:
-            clip_grad: As for the Trainer.
-
-        Raises:
-            ConfigurationError: It differs from that of the first step.
+        """Make a Trainer clip the gradient of all workers. Raises ConfigurationError if it differs from the first
+        step's.
         """
         if self._limits.get(trainer) != clip_grad:
             trainer.configure(clip_grad=clip_grad)

@@ -138,7 +138,6 @@ class LocalCluster:
             self._running.release()
 
     def close(self) -> None:
-        """End the servers. Idempotent. Blocks until no process is left."""
         self._is_closed = True
         self._end()
 
@@ -191,8 +190,7 @@ class LocalCluster:
     def _wait(
         self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[Paper]
     ) -> list[Child]:
-        """Wait until all workers are done or some process fails. Return the processes that failed first, usually
-        one."""
+        """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
         ranks = dict(zip(workers.children, papers, strict=True))
         failed: list[Child] = []
 
@@ -215,12 +213,7 @@ class LocalCluster:
 def _failure(
     failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[CallResult | None]
 ) -> Exception:
-    """Return the error of a failed run, with a worker's traceback as its cause if there is one.
-
-    Args:
-        failed: Processes that failed first. One without a traceback of its own is the most likely cause.
-        workers, outcomes: All of them, by rank.
-    """
+    """Return the error of a failed run, with a worker's traceback as its cause if there is one."""
     told = {rank: one for rank, one in enumerate(outcomes) if one is not None and one.trace}
     order = sorted(told, key=lambda rank: told[rank].at)
     silent = [child for child in failed if child not in [workers[rank] for rank in order]]
@@ -239,8 +232,6 @@ def _failure(
 
 
 class CallResult(NamedTuple):
-    """The result of a call in a worker."""
-
     at: float
     """When it ended, in seconds of the host's monotonic clock."""
     value: Any
@@ -267,7 +258,6 @@ class Paper:
         return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def read(self) -> bytes:
-        """Return what was written; empty if nothing was."""
         # Opened again, because inherited descriptors share one file position.
         return Path(f"/proc/self/fd/{self.fd}").read_bytes() if self.is_written else b""
 
@@ -276,12 +266,7 @@ class Paper:
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call for `main`.
-
-    Raises:
-        ArgumentTypeError: `function` is not callable.
-        ConfigurationError: It or an argument cannot be pickled, or only with cloudpickle.
-    """
+    """Pickle a call for `main`. Raises ArgumentTypeError if it is not callable, ConfigurationError if not picklable."""
     if not callable(function):
         raise ArgumentTypeError(f"workers run a function, got {function!r:.80}")
     dumps = _cloud()
@@ -301,11 +286,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def unpack(told: bytes) -> CallResult | None:
-    """Return what a worker has written, or None if it has written nothing.
-
-    Raises:
-        ClusterError: It cannot be unpickled here, such as an object of a module that only workers can import.
-    """
+    """Return what a worker has written, or None. Raises ClusterError if it cannot be unpickled here."""
     try:
         return CallResult(*pickle.loads(told)) if told else None
     except Exception as error:
@@ -344,7 +325,6 @@ def main(code: int, outcome: int) -> int:
 
 
 def _packed(outcome: CallResult) -> bytes:
-    """Pickle a result; see `CallResult.error` for what is left out."""
     dumps = _cloud() or pickle.dumps
     error = outcome.error
     try:
@@ -367,12 +347,7 @@ def print_line(target: int, tag: str, line: bytes) -> None:
 
 
 class FollowedProcesses(ProcessGroup):
-    """Processes of this host whose event loop runs in a thread. Their output goes to this program's `sys.stdout`.
-
-    Args:
-        grace: Seconds between SIGTERM and SIGKILL.
-        changed: Notified when a process may have changed, and once a second.
-    """
+    """Processes whose event loop runs in a thread. Notifies `changed` when one may have changed, and every second."""
 
     def __init__(self, grace: float, changed: threading.Condition) -> None:
         super().__init__(Events(), grace)
@@ -391,18 +366,13 @@ class FollowedProcesses(ProcessGroup):
         share: int = 0,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores.
-
-        Raises:
-            OSError: The process cannot be started.
-        """
+        """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores."""
         environ = environment({**inherited(os.environ), **place}, self.mark, share)
         child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
         self.add(child)
         self._notice_end_of(child.process.pid)
 
     def wait(self, done: Callable[[], bool], seconds: float | None) -> None:
-        """Wait until a condition holds, at most this many seconds."""
         with self._changed:
             self._changed.wait_for(done, seconds)
 
@@ -447,12 +417,7 @@ class FollowedProcesses(ProcessGroup):
 def start_servers(
     group: FollowedProcesses, commands: Mapping[int, Sequence[str]], seconds: float
 ) -> tuple[str, ...]:
-    """Start servers, given the command of each index, and return their addresses once all listen.
-
-    Raises:
-        ClusterError: A server ended before it listened. Its output says why.
-        ConnectTimeoutError: A server did not listen within `seconds`.
-    """
+    """Start servers and return their addresses once all listen. Raises ClusterError or ConnectTimeoutError."""
     addresses = Addresses(print_line)
     for index, command in commands.items():
         group.start("server", index, command, {}, addresses.put_of(index))

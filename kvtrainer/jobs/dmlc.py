@@ -82,11 +82,7 @@ class DmlcJob:
 
 
 def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
-    """Return the values of the DMLC_* variables, or None if DMLC_ROLE is not set.
-
-    Raises:
-        ConfigurationError: A variable is missing, not a number or out of range.
-    """
+    """Return the values of the DMLC_* variables, None without DMLC_ROLE. Raises ConfigurationError."""
     role = env.text_of(environ, env.ROLE)
     if not role:
         return None
@@ -234,10 +230,7 @@ def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_af
 
 
 class _Workers:
-    """Watches the workers of a job on one of its servers, as members of a namespace.
-
-    The server takes a seat of its own, so the namespace exists as long as it does and remembers who has left.
-    """
+    """Watches a job's workers as members of a namespace, in which the server itself takes a seat to keep it alive."""
 
     def __init__(self, engine: Engine, num_workers: int, dead_after: float, now: float) -> None:
         self._engine = engine
@@ -255,7 +248,6 @@ class _Workers:
         self._alive = m.Request(welcome.reply.body.run, welcome.reply.body.session, 1, m.Heartbeat())
 
     def are_gone(self, now: float) -> bool:
-        """Return whether every worker has left or is silent for too long."""
         self._engine.handle(self._socket, self._alive, now)
         members = self._engine.namespaces[_GROUP].membership
         gone = {*members.departed, *members.lost(now, self._dead_after)}
@@ -302,8 +294,6 @@ def _leave(client: SchedulerClient, servers: Session) -> None:
 
 
 class SchedulerClient:
-    """A process's connection to the scheduler of its job."""
-
     def __init__(self, root: str) -> None:
         self._root = root
         # The name may become resolvable while this waits.
@@ -318,9 +308,7 @@ class SchedulerClient:
     ) -> Mapping[str, Any]:
         """Repeat a question until it is answered. Blocks up to `timeout` seconds. On failure the others are told why.
 
-        Raises:
-            ConnectTimeoutError: The scheduler did not answer, or the named processes are missing.
-            KVStoreError: The job cannot begin, for the reason that the scheduler gives.
+        Raises ConnectTimeoutError, or the KVStoreError with which the scheduler answers.
         """
         self._number += 1
         now = next_time = time.monotonic()
@@ -379,7 +367,6 @@ class SchedulerClient:
             self._connection.send(0, m.Request(0, self._session, self._number, body))
 
     def _receive(self, seconds: float) -> m.ReplyBody | None:
-        """Return the next answer to the current question, or None if there is none in time."""
         try:
             got = self._connection.receive(seconds)
         except ProtocolError as error:
@@ -411,7 +398,6 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
 
 
 def _numeric(address: str) -> str:
-    """Return an address with its host name resolved. Raises ConfigurationError."""
     parts = urlsplit(address)
     return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
 
@@ -444,5 +430,4 @@ def _limits(
 
 
 def _started() -> int:
-    """Return when this process was started, in clock ticks since boot."""
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -57,14 +57,12 @@ class Guardian:
         self._start()
 
     def watch(self, session: int) -> None:
-        """Add a session, named by its leader's pid."""
         self._sessions.add(session)
         self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
-        """Remove a session whose leader has exited, unless it left processes behind.
-
-        The kernel may reuse the number of an empty session.
+        """Remove a session whose leader has exited, unless it has processes. The kernel may reuse an empty one's
+        number.
         """
         if not survivors("", {session}):
             self._sessions.discard(session)
@@ -88,7 +86,6 @@ class Guardian:
             self._pipe = -1
 
     def closed(self) -> bool:
-        """Return whether the guardian has exited. Then nothing is left of the job."""
         return self.process.poll() is not None
 
     def _start(self) -> None:
@@ -116,20 +113,16 @@ class Guardian:
 
 
 def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
-    """Return an environment with a mark added and, if `share` is set, the cores divided among that many processes.
-
-    Otherwise each process would start one thread per core, and all of them would compete.
-    """
+    """Return an environment with a mark added, and the cores divided among `share` processes, if it is not 0."""
     marks = filter(None, (inherited.get(MARK), mark))
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // share))} if share else {}
     return {**threads, **inherited, MARK: ":".join(marks)}
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """Return a function to be called in a child, before or after exec, so that it gets SIGTERM when its parent dies.
+    """Return a function that makes a child get SIGTERM when the thread that started it ends.
 
-    A fallback for when launcher and guardian are both killed. It reacts to the end of the thread that started the
-    child.
+    A fallback for when launcher and guardian are both killed. It may run before or after exec.
     """
     prctl = ctypes.CDLL(None).prctl
 
@@ -143,10 +136,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 
 
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
-    """Return the pids of processes in `sessions` or with `mark` in their environment, without zombies. Reads /proc.
-
-    An empty mark matches nothing.
-    """
+    """Return pids, except zombies, in `sessions` or with `mark` (unless empty) in their environment. Reads /proc."""
     needle = mark.encode()
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, needle, sessions)]
 
@@ -213,7 +203,6 @@ class _Stopped(Exception):
 
 
 def _run(command: Sequence[str], grace: float, share: int) -> int:
-    """Run a command until it or standard input ends. Return its exit code as a shell does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     mark = secrets.token_hex(16)

@@ -49,18 +49,14 @@ class Host:
 
     @property
     def target(self) -> str:
-        """The destination for ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def parse_hosts(text: str, path: str) -> list[Host]:
-    """Return the hosts in the text of a host file. A host may have several lines.
+    """Return the hosts in a host file's text: lines of `HOST`, `HOST slots=N` or `HOST:N`, and comments after `#`.
 
-    A line is `HOST`, `HOST slots=N` or `HOST:N`, where HOST may be `USER@HOST` and IPv6 addresses are in brackets. `#`
-    begins a comment.
-
-    Raises:
-        ConfigurationError: A line has another form, or there is no host.
+    HOST may be `USER@HOST`, and IPv6 addresses are in brackets. A host may have several lines. Raises
+    ConfigurationError.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -80,25 +76,18 @@ def parse_hosts(text: str, path: str) -> list[Host]:
 
 
 def place_workers(hosts: Sequence[Host], count: int) -> list[Host]:
-    """Return the host of each rank."""
     slots = [host for host in hosts for _ in range(host.slots)]
     return [slots[rank % len(slots)] for rank in range(count)]
 
 
 def place_servers(hosts: Sequence[Host], count: int) -> list[Host]:
-    """Return the host of each server, by index."""
     return [hosts[index % len(hosts)] for index in range(count)]
 
 
 def bind_addresses(servers: Sequence[Host], is_public: bool) -> list[str]:
-    """Return a tcp://host:0 for each server to listen on that all hosts can reach.
+    """Return a tcp://host:0 for each server that all hosts can reach; loopback unless `is_public`.
 
-    Args:
-        servers: Their hosts.
-        is_public: Whether any process of the job runs on another machine.
-
-    Raises:
-        ConfigurationError: A host's address cannot be resolved, or cannot be reached by others.
+    Raises ConfigurationError if a host's address cannot be resolved, or cannot be reached by others.
     """
     addresses = [numeric_host(host.name) if is_public else "127.0.0.1" for host in servers]
     for host, address in zip(servers, addresses, strict=True):
@@ -133,7 +122,6 @@ class Remote:
         return (self.workers if role == "worker" else self.servers)[index]
 
     def local_rank(self, rank: int) -> int:
-        """Return a worker's number among the workers of its host."""
         target = self.workers[rank].target
         return sum(other.target == target for other in self.workers[:rank])
 
@@ -301,7 +289,6 @@ class Launcher:
     def _spawn(
         self, role_group: list[Child], role: str, command: Sequence[str], environ: Mapping[str, str], put: Put
     ) -> None:
-        """Start the next process of a role, unless the job has failed."""
         if self._code is not None:
             return
         index = len(role_group)
@@ -338,7 +325,6 @@ class Launcher:
         return done()
 
     def _look(self) -> None:
-        """React to what one turn of the loop has brought."""
         self._explain(self._group.reap())
         if not self._stopping and not self._group.ensure_guardian():
             self._fail(1, GUARDIAN_DIES)
@@ -350,7 +336,6 @@ class Launcher:
             self._fail(128 + signal.SIGPIPE, f"cannot write the output: {error.strerror}")
 
     def _explain(self, gone: Sequence[Child]) -> None:
-        """Fail if a process exited that should not have."""
         if self._stopping or (self._workers_done() and not any(w.returncode for w in self._workers)):
             return
         # If both exited since the last turn, the server is the likelier cause.

@@ -76,10 +76,7 @@ All that follows COMMAND belongs to it; a '--' before it is needed only where it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` by default) and return its exit code. Blocks until the job is over.
-
-    Wrong usage raises SystemExit with code 2.
-    """
+    """Run the command line (`sys.argv` by default) and return its exit code. Blocks; wrong usage raises SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # 1. Make the servers' commands and the environment.
     options, command = _parse(arguments)
@@ -132,7 +129,6 @@ def _another_python(command: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _set_hosts(options: argparse.Namespace) -> None:
-    """Set where processes run and servers listen. Raises ConfigurationError."""
     options.remote = None
     options.binds = ["tcp://127.0.0.1:0"] * options.servers
     if options.hostfile is None:
@@ -156,7 +152,6 @@ def _set_hosts(options: argparse.Namespace) -> None:
 
 
 def _environment(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables that --env sets. Raises ConfigurationError."""
     environ = {}
     for text in given:
         name, equals, value = text.partition("=")

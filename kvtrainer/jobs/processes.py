@@ -72,12 +72,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_command(index: int, count: int, grace: float, flags: Sequence[str]) -> list[str]:
-    """Return the command that starts a server of a job.
-
-    Args:
-        grace: Seconds between SIGTERM and SIGKILL. The server stops waiting for a dead worker's round earlier.
-        flags: Further flags, which override these.
-    """
+    """Return the command of a server. It stops waiting for a dead worker's round before `grace` seconds are over."""
     place = ["--index", str(index), "--num-servers", str(count)]
     drain = ["--drain-timeout", f"{max(0.8 * grace, 0.1):g}"]
     return [sys.executable, "-m", "kvstore_server", *place, *drain, *flags]
@@ -139,7 +134,6 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     def close_stream(self, fd: int) -> None:
-        """Emit an incomplete last line and close the pipe."""
         self.streams.pop(fd).flush()
         self._pipes[fd].close()
 
@@ -147,7 +141,6 @@ class Child:
         return f"{self.name} {describe_exit(self.process.returncode)}"
 
     def shell_code(self) -> int:
-        """Return the exit code as a shell reports it: 128 + n for signal n."""
         code = self.process.returncode
         return code if code >= 0 else 128 - code
 
@@ -177,7 +170,6 @@ class ProcessGroup:
         return [child for child in self.children if child.returncode is None]
 
     def add(self, child: Child) -> None:
-        """Follow a process that was just started."""
         with self._lock:
             self.guardian.watch(child.process.pid)
         for fd in list(child.streams):
@@ -205,12 +197,7 @@ class ProcessGroup:
             return self.guardian.ensure()
 
     def end(self, wait: Wait, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all processes and their descendants. Returns when none is left, not even the guardian.
-
-        Args:
-            wait: Waits while the loop runs.
-            in_a_hurry: Returns True to end the grace period early.
-        """
+        """End all processes and their descendants. Returns when none is left, not even the guardian."""
         # SIGTERM, then SIGKILL to the rest; the guardian ends descendants, and may outlive its grace a little.
         try:
             self._signal(signal.SIGTERM)
@@ -224,7 +211,6 @@ class ProcessGroup:
         wait(lambda: not any(child.streams for child in self.children), LAST_OUTPUT_WAIT)
 
     def close_streams(self) -> None:
-        """Emit incomplete last lines and close all pipes, after `end`."""
         for child in self.children:
             for fd in list(child.streams):
                 self._close_stream(child, fd)
@@ -252,7 +238,6 @@ class Addresses:
         """Index of a server → its address."""
 
     def put_of(self, index: int) -> Put:
-        """Return the function that takes the lines of one server."""
         return partial(self._take, index)
 
     def _take(self, index: int, target: int, tag: str, line: bytes) -> None:
@@ -266,10 +251,7 @@ class Addresses:
 
 
 class Stream:
-    """The reading end of a child's pipe. `put` receives its lines without line ends.
-
-    Text that ends in a carriage return is a state of a progress bar, and only one per PROGRESS_INTERVAL is emitted.
-    """
+    """Splits a child's pipe into lines for `put`. Of a progress bar, one state per PROGRESS_INTERVAL is emitted."""
 
     def __init__(
         self, fd: int, put: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic
@@ -285,9 +267,8 @@ class Stream:
         return bool(data)
 
     def drain(self) -> bool:
-        """Read without blocking until nothing is left. Return False at the end.
-
-        Stops after some MiB, because a process that outlives the child may write for ever.
+        """Read what is left, without blocking and up to some MiB, as another process may go on. Return False at the
+        end.
         """
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
@@ -299,7 +280,6 @@ class Stream:
         return True
 
     def feed(self, data: bytes) -> None:
-        """Add bytes and emit the lines that are complete."""
         scanned = len(self._buffer)
         if self._buffer.endswith(b"\r"):
             scanned -= 1
@@ -318,7 +298,6 @@ class Stream:
             self._buffer[:] = rest
 
     def flush(self) -> None:
-        """Emit an incomplete last line at the end of the stream."""
         text = bytes(self._buffer).rstrip(b"\r")
         self._buffer.clear()
         if text:
@@ -337,10 +316,7 @@ class Stream:
 
 
 class Output:
-    """Lines waiting to be written, in order of arrival.
-
-    All descriptors share a queue: they may be one terminal, where a line must be complete before the next begins.
-    """
+    """Lines waiting to be written. All descriptors share a queue, because they may be one terminal."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, bytearray]] = deque()
@@ -353,7 +329,6 @@ class Output:
 
     @property
     def target(self) -> int | None:
-        """The descriptor that gets the next bytes, or None if nothing is waiting."""
         return self._queue[0][0] if self._queue else None
 
     def put(self, fd: int, tag: str, line: bytes) -> None:
@@ -367,10 +342,7 @@ class Output:
         self._waiting += len(data)
 
     def write_some(self) -> OSError | None:
-        """Write some bytes to `target`, which poll() has reported as writable, without blocking.
-
-        Returns an error once. From then on everything for that descriptor is dropped.
-        """
+        """Write to `target`, which poll() found writable, without blocking. Return an error once; then drop the rest."""
         fd, data = self._queue[0]
         try:
             written = os.write(fd, data[:_CHUNK])

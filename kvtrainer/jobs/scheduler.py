@@ -42,8 +42,6 @@ _MAX_NAME = 255
 
 @dataclass
 class _Member:
-    """A process that has joined."""
-
     join: m.JoinJob
     # Identifies its heartbeats.
     token: int
@@ -107,7 +105,6 @@ class Scheduler:
         self._turned_away = ""
 
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]:
-        """Process a request and return the answer to it at this time."""
         member = self._members.get(self._peers.get(request.session, peer))
         if member is not None:
             member.heard = now
@@ -140,7 +137,6 @@ class Scheduler:
             member.heard = now
 
     def stop(self) -> None:
-        """Begin to stop: only pending answers are left to send."""
         self.is_stopping = True
 
     def is_idle(self) -> bool:
@@ -153,7 +149,6 @@ class Scheduler:
         return []
 
     def missing(self) -> str:
-        """Describe which processes have not joined, or do not listen."""
         if self._is_assigned:
             late = [one for one in self._servers() if not (one.address and one.is_told)]
             names = ", ".join(f"server {server.rank} ({server.name})" for server in late)
@@ -282,7 +277,6 @@ class Scheduler:
         )
 
     def _fail(self, error: KVStoreError) -> None:
-        """Make the job fail. The first reason counts."""
         self.failure = self.failure or error
 
     def _forget(self, peer: bytes) -> None:

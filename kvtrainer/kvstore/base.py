@@ -168,7 +168,6 @@ def capabilities() -> dict[str, dict[str, bool]]:
 
 
 def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
-    """Return declared capabilities as a set. Raises ConfigurationError for unknown ones."""
     if isinstance(capabilities, str) or not set(capabilities) <= set(CAPABILITIES):
         raise ConfigurationError(
             f"{owner!r} claims the capabilities {capabilities!r:.200}; give a collection out of: "
@@ -178,7 +177,6 @@ def _checked(capabilities: Collection[str], owner: object) -> frozenset[str]:
 
 
 def factory_of(type: str) -> Factory:
-    """Return the class or function registered under a name. Raises as `create`."""
     if not isinstance(type, str):
         raise ConfigurationError(f"the type of a kvstore must be a string, got {type!r}")
     factory = _registry.get(type.lower())

@@ -189,7 +189,6 @@ def _show_debug_log(rank: int) -> None:
 
 
 def _leave(clients: Sequence[Client]) -> None:
-    """Leave the servers when the store is dropped or the process ends, with its error if it has one."""
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
@@ -197,11 +196,7 @@ def _leave(clients: Sequence[Client]) -> None:
 def mode_of(
     type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
 ) -> Mode:
-    """Return the mode of a store of this name.
-
-    Raises:
-        ConfigurationError: An option does not apply to this name, or is not an integer of at least 0.
-    """
+    """Return the mode of a store of this name. Raises ConfigurationError if an option does not apply to it."""
     name = type.lower()
     if name not in SSP_NAMES and staleness is not None:
         raise ConfigurationError(
@@ -221,11 +216,7 @@ def mode_of(
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
-    """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit.
-
-    Raises:
-        ConfigurationError: A variable has an unknown value.
-    """
+    """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit."""
     van = environ.get(VAN_TYPE, "").strip().lower()
     if van not in ("", "zmq", P3):
         raise ConfigurationError(f"{VAN_TYPE} is {van!r}; the supported values are 'zmq' and 'p3'")
@@ -236,8 +227,7 @@ def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
 
 
 def _next_namespace(environ: Mapping[str, str]) -> str:
-    """Return the default namespace. It has the attempt, because servers may still wait for workers of an earlier
-    one."""
+    """Return a namespace with the attempt, because servers may still wait for workers of an earlier one."""
     attempt = env.attempt_of_job(environ)
     name = f"store{next(_created)}"
     return f"{name}, attempt {attempt}" if attempt else name

@@ -28,8 +28,6 @@ _INT_LIMIT = 1 << 63
 
 
 class Entry:
-    """A key of a store, with its spec and its table."""
-
     __slots__ = ("dtype", "spec", "table")
 
     def __init__(self, spec: TensorSpec, table: RemoteTable) -> None:
@@ -37,7 +35,6 @@ class Entry:
         self.dtype = torch_dtype(spec.dtype)
 
     def new_arena(self) -> dict[str, Tensor]:
-        """Allocate an uninitialised buffer for the key's values."""
         return {self.spec.dtype: torch.empty(self.spec.numel, dtype=self.dtype, device="cpu")}
 
 
@@ -51,23 +48,18 @@ class RowPull(NamedTuple):
 
 
 class Values(NamedTuple):
-    """The tensors of several keys: the first of each key, and the further replicas where there are any.
-
-    A list for each key would make the garbage collector traverse thousands of lists again and again.
-    """
+    """The first tensor of each key, and further replicas. Thousands of lists would burden the garbage collector."""
 
     first: list[Tensor]
     others: dict[int, list[Tensor]]
     """Replicas after the first, by position of the key."""
 
     def lists(self) -> Iterator[list[Tensor]]:
-        """Yield the list of all tensors of each key."""
         for at, one in enumerate(self.first):
             yield [one, *self.others.get(at, ())]
 
     @classmethod
     def of(cls, lists: Iterable[list[Tensor]]) -> Values:
-        """Build from one non-empty list for each key."""
         found = cls([], {})
         for at, (one, *others) in enumerate(lists):
             found.first.append(one)
@@ -136,7 +128,6 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
 
 
 def check_keys(keys: Sequence[Any]) -> None:
-    """Raise ConfigurationError unless all keys of a call are valid and of the same type."""
     kinds = {type(check_key(one)) for one in keys}
     if len(kinds) > 1:
         raise ConfigurationError(f"the keys of one call must all be int or all be str, got {list(keys)!r}")
@@ -156,7 +147,6 @@ def check_key(key: Any) -> Key:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ConfigurationError unless a key or name can be encoded as UTF-8."""
     if text.isascii():
         return
     try:
@@ -169,13 +159,8 @@ def check_text(what: str, text: str) -> None:
 
 
 def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
-    """Return the spec of a key, made from its first value.
-
-    Args:
-        others: Dtype names that the store accepts in addition to those of ITEM_SIZE.
-
-    Raises:
-        ConfigurationError: The dtype cannot be stored.
+    """Return the spec of a key from its first value. Raises ConfigurationError unless ITEM_SIZE or `others` has the
+    dtype.
     """
     name = dtype_name(value.dtype)
     if name not in ITEM_SIZE and name not in others:
@@ -203,7 +188,6 @@ def check_out(spec: TensorSpec, out: Tensor) -> None:
 
 
 def check_on_cuda(devices: Sequence[torch.device], what: str) -> None:
-    """Raise ConfigurationError unless all devices are CUDA devices."""
     others = sorted({str(device) for device in devices if device.type != "cuda"})
     if others:
         raise ConfigurationError(
@@ -238,7 +222,6 @@ def read_row_pulls(
 
 
 def as_sparse(spec: TensorSpec, ids: Tensor, rows: Tensor) -> Tensor:
-    """Return rows as a coalesced sparse tensor of the key's shape."""
     values = rows.view(len(ids), *spec.shape[1:])
     return torch.sparse_coo_tensor(
         ids[None], values, spec.shape, is_coalesced=True, check_invariants=False, device=values.device
@@ -278,7 +261,6 @@ def _replicas(key: Key, value: Any, what: str) -> list[Tensor]:
 
 
 def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
-    """Return the error for a value whose shape or dtype differs from its key's."""
     return ShapeMismatchError(
         f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
     )

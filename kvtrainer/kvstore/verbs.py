@@ -365,7 +365,6 @@ class TableKVStore(KVStoreBase):
                 self._adopt_states(saved)
 
     def _fitting_states(self, fname: str | os.PathLike[str]) -> SavedStates:
-        """Read saved states and check that they fit. Raises StateFileError or StateMismatchError."""
         optimizer, specs = self._known_optimizer(), [entry.spec for entry in self._entries.values()]
         saved = read_state_file(fname)
         if problems := [*saved_problems(saved, specs, optimizer, "keys", "this kvstore")]:
@@ -636,8 +635,7 @@ class TableKVStore(KVStoreBase):
                 self._replicas.accept(entry.spec.key for entry in applied)
 
     def _tell_interrupted(self) -> None:
-        """Raise KVStoreError, once, if an interrupted push was applied, because a loop would push the same values
-        again."""
+        """Raise KVStoreError, once, if an interrupted push was applied: a loop would push the same values again."""
         for table, _ in self._given:
             self._client.rounds.settle(table)
         names = [table.name for table, number in self._given if table.stands(number)]
@@ -679,9 +677,8 @@ class TableKVStore(KVStoreBase):
     def _merge(
         self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
     ) -> Tensor | RowSet:
-        """Sum the replicas of a key to flat memory, or to rows if it is pushed by rows. Raises as `push`.
-
-        With `is_borrowed` the result may be the caller's own memory.
+        """Sum replicas to flat memory, the caller's own if `is_borrowed`, or to rows if pushed by rows. Raises as
+        `push`.
         """
         spec = entry.spec
         is_compressed = self._replicas is not None and spec.dtype not in INTEGERS
@@ -717,14 +714,7 @@ class TableKVStore(KVStoreBase):
     def _without_sparse(
         self, keys: Sequence[Key], outs: Values, ignore_sparse: bool
     ) -> tuple[list[Key], Values, list[tuple[Tensor, Tensor]]]:
-        """Take sparse tensors, and keys that have only these, out of what a pull writes to.
-
-        Returns:
-            The remaining keys and their tensors; and (sparse, dense) pairs to be copied after the pull.
-
-        Raises:
-            ConfigurationError: A tensor is sparse, is not to be ignored, and cannot be written to.
-        """
+        """Return keys and tensors without sparse ones, and (sparse, dense) pairs to be copied after the pull."""
         left: list[Key] = []
         dense: list[list[Tensor]] = []
         copies: list[tuple[Tensor, Tensor]] = []
@@ -775,10 +765,7 @@ class TableKVStore(KVStoreBase):
         return results
 
     def _create(self, keys: Sequence[Key], values: Values, outs: Values) -> None:
-        """Register keys and set them to rank 0's values. `outs` may be empty.
-
-        Raises as `init`; then nothing has been sent.
-        """
+        """Register keys and set them to rank 0's values; `outs` may be empty. Raises as `init`."""
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         integers = INTEGERS if self._engine is not None else ()
@@ -825,7 +812,6 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- keys that are refused
 
     def _refuse(self, unknown: Key, keys: Sequence[Key]) -> NoReturn:
-        """Raise the error that explains why one of a call's keys is unknown."""
         check_keys(keys)
         self._check_type(unknown)
         raise KeyNotFoundError(f"key {unknown!r} has not been initialised; call init or broadcast first")
@@ -847,7 +833,6 @@ class TableKVStore(KVStoreBase):
     # ---------------------------------------------------------------- optimizer and compression
 
     def _settled(self, key: Key) -> RemoteTable:
-        """Return the table of a key, after this worker's own push of it has ended."""
         if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
             self._refuse(key, [key])
         table = self._entries[key].table
@@ -911,8 +896,6 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
 
 
 class _Holder:
-    """Reads and writes the optimizer state of one table."""
-
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 

@@ -159,7 +159,6 @@ class Arena:
         return borrowed
 
     def _turn_to(self, targets: Mapping[int, Tensor]) -> None:
-        """Use other gradient buffers from now on; see `gather_grads`."""
         # `_targets` is None until all is done, so that an interrupted call is repeated.
         own, self._targets, self.zeros = self._grad_pieces, None, frozenset()
         if targets and targets is not self._redirected[0]:
@@ -194,10 +193,7 @@ class Arena:
 
     @torch.no_grad()
     def scatter_grads(self, present: Sequence[bool]) -> None:
-        """Copy `grads` into `.grad` of the `present` parameters, in place.
-
-        A present parameter whose gradient is None gets a new tensor.
-        """
+        """Copy `grads` into `.grad` of the `present` parameters, in place; into a new tensor where it is None."""
         targets, sources = [], []
         for parameter, piece in compress(zip(self._parameters, self._grad_pieces, strict=True), present):
             if parameter.grad is None:
@@ -209,10 +205,7 @@ class Arena:
             torch._foreach_copy_(targets, sources)
 
     def mark_updated(self, present: Sequence[bool] | None) -> None:
-        """Tell autograd that `present` parameters (None: all) were written through `weights`.
-
-        A backward pass through a graph that saved their former values then raises, as after a torch optimizer's step.
-        """
+        """Tell autograd that `present` parameters (None: all) were written. Older graphs that saved them then raise."""
         is_all = present is None or all(present)
         marked = self._parameters if is_all else list(compress(self._parameters, present or ()))
         torch.autograd.graph.increment_version(marked)
@@ -271,7 +264,6 @@ class Arena:
             _note_placed([piece.data_ptr()], [parameter])
 
     def _is_in_another(self, key: int) -> bool:
-        """Return whether a parameter's data are in another arena, in the same shape, dtype and device."""
         parameter = self._parameters[key]
         there = _placed.get(parameter.data_ptr())
         is_placed = there is not None and there() is parameter and parameter.is_contiguous()
@@ -284,10 +276,8 @@ class Arena:
 
     @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:
-        """Allocate zeroed flat tensors; on the CPU in whole pages of their own.
-
-        Separate pages can be mapped from or given back to others, and take no memory until they are written. Memory
-        that malloc reuses would have to be zeroed at once.
+        """Allocate zeros, on the CPU in pages of their own: these can be mapped or given back, and cost nothing until
+        written.
         """
         is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
         make = _paged_zeros if is_here else partial(aligned_zeros, device=self.device)
@@ -325,10 +315,7 @@ def _give_pages_back(flat: Tensor) -> None:
 
 
 class _CudaPiece:
-    """A part of a CUDA tensor for `torch.as_tensor` to alias. Keeps the tensor alive.
-
-    The interface has no name for bfloat16, so elements are declared as integers of the same size.
-    """
+    """Aliases a part of a CUDA tensor, as integers because the interface lacks bfloat16. Keeps the tensor alive."""
 
     def __init__(self, flat: Tensor, offset: int, numel: int) -> None:
         self._flat = flat
@@ -343,7 +330,6 @@ class _CudaPiece:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as plans use it: 'float32'."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -359,7 +345,6 @@ def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
 
 
 def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
-    """Record which parameters are at which addresses, dropping dead entries first."""
     # Eight times cheaper than a WeakValueDictionary.
     found = dict(zip(addresses, map(weakref.ref, parameters), strict=True))
     # Other threads build Trainers too, and may reuse the addresses of dead parameters.
@@ -406,7 +391,6 @@ def _check_parameters(
 
 
 def can_hold(parameter: Parameter, home: torch.device) -> bool:
-    """Return whether an arena on this device, or a store, can hold a parameter."""
     if parameter.device != home or parameter.dtype not in HELD_DTYPES:
         return False
     is_usual = type(parameter) is Parameter and parameter.layout is torch.strided
@@ -416,7 +400,6 @@ def can_hold(parameter: Parameter, home: torch.device) -> bool:
 
 
 def _problem_with(parameter: Parameter) -> str | None:
-    """Return why a parameter's data cannot be moved into an arena, or None if they can."""
     # `.data` is slow, and for exactly a Parameter it is always a plain Tensor.
     kind = Tensor if type(parameter) is Parameter else type(parameter.data)
     if kind is not Tensor:

@@ -100,10 +100,7 @@ class GradientTracker:
         self._attaching = threading.RLock()
 
     def attach(self) -> None:
-        """Hook every parameter that requires a gradient and has no hook yet. Cheap if there is none.
-
-        A lazy parameter gets its hook once it has a shape, in its module's first forward pass.
-        """
+        """Hook every parameter that requires a gradient and has no hook yet; lazy ones once they have a shape."""
         with self._attaching:
             rows = zip(self._nodes, map(_requires_grad, self._parameters), strict=True)
             unwatched = [i for i, (node, is_trained) in enumerate(rows) if node is None and is_trained]
@@ -169,7 +166,6 @@ class GradientTracker:
         return found
 
     def note_zeroed(self) -> None:
-        """Record that `zero_grad` has zeroed the gradients."""
         self._cleared.update([i for i, used in enumerate(self._used) if used is not None])
 
     def gradients(self) -> Sequence[Tensor | None]:
@@ -181,10 +177,8 @@ class GradientTracker:
         self._seen = None
 
     def participating(self) -> list[bool]:
-        """Return which parameters require a gradient and do not have `grad_req` 'null'. Hooks them if necessary.
-
-        Raises:
-            ConfigurationError: A parameter has an unknown `grad_req`.
+        """Return which parameters require a gradient and are not 'null'. Raises ConfigurationError for an unknown
+        `grad_req`.
         """
         requires = list(map(_requires_grad, self._parameters))
         if requires != self._required or self._forward_handle is not None:
@@ -195,10 +189,7 @@ class GradientTracker:
         return [required and self._mode(i) != "null" for i, required in enumerate(requires)]
 
     def consume(self, used: Sequence[bool]) -> None:
-        """Mark the current gradients of `used` parameters as consumed: no longer new, and to be dropped.
-
-        The other gradients that `fresh` found written in place count as the old ones again.
-        """
+        """Mark the current gradients of `used` parameters as consumed. Other edited ones count as old again."""
         for i in self.written:
             if not used[i]:
                 self._forget_write(i)
@@ -227,7 +218,6 @@ class GradientTracker:
         self._doubtful.difference_update(keys)
 
     def succeed(self, former: GradientTracker) -> None:
-        """Take over what another tracker knows about parameters that both have."""
         places = {id(p): key for key, p in enumerate(self._parameters)}
         moved = {old: places[id(p)] for old, p in enumerate(former._parameters) if id(p) in places}
         for old, new in moved.items():
@@ -255,7 +245,6 @@ class GradientTracker:
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
-        """Stop checking lazy parameters for shapes after forward passes."""
         if self._forward_handle is not None:
             self._forward_handle.remove()
             self._forward_handle = None
@@ -274,7 +263,6 @@ class GradientTracker:
         return grad is not None and used is not None and used() is grad
 
     def _is_written(self, grad: Tensor | None, i: int) -> TypeGuard[Tensor]:
-        """Return whether a gradient was consumed and then written in place."""
         return self._is_used(grad, i) and not grad.is_inference() and grad._version != self._used_versions[i]
 
     def _drop_used(self) -> None:
@@ -308,13 +296,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return the parameters of lazy modules that have no shape yet."""
     # Checks the set of classes first: usually all are plain Parameters.
     return [p for p in parameters if is_lazy(p)] if set(map(type, parameters)) != {Parameter} else []
 
 
 def largest_of(parameters: Sequence[Parameter]) -> int:
-    """Return the number of elements of the largest parameter that has a shape, or 0."""
     shaped = [p for p in parameters if not is_lazy(p)] if lazy_among(parameters) else parameters
     return max(map(Tensor.numel, shaped), default=0)
 
@@ -332,7 +318,6 @@ class _AllOf(torch.autograd.Function):
 
 
 def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
-    """Return the AccumulateGrad nodes of leaves that require a gradient."""
     if not parameters:
         return []
     with torch.inference_mode(False), torch.enable_grad():
@@ -344,10 +329,7 @@ def _nodes_of(parameters: Sequence[Parameter]) -> list[Node]:
 
 @uncompiled
 class _BeforeAccumulation:
-    """Pre-hook of an AccumulateGrad node. Runs just before `.grad` of parameter `i` is added to.
-
-    A class instance is one object for the garbage collector; a partial function would be two.
-    """
+    """Pre-hook of an AccumulateGrad node. A class, because a partial is two objects for the garbage collector."""
 
     __slots__ = ("_i", "_tracker")
 
@@ -390,7 +372,6 @@ class _BeforeAccumulation:
 def _after_accumulation(
     tracker_ref: weakref.ref[GradientTracker], i: int, _: object, grads: tuple[Tensor | None, ...]
 ) -> None:
-    """Report that a backward pass has added `grads[0]` to `.grad` of parameter `i`."""
     tracker = tracker_ref()
     if tracker is not None and tracker._listener is not None and grads[0] is not None:
         tracker._listener(i)

@@ -47,13 +47,7 @@ _dtype_of = attrgetter("dtype")
 
 
 class DeviceMemory:
-    """The replicas of all parameters on one device. Position i is key i of the plan, the arena and the tracker.
-
-    Args:
-        parameters: In the order of the groups.
-        names: One per parameter, for messages.
-        tables: Positions of the parameters that are only in the store.
-    """
+    """The replicas of all parameters on one device. `tables` are positions of those that are only in the store."""
 
     plan: Plan
     """The layout. Set when the parameters are placed."""
@@ -111,11 +105,7 @@ class DeviceMemory:
         self.rows = {i: self._rows(i) for i in by_rows if 0 not in self.plan.specs[i].shape}
 
     def scatter(self, present: Sequence[bool], with_rows: bool) -> None:
-        """Copy the arena's gradients back to the `present` parameters.
-
-        Args:
-            with_rows: Replace row-sparse gradients by `rows` too, because these are sums.
-        """
+        """Copy the arena's gradients back to `present` parameters; row-sparse sums too if `with_rows`."""
         self.arena.scatter_grads([is_in and i not in self.rows for i, is_in in enumerate(present)])
         for key, (ids, values) in self.rows.items() if with_rows else ():
             if present[key]:
@@ -184,10 +174,8 @@ class DeviceMemory:
 
     @torch.no_grad()
     def _rows(self, i: int) -> RowSet:
-        """Return a gradient as rows with distinct ids. Values of repeated ids are added in order.
-
-        Raises:
-            ConfigurationError: It does not consist of whole rows, or its rows are too long.
+        """Return a gradient as rows with distinct ids. Raises ConfigurationError if it has no whole rows, or too long
+        ones.
         """
         grad, spec = self.parameters[i].grad, self.plan.specs[i]
         assert grad is not None
@@ -279,16 +267,10 @@ class Memory:
 
     @cached_property
     def keys(self) -> dict[int, int]:
-        """id() of a parameter on the first device → its key."""
         return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
-        """Move the parameters into arenas, once. Lazy parameters that do not take part in training may stay outside.
-
-        Raises:
-            NotInitializedError: Names all lazy parameters that take part.
-            ConfigurationError: A parameter cannot be stored. Nothing has been changed.
-        """
+        """Move the parameters into arenas, once. Raises NotInitializedError, which names lazy ones that take part."""
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
         if missing:
@@ -300,7 +282,6 @@ class Memory:
         self._place()
 
     def latecomers(self) -> list[str]:
-        """Return the names of parameters that take part now, but were left out of the arena."""
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         late = set(map(id, self.left_out))
         return [name for name, p, takes_part in rows if takes_part and id(p) in late]
@@ -310,10 +291,8 @@ class Memory:
             device.tracker.attach()
 
     def participating(self) -> list[bool]:
-        """Return for each parameter whether it takes part in training on any device.
-
-        Raises:
-            ConfigurationError: A parameter has an unknown `grad_req`.
+        """Return which parameters take part in training on any device. Raises ConfigurationError for an unknown
+        `grad_req`.
         """
         return _any_of([device.tracker.participating() for device in self.devices])
 
@@ -369,7 +348,6 @@ class Memory:
         return fresh
 
     def has_writes(self) -> bool:
-        """Return whether `written` or `take_overwritten` would return any names."""
         return any([one.tracker.written or one.tracker.overwritten for one in self.devices])
 
     def written(self) -> list[str]:
@@ -385,7 +363,6 @@ class Memory:
         return found
 
     def _trackers(self) -> Iterator[tuple[Sequence[str], GradientTracker]]:
-        """Yield the names on a device and its tracker."""
         return zip(self._labels, [device.tracker for device in self.devices], strict=True)
 
     def note_zeroed(self) -> None:
@@ -404,12 +381,10 @@ class Memory:
         former.close()
 
     def release(self, keys: Sequence[int]) -> None:
-        """Give parameters memory of their own, with the same values."""
         for device in self.devices if self.is_settled else ():
             device.arena.release(keys)
 
     def close(self) -> None:
-        """Stop watching gradients."""
         for device in self.devices:
             device.tracker.close()
 
@@ -419,10 +394,7 @@ class Memory:
         zero_copy_keys: Collection[int] = (),
         targets: Mapping[int, Tensor] = NO_TARGETS,
     ) -> None:
-        """Copy new gradients of `present` parameters into the arenas, and row-sparse ones into `rows`.
-
-        Arguments and errors are those of `DeviceMemory.gather`.
-        """
+        """Copy new gradients of `present` parameters into the arenas and `rows`; see `DeviceMemory.gather`."""
         self._is_summed = False
         self.own_present = [present]
         if self.has_replicas:
@@ -440,7 +412,6 @@ class Memory:
         self.devices[0].gather(present)
 
     def scale(self, scale: float) -> None:
-        """Multiply all gathered gradients, but not `.grad`."""
         for device in self.devices:
             device.scale_rows(scale)
             for grad in device.arena.grads.values():
@@ -531,10 +502,8 @@ class Memory:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the named parameters. Those of row-sparse ones are kept for the store.
-
-        Raises:
-            ConfigurationError: A name is unknown or a shape differs. Nothing has changed.
+        """Copy values into the named parameters, or keep them for the store. Raises ConfigurationError before any
+        change.
         """
         by_name = dict(zip(self.names, self.parameters, strict=True))
         unknown = [repr(name) for name in values if name not in by_name]
@@ -561,7 +530,6 @@ class Memory:
                 self.parameters[i].copy_(values[name])
 
     def _place(self) -> None:
-        """Make the plan and an arena on every device."""
         # 1. Leave out lazy parameters and frozen ones that an arena cannot hold.
         out = {
             key
@@ -613,7 +581,6 @@ class Memory:
             )
 
     def _with_places_held(self, at: int, out: Collection[int]) -> Sequence[Parameter]:
-        """Return a device's parameters, with an empty one in place of each that is left `out`."""
         parameters = self.devices[at].parameters
         if not out:
             return parameters
@@ -631,7 +598,6 @@ class Memory:
 
 
 def _home_of(parameters: Sequence[Parameter]) -> torch.device:
-    """Return the device of the trained parameters, or of the first one if none is trained."""
     return next((p for p in parameters if p.requires_grad), parameters[0]).device
 
 

@@ -57,8 +57,6 @@ _filling = threading.RLock()
 
 
 class Owner(Protocol):
-    """The Trainer that owns a row-sparse parameter."""
-
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """Fetch rows (distinct ids, ascending) as a CPU tensor of shape (number of ids, elements of a row)."""
 
@@ -193,11 +191,9 @@ class RowSparseParameter(Parameter):
         return self
 
     def claim(self, owner: Owner, name: str) -> None:
-        """Make a Trainer the owner, after `check_claimable`."""
         self._owner, self._label = weakref.ref(owner), name
 
     def check_claimable(self, name: str) -> None:
-        """Raise RowSparseError if a new Trainer must not own this parameter."""
         if self._owner is not None and self._owner() is not None:
             raise RowSparseError(
                 f"failed to set the trainer for Parameter {name!r} because it was already set: more than one trainer "
@@ -214,7 +210,6 @@ class RowSparseParameter(Parameter):
         self._init, self._is_placed = None, True
 
     def _source(self) -> Source:
-        """Return the initial values."""
         init, dtype = self._init, self.dtype
         if callable(init) and not isinstance(init, Tensor):
             filled = torch.empty(self.shape, dtype=dtype, device="cpu")
@@ -305,8 +300,7 @@ class RowSparseParameter(Parameter):
 
 
 def is_row_sparse(parameter: object) -> TypeGuard[RowSparseParameter]:
-    """Return whether this is a RowSparseParameter. Much faster than isinstance, which torch overrides for
-    parameters."""
+    """Return whether this is a RowSparseParameter; much faster than isinstance, which torch overrides."""
     return issubclass(type(parameter), RowSparseParameter)
 
 
@@ -318,11 +312,7 @@ NO_TABLES: Tables = MappingProxyType({})
 
 
 class RowTables:
-    """The row-sparse parameters of a Trainer, by key, and their values that the store does not have yet.
-
-    Args:
-        replicas: The parameters on each device, by key.
-    """
+    """The row-sparse parameters of a Trainer by key, with replicas, and values that the store does not have yet."""
 
     def __init__(self, replicas: Sequence[Sequence[Parameter]]) -> None:
         self._parameters: dict[int, list[RowSparseParameter]] = {}
@@ -370,7 +360,6 @@ class RowTables:
         self.wanted = wanted
 
     def take_wanted(self) -> dict[int, Tensor]:
-        """Return the rows to fetch, and clear them."""
         wanted, self.wanted = self.wanted, {}
         return wanted
 
@@ -378,15 +367,12 @@ class RowTables:
         self.given[key] = values.detach().to("cpu", self._parameters[key][0].dtype).reshape(-1)
 
     def first(self) -> Tables:
-        """Return the initial values of all keys."""
         return {**{key: first._source for key, (first, *_) in self._parameters.items()}, **self.changed()}
 
     def changed(self) -> Tables:
-        """Return the values of the keys that were given new ones."""
         return {key: partial(_source_of, flat) for key, flat in self.given.items()}
 
     def are_placed(self) -> None:
-        """Record that the store has the values now."""
         self.given.clear()
         for parameter in chain.from_iterable(self._parameters.values()):
             parameter._place()
@@ -398,10 +384,8 @@ def _has_tables(parameters: Iterable[object]) -> bool:
 
 
 def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
-    """Return the row-sparse parameters of groups, with their names, including all replicas.
-
-    Raises:
-        RowSparseError: One belongs to a Trainer already, or its replicas are of different kinds.
+    """Return the named row-sparse parameters of groups, with all replicas. Raises RowSparseError if one cannot be
+    owned.
     """
     found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:

@@ -14,10 +14,7 @@ from kvtrainer.errors import SharedWeightsWarning, level_of_user
 
 
 class FormerMemory:
-    """The memory of parameters that are about to move.
-
-    NumPy arrays, a `state_dict()` that is kept, or processes that share the memory would silently show old values.
-    """
+    """The memory of parameters that are about to move. Whatever still sees it would silently show old values."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         storages = list(map(torch.Tensor.untyped_storage, parameters))
@@ -56,13 +53,11 @@ class FormerMemory:
 
 
 def is_shared(parameter: Parameter) -> bool:
-    """Return whether a parameter is in memory that processes of this host share."""
     # CUDA memory always reports that it is shared.
     return parameter.device.type == "cpu" and bool(parameter.untyped_storage().is_shared())
 
 
 def _nbytes_of(memory: StorageWeakRef) -> int:
-    """Return the size of memory that is still in use; 0 if it is not."""
     if memory.expired():  # type: ignore[no-untyped-call]
         return 0
     storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)

@@ -42,14 +42,10 @@ _version_of = attrgetter("_version")
 
 
 class WriteWatch:
-    """Compares the parameters with what the Trainer's own updates left.
+    """Compares the parameters, which are in the arena `weights`, with what the Trainer's own updates left.
 
     Version counters cost some 10 ns for each parameter. Checksums read memory twice, and are used only where `accept`
     says that a store has the weights.
-
-    Args:
-        parameters: In the order of `plan.specs`.
-        weights: The arena in which they are stored.
     """
 
     def __init__(self, parameters: Sequence[Parameter], weights: Mapping[str, Tensor], plan: Plan) -> None:
@@ -87,11 +83,7 @@ class WriteWatch:
             self.accept(is_in_store=True)
 
     def count_own(self, written: Mapping[int, Tensor | None] = NOTHING) -> None:
-        """Record that the Trainer has written weights, which raised each version counter by one.
-
-        Args:
-            written: Large key (by index) → ids of the rows that were written, or None for all rows.
-        """
+        """Record writes of the Trainer: large key (by index) → ids of the rows written, or None for all rows."""
         self._own += 1
         self._turn += 1
         for key, ids in written.items() if self._looked_at else ():
@@ -128,8 +120,7 @@ class WriteWatch:
         return [_turns(words[a:b], every) for a, b in cut if a < b]
 
     def by_others(self) -> list[int]:
-        """Return positions of parameters written by others since `accept`. May include neighbours of what was
-        written."""
+        """Return positions of parameters that others wrote since `accept`, perhaps with neighbours."""
         found: set[int] = set()
         # 1. Checksums of this turn.
         for dtype, now in self._sums_now().items():
@@ -143,7 +134,6 @@ class WriteWatch:
         return sorted(found)
 
     def _sums_now(self) -> dict[str, Tensor]:
-        """Return the checksums of this turn."""
         found = {}
         for dtype, stretches in self._looked_at.items():
             # Parts of one word each are copied: for a few kilobytes that takes a third of the time of a sum.
@@ -157,7 +147,6 @@ class WriteWatch:
         return found
 
     def _keys_in(self, dtype: str, differs: Tensor) -> list[int]:
-        """Return the keys of a dtype that overlap the checksums that differ."""
         # The same cutting, applied to byte offsets instead of weights, gives the range of each checksum.
         flat, differs = self._weights[dtype], differs.cpu()
         size = flat.element_size()
@@ -216,7 +205,6 @@ class KeptSums:
         return is_same and torch.equal(self._rest.sum(-1), self._rest_sums)
 
     def note(self, ids: Tensor) -> None:
-        """Update the checksums of rows that the Trainer has written."""
         begins = ids.cpu().numpy() * self._row_nbytes
         first, last = begins >> _KEPT_SHIFT, (begins + (self._row_nbytes - 1)) >> _KEPT_SHIFT
         span = int((last - first).max(initial=0)) + 1

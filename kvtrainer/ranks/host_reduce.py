@@ -36,15 +36,7 @@ _TERMS = struct.Struct("<?16sd")
 
 
 class HostSum:
-    """The workers of this host that sum before one of them pushes. Used by one thread of each.
-
-    All workers make the same rounds in the same order. After an error it is unusable.
-
-    Args:
-        memory: The memory that they share.
-        rank: The rank of this worker.
-        ranks: The ranks of all of them, ascending.
-    """
+    """The workers of this host that sum before one pushes. Used by one thread of each; unusable after an error."""
 
     def __init__(self, memory: RankMemory, rank: int, ranks: Sequence[int]) -> None:
         self._memory = memory
@@ -88,10 +80,7 @@ class HostSum:
         return own._replace(values=[self._sums], rescale=rescale)
 
     def after(self, own: Contribution, round_: Round) -> None:
-        """Broadcast the new weights of an applied round to the workers of the host.
-
-        Raises as `before`; then the weights may be of two rounds.
-        """
+        """Broadcast the new weights of an applied round to this host. If it raises, weights may be of two rounds."""
         if not self._is_joint or round_.vetoes or own.outs is None:
             return
         with self._noting_errors("; the weights here may be of two rounds"):
@@ -102,7 +91,6 @@ class HostSum:
                 server_request.layout.tables[at].note_version(server_request.server, version)
 
     def close(self) -> None:
-        """Leave the other workers. Idempotent."""
         self._memory.close()
 
     def _terms_of_all(self, own: Contribution) -> list[tuple[bool, bytes, float]]:
@@ -115,7 +103,6 @@ class HostSum:
         return [_TERMS.unpack(one.numpy().tobytes()) for one in heard]
 
     def _count(self, terms: Sequence[tuple[bool, bytes, float]]) -> None:
-        """Warn, once, if the workers keep pushing separately."""
         self._separate = 0 if self._is_joint else self._separate + 1
         if self._separate == _SEPARATE and self._is_leader:
             special = [str(rank) for rank, one in zip(self._ranks, terms, strict=True) if not one[0]]
@@ -140,7 +127,6 @@ class HostSum:
         return not halves
 
     def _place(self, dtype: str, like: Tensor) -> Tensor:
-        """Return the buffer for a sum. Ranks that do not receive the sum have none."""
         if not self._is_leader:
             return like
         known = self._sums.get(dtype)
@@ -192,7 +178,6 @@ def open_host_sum(client: Client) -> HostSum | None:
 
 
 def _hosts(heard: Heard) -> list[Sequence[int]]:
-    """Return the ranks of each host that sums."""
     hosts: dict[str, list[int]] = {}
     for rank, one in enumerate(heard):
         hosts.setdefault(one["host"], []).append(rank)

@@ -50,7 +50,6 @@ _memories: MutableMapping[dist.ProcessGroup, RankMemory | None] = WeakKeyDiction
 
 
 def current_group() -> RankGroup | None:
-    """Return the default process group, or None if there is none or it has one rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return RankGroup()
@@ -114,14 +113,10 @@ class RankGroup:
 
     @property
     def has_nccl(self) -> bool:
-        """Whether CUDA tensors are exchanged by NCCL."""
         return self._backends.get("cuda") == "nccl"
 
     def can_overlap(self, device: torch.device) -> bool:
-        """Return whether asynchronous sums on a device can run beside exchanges on the CPU.
-
-        Not with NCCL for both, because kernels of two NCCL communicators may deadlock.
-        """
+        """Return whether sums can run beside CPU exchanges. Not with NCCL for both: its communicators may deadlock."""
         return self._backends.get("cpu") == "gloo" and (device.type == "cpu" or self.has_nccl)
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
@@ -146,7 +141,6 @@ class RankGroup:
 
     @torch.no_grad()
     def broadcast(self, flat: Tensor) -> None:
-        """Replace the elements of a tensor by rank 0's."""
         sent = flat.to(self._place(flat.device)).contiguous()
         memory = self.memory_for(flat.device)
         with self.errors("take rank 0's values"):
@@ -187,12 +181,9 @@ class RankGroup:
             self._sum_by_torch(flat, runs, compute, before, after)
 
     def memory_for(self, device: torch.device) -> RankMemory | None:
-        """Return the memory through which tensors of a device are exchanged, or None if torch.distributed is used.
+        """Return the shared memory for tensors of a device, or None to use torch.distributed. Collective on first use.
 
-        Collective on first use.
-
-        Raises:
-            ConfigurationError: KVSTORE_TRANSPORT demands shared memory, which is not possible. Raised on every rank.
+        Raises ConfigurationError on every rank if KVSTORE_TRANSPORT demands shared memory, which is not possible.
         """
         group = dist.group.WORLD
         if group is None or self._place(device).type != "cpu":
@@ -244,17 +235,11 @@ class RankGroup:
             finish()
 
     def barrier(self) -> None:
-        """Block until every rank has called this."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     @torch.no_grad()
     def gather_rows(self, mine: RowSet, counts: Sequence[int]) -> list[RowSet]:
-        """Return the rows of one key from the ranks that have some, by rank; this rank's if none has any.
-
-        Args:
-            mine: This rank's rows, in the same dtype on all ranks.
-            counts: The number of rows of each rank.
-        """
+        """Return the rows of one key of all ranks with any, given each rank's `counts`; this rank's if none has any."""
         most = max(counts)
         if most <= 0:
             return [mine]
@@ -295,7 +280,6 @@ class RankGroup:
         self.all_gather_bytes(pack_control({"verb": verb, "error": text}))
 
     def _place(self, device: torch.device) -> torch.device:
-        """Return the device on which tensors of a given device are exchanged."""
         if device.type == "cuda" and self.has_nccl:
             return device
         if self._backends.get("cpu") == "gloo":
@@ -304,7 +288,6 @@ class RankGroup:
 
     @contextmanager
     def errors(self, what: str) -> Iterator[None]:
-        """Convert torch's errors to this project's."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -319,20 +302,15 @@ class RankGroup:
                     f"the process group ({text:.300}); {hint}"
                 ) from error
             raise WorkerLostError(
-                f"rank {self.rank} of {self.size} could not {what} with the other ranks, one of which is probably gone "
+                f"rank {self.rank} of {self.size} could not {what} with the other ranks, probably because one is gone "
                 f"({text:.300}); {hint}"
             ) from error
 
 
 class SumsUnderWay:
-    """Asynchronous sums over a group's ranks, which run beside other exchanges.
+    """Asynchronous sums over ranks beside other exchanges, over connections of their own. Needs `can_overlap`.
 
-    They use connections of their own, which all ranks open together. All ranks start sums of the same sizes in the same
-    order, but may be at different sums at a time.
-
-    Args:
-        group: A group for which `can_overlap(device)` is true.
-        device: Device of the tensors.
+    All ranks start sums of the same sizes in the same order, but may be at different sums at a time.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
@@ -346,7 +324,6 @@ class SumsUnderWay:
 
     @property
     def count(self) -> int:
-        """Number of sums started since the last `wait`."""
         return len(self._started)
 
     def start(self, flat: Tensor) -> None:
@@ -355,7 +332,6 @@ class SumsUnderWay:
             self._started.append(dist.all_reduce(flat, group=self._own, async_op=True))
 
     def wait(self) -> None:
-        """Wait for all sums. All ranks must have started the same number."""
         with self._group.errors("sum gradients"):
             for work in self._started:
                 work.wait()
@@ -369,7 +345,6 @@ class SumsUnderWay:
 
 
 def _timeout(device: torch.device = _CPU) -> float:
-    """Return the process group's timeout for tensors of a device, in seconds."""
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()
@@ -377,7 +352,6 @@ def _timeout(device: torch.device = _CPU) -> float:
 
 
 def _check_same_call(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
-    """Raise ProtocolError or PlanMismatchError unless two ranks make the same call."""
     if first["verb"] != other["verb"] or first.get("keys") != other.get("keys"):
         raise ProtocolError(
             f"rank 0 calls {first['verb']}({first.get('keys', '')}) and rank {rank} {other['verb']}"

@@ -56,8 +56,6 @@ Piece = tuple[Tensor, Tensor]
 
 
 class _Peer(NamedTuple):
-    """Another rank of this host."""
-
     rank: int
     end: socket.socket
     # A pidfd. It becomes readable when the process ends, even if a child still has the socket open.
@@ -66,16 +64,9 @@ class _Peer(NamedTuple):
 
 
 class RankMemory:
-    """Sums and exchanges between ranks on this host. Used by one thread of each rank.
+    """Sums and exchanges between ranks on this host, which all make the same calls in the same order.
 
-    All ranks make the same calls in the same order.
-
-    Args:
-        rank: The rank of this process.
-        peers: All other ranks that share the memory, by rank.
-        arena: The memory.
-        seconds: Returns the timeout of a wait.
-        opened: Resources to close with it.
+    Used by one thread of each rank. `seconds` returns the timeout of a wait, and `opened` is closed with the memory.
     """
 
     def __init__(
@@ -114,7 +105,6 @@ class RankMemory:
         return found
 
     def broadcast(self, flat: Tensor) -> None:
-        """Replace the elements of a contiguous CPU tensor by the lowest rank's."""
         for part in _cut(flat):
             places = self._exchange(() if self._at else [part], torch.uint8, part.numel(), _BROADCAST)
             if self._at:
@@ -173,13 +163,7 @@ class RankMemory:
         return places
 
     def _meet(self, what: int) -> None:
-        """Wait until all ranks have arrived.
-
-        Raises:
-            ConnectionError: A rank has ended.
-            TimeoutError: A rank did not arrive in time.
-            ProtocolError: A rank arrived with a different call.
-        """
+        """Wait for all ranks. Raises ConnectionError, TimeoutError, or ProtocolError if one made a different call."""
         self._num_meetings += 1
         mine = _MEETING.pack(self._num_meetings, what)
         for peer in self._peers:
@@ -215,8 +199,6 @@ class RankMemory:
 
 
 class Shared(NamedTuple):
-    """The result of `share_memory`."""
-
     memory: RankMemory | None
     ranks: Sequence[int]
     """The ranks that were to share memory with this one, including itself."""
@@ -363,10 +345,7 @@ def _connect(
 
 
 def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
-    """Create the memory and send it, on the lowest rank, or receive it. Sockets are non-blocking afterwards.
-
-    Raises OSError if it is missing or could be truncated, which would kill its readers.
-    """
+    """Create and send the memory, on the lowest rank, or receive it. Raises OSError if it could be truncated."""
     nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
         fd = make_memory(nbytes)
@@ -390,7 +369,6 @@ def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
 
 
 def _cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a contiguous tensor in chunks that fit into a place."""
     flat = tensor.view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), PLACE):
         yield flat[at : at + PLACE]
@@ -414,7 +392,6 @@ def _windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 
 
 def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
-    """Sum from left to right. `total` may be the first place."""
     torch.add(places[0], places[1], out=total)
     for place in places[2:]:
         total.add_(place)
@@ -436,7 +413,6 @@ def _fold_to(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) 
 
 
 def _take(targets: Sequence[Tensor], total: Tensor) -> None:
-    """Copy a sum from the memory to the targets."""
     at = 0
     for target in targets:
         target.copy_(total[at : at + target.numel()])

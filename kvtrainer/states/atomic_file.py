@@ -33,11 +33,7 @@ _DTYPES = {
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Yield a new file that atomically replaces the one at `path`. Blocks until it is on the disk.
-
-    If the process dies, the former file stays, with a hidden temporary file that the next call for the directory
-    removes.
-    """
+    """Yield a new file that atomically replaces the one at `path`. Blocks until it is on the disk."""
     folder = os.path.dirname(path) or "."
     _remove_abandoned(folder)
     temporary, file = _locked_file(folder)
@@ -60,11 +56,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors in the safetensors format, with a fixed order of metadata.
-
-    Raises:
-        ValueError: The format does not have a tensor's dtype.
-    """
+    """Write contiguous CPU tensors in the safetensors format, in a fixed order. Raises ValueError for other dtypes."""
     # Largest item size first, so that all tensors are aligned; safetensors writes them in the same order.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -84,7 +76,6 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
 
 
 def _locked_file(folder: str) -> tuple[str, BinaryIO]:
-    """Create an empty temporary file, locked if the file system supports locks."""
     while True:
         temporary = os.path.join(folder, f".states-{secrets.token_hex(8)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115  (the caller closes it)

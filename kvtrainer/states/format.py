@@ -63,8 +63,6 @@ _SIGNS = (
 
 
 class StateHolder(Protocol):
-    """Keeps optimizer state by slice, here or on a server."""
-
     def get_state(self, piece: Slice) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
 
@@ -149,10 +147,7 @@ def import_states(
     *,
     others_stay: bool = False,
 ) -> None:
-    """Replace the state of every key with `states`, which `read_states` has checked.
-
-    Other keys start without state, or keep theirs with `others_stay`.
-    """
+    """Replace the state of every key by `states`, from `read_states`; others lose theirs unless `others_stay`."""
     # 1. Get the state of all slices concerned.
     if others_stay:
         pieces = [piece for key in states for piece in plan.slices_with(key)]
@@ -192,10 +187,8 @@ def import_states(
 def saved_problems(
     saved: SavedStates, specs: Sequence[TensorSpec], optimizer: Optimizer, what: str, here: str
 ) -> Iterator[str]:
-    """Yield how saved states differ from keys and an optimizer in names, shapes and entries.
-
-    Args:
-        what, here: Words for the keys and their owner, such as "parameters" of "this Trainer".
+    """Yield how saved states differ from keys and an optimizer. `what` and `here` are words for the keys and their
+    owner.
     """
     # 1. The optimizer and the names.
     if saved.optimizer["name"] != optimizer.registered_name:
@@ -217,22 +210,16 @@ def saved_problems(
 
 
 def _is_state(value: Any) -> bool:
-    """Return whether this has the form of one parameter's state. Its entries are not checked."""
     return isinstance(value, Mapping) and _is_count(value.get("step", 0))
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether this is a count of updates: an integer, or a tensor with one."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return check.is_number(number) and 0 <= number <= MAX_COUNT // 2 and number == int(number)
 
 
 def _is_updated(state: Mapping[str, Any]) -> bool:
-    """Return whether state is more than initial.
-
-    Where torch keeps no count, state exists only after an update. A master copy without updates, as a key may get from
-    its neighbours in a slice, only repeats the weights.
-    """
+    """Return whether state is more than initial. A master copy without updates only repeats the weights."""
     if "step" in state:
         return float(state["step"]) > 0
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
@@ -240,14 +227,12 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
 
 
 def _is_room(value: Tensor) -> bool:
-    """Return whether an entry is from an `initial_state` without count: all negative zeros, which no update
-    produces."""
+    """Return whether an entry is from an uncounted `initial_state`: all negative zeros, which no update produces."""
     flat = value.flatten()
     return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))
 
 
 def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
-    """Return the segments of a key in order, each as the state of its slice and the position there."""
     return [
         (kept[piece.index], at)
         for piece in plan.slices_with(key)
@@ -265,10 +250,7 @@ def _copied(state: Mapping[str, Any]) -> State:
 def _name_own_count(
     state: State, given: Mapping[str, Any], options: Mapping[str, Any], spec: TensorSpec, optimizer: Optimizer
 ) -> None:
-    """Store the count of a user's torch class under a separate name.
-
-    torch's form has it as 'step'. A class without a count has a 'step' only in this form of the state.
-    """
+    """Store the count of a user's torch class under a separate name, because 'step' may exist only in this form."""
     if OWN_COUNT in given or "step" not in given:
         return
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
@@ -307,10 +289,7 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
 
 
 def initial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSpec) -> State:
-    """Return entries of the right shapes with a step count of 0, to load into.
-
-    If torch's class keeps no count, negative zeros mark it as initial. Torch computes with them as with zeros.
-    """
+    """Return entries with a step count of 0 to load into; negative zeros mark them if torch's class keeps no count."""
     is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
     state: State = {"step": torch.tensor(0.0, device="cpu")}
     for name, value in flatten(trial_state(optimizer, options, spec) or {}).items():
@@ -327,12 +306,7 @@ def _state_problems(
     specs: Sequence[TensorSpec],
     optimizer: Optimizer,
 ) -> list[str]:
-    """Return one sentence for each kind of difference between state and what the optimizer keeps.
-
-    Args:
-        states: By key (index).
-        options: Options of every key's group when the state was saved.
-    """
+    """Return one sentence for each kind of difference between state and what the optimizer keeps, by key (index)."""
     found: dict[str, list[str]] = {}
     # Only torch's SGD has a 'dampening'; this tells its momentum from Gluon's.
     is_torch, is_theirs_torch = (
@@ -382,7 +356,6 @@ def _differences(
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of an entry, () for a number, or None for text and trees."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return () if isinstance(value, int | float) else None
@@ -419,11 +392,7 @@ class SavedStates:
 
 
 def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors by unambiguous names, and metadata text: the contents of a safetensors file.
-
-    Raises:
-        StateFileError: A value is neither a tensor nor plain.
-    """
+    """Return a safetensors file's tensors and metadata. Raises StateFileError for a value that is not plain."""
     tensors = {
         _name(_EXTRA, section, name): tensor
         for section, members in saved.tensors.items()
@@ -460,7 +429,6 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def encoded(owner: str, entry: str, value: Any) -> Any:
-    """Return an entry that is not a tensor as a JSON value. Raises StateFileError if that is impossible."""
     try:
         return encode(value)
     except TypeError as error:
@@ -481,7 +449,6 @@ def checksum(tensors: Mapping[str, Tensor], text: str) -> str:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise StateFileError unless this is the metadata of saved states that this release can read."""
     if metadata.get("format") != FORMAT:
         raise StateFileError("it is a safetensors file, but of something else: save_states did not write it")
     if metadata.get("version") != VERSION:
@@ -492,11 +459,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
-    """Restore what `pack` returned.
-
-    Raises:
-        StateFileError: It is something else, written by a newer release, or damaged.
-    """
+    """Restore what `pack` returned. Raises StateFileError if it is damaged, newer or something else."""
     check_metadata(metadata)
     text = metadata.get("content", "")
     if metadata.get("checksum") != checksum(tensors, text):
@@ -525,10 +488,7 @@ def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
 
 
 def rebuilt(content: Mapping[str, Any]) -> SavedStates:
-    """Build saved states from dicts and lists under the names of their fields.
-
-    Raises KeyError, TypeError, ValueError or AttributeError if they do not make sense.
-    """
+    """Build saved states from plain dicts. Raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = {
         name: SavedParameter(
             tuple(map(int, one["shape"])), str(one["dtype"]), int(one["group"]), dict(one["state"])
@@ -596,11 +556,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
 
 
 def read_state_file(fname: Path) -> SavedStates:
-    """Read a file that `write_state_file` wrote.
-
-    Raises:
-        StateFileError: The file is missing, unreadable, truncated, damaged or of another kind. The message says which.
-    """
+    """Read a file of `write_state_file`. Raises StateFileError, which says what is wrong with it."""
     what = f"cannot load states from {os.fspath(fname)!r}"
     _refuse_directory(what, fname)
     try:
@@ -627,7 +583,6 @@ def _refuse_directory(what: str, fname: Path) -> None:
 
 
 def _kind(head: bytes, size: int) -> str:
-    """Describe a file that is not in the safetensors format."""
     if not size:
         return "it is empty"
     for sign, kind in _SIGNS:

@@ -29,8 +29,6 @@ class JobStatus(NamedTuple):
 
 
 class ServerStatus(NamedTuple):
-    """One server."""
-
     address: str
     is_there: bool
     memory: int = 0
@@ -87,7 +85,6 @@ class Worker(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it takes part."""
         return self.state == "here"
 
     @property
@@ -97,8 +94,6 @@ class Worker(NamedTuple):
 
 
 class WaitStatus(NamedTuple):
-    """Something that ranks wait for on a server."""
-
     what: str
     seconds: float
     missing: list[int]
@@ -152,29 +147,23 @@ class Job(NamedTuple):
 
     @property
     def longest_wait_seconds(self) -> float:
-        """Seconds that the oldest wait has lasted."""
         return max([one.seconds for one in self.waits], default=0.0)
 
     @property
     def samples(self) -> float:
-        """Samples per second of all workers."""
         return sum([one.samples for one in self.workers])
 
     @property
     def samples_total(self) -> int:
-        """Samples so far of the workers that are there."""
         return sum([one.samples_total for one in self.workers])
 
     @property
     def loss(self) -> float | None:
-        """Mean of the losses that workers reported."""
         told = [one.loss for one in self.workers if one.loss is not None]
         return sum(told) / len(told) if told else None
 
 
 class View(NamedTuple):
-    """All servers and jobs at one moment."""
-
     at: float
     servers: list[ServerStatus]
     jobs: list[Job]
@@ -201,15 +190,11 @@ def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View
 
 
 def _has_inner(name: str, names: Collection[str]) -> bool:
-    """Return whether a namespace contains others, as a store's contains its Trainers'.
-
-    Without keys of its own it is not shown. Keys of any other job may be on a server that does not answer.
-    """
+    """Return whether a namespace contains others, as a store's contains its Trainers'. It needs keys to be shown."""
     return any(other.startswith(f"{name}/") for other in names)
 
 
 def as_values(view: View) -> dict[str, Any]:
-    """Return a view as plain values for JSON."""
     jobs = []
     for job in view.jobs:
         slowest = job.slowest

@@ -257,7 +257,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--http", type=_address, metavar="HOST:PORT",
         help="serve a page for browsers, and /metrics for Prometheus, until Ctrl-C; port 0 takes a free one",
     )  # fmt: skip
-    # When to show it, and to whom.
+    # Who may see it, and how often it is updated.
     add(
         "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
         help="let --http listen on an address that other hosts can reach, which shows them the job "
@@ -274,6 +274,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--with-parent", type=int, metavar="PID",
         help="end when the process that started this one, of that number, has ended; for programs that show themselves",
     )  # fmt: skip
+    # About the program itself.
     add("--version", action="version", version=__version__)
     return parser
 
