@@ -226,7 +226,11 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
 
 
 def parse_address(text: str) -> str:
-    """Return an address as `tcp://host:port` in lower case. Raises ConfigurationError; IPv6 hosts need brackets."""
+    """Return an address as `tcp://host:port` in lower case. A bare `host:port` is accepted.
+
+    Raises:
+        ConfigurationError: Another scheme, no host, or no port in 1..65535. IPv6 hosts need brackets.
+    """
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise ConfigurationError(
@@ -241,7 +245,11 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def read_timeout(environ: Mapping[str, str], name: str, *, value: float | None = None) -> float:
-    """Return a timeout in seconds from `value`, the variable, or DEFAULT_SECONDS. Raises ConfigurationError."""
+    """Return a timeout in seconds: `value` if given, else the variable `name`, else its entry of DEFAULT_SECONDS.
+
+    Raises:
+        ConfigurationError: It is not a finite number above 0.
+    """
     source: object = text_of(environ, name) if value is None else value
     if source == "":
         return DEFAULT_SECONDS[name]

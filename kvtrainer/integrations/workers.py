@@ -31,8 +31,7 @@ Limit = Mapping[str, Any]
 
 
 class Workers:
-    """The workers of a store, which are also ranks of a torch.distributed group. Collective; blocks until all are
-    there.
+    """The workers of a store, which are also ranks of a torch.distributed group. Collective; blocks.
 
     Args:
         kvstore: A store, or the name of one to create.
@@ -86,8 +85,10 @@ class Workers:
         return optimizer
 
     def limit(self, trainer: Trainer, clip_grad: Limit) -> None:
-        """Make a Trainer clip the gradient of all workers. Raises ConfigurationError if it differs from the first
-        step's.
+        """Make a Trainer clip the gradient of all workers as a framework would clip that of one.
+
+        Raises:
+            ConfigurationError: It differs from that of the first step.
         """
         if self._limits.get(trainer) != clip_grad:
             trainer.configure(clip_grad=clip_grad)

@@ -417,7 +417,12 @@ class FollowedProcesses(ProcessGroup):
 def start_servers(
     group: FollowedProcesses, commands: Mapping[int, Sequence[str]], seconds: float
 ) -> tuple[str, ...]:
-    """Start servers and return their addresses once all listen. Raises ClusterError or ConnectTimeoutError."""
+    """Start servers, given the command of each index, and return their addresses once all listen.
+
+    Raises:
+        ClusterError: A server ended before it listened. Its output says why.
+        ConnectTimeoutError: A server did not listen within `seconds`.
+    """
     addresses = Addresses(print_line)
     for index, command in commands.items():
         group.start("server", index, command, {}, addresses.put_of(index))

@@ -308,7 +308,9 @@ class SchedulerClient:
     ) -> Mapping[str, Any]:
         """Repeat a question until it is answered. Blocks up to `timeout` seconds. On failure the others are told why.
 
-        Raises ConnectTimeoutError, or the KVStoreError with which the scheduler answers.
+        Raises:
+            ConnectTimeoutError: The scheduler did not answer, or the named processes are missing.
+            KVStoreError: The job cannot begin, for the reason that the scheduler gives.
         """
         self._number += 1
         now = next_time = time.monotonic()

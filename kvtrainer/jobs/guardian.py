@@ -61,9 +61,7 @@ class Guardian:
         self._tell(f"+{session}\n")
 
     def forget_if_empty(self, session: int) -> None:
-        """Remove a session whose leader has exited, unless it has processes. The kernel may reuse an empty one's
-        number.
-        """
+        """Remove a session whose leader has exited, unless it has processes: its number may be reused."""
         if not survivors("", {session}):
             self._sessions.discard(session)
             self._tell(f"-{session}\n")

@@ -267,9 +267,7 @@ class Stream:
         return bool(data)
 
     def drain(self) -> bool:
-        """Read what is left, without blocking and up to some MiB, as another process may go on. Return False at the
-        end.
-        """
+        """Read what is left without blocking, but at most some MiB. Return False at the end."""
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         for _ in range(_MAX_DRAIN_READS):
@@ -342,7 +340,10 @@ class Output:
         self._waiting += len(data)
 
     def write_some(self) -> OSError | None:
-        """Write to `target`, which poll() found writable, without blocking. Return an error once; then drop the rest."""
+        """Write some bytes to `target`, which poll() has reported as writable, without blocking.
+
+        Returns an error once. From then on everything for that descriptor is dropped.
+        """
         fd, data = self._queue[0]
         try:
             written = os.write(fd, data[:_CHUNK])

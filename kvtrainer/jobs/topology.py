@@ -33,10 +33,14 @@ def find_topology(
 
 
 def serve_role(environ: Mapping[str, str]) -> None:
-    """Serve until the job is over, then raise SystemExit, if DMLC_ROLE is scheduler or server. Else return at once.
+    """Serve until the job is over if DMLC_ROLE is scheduler or server. In other processes return at once.
 
-    A process with a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says. Raises ConfigurationError
-    or ConnectTimeoutError if the job cannot begin.
+    A process with a rank, by argument or KVSTORE_RANK, is a worker whatever DMLC_ROLE says.
+
+    Raises:
+        SystemExit: The job is over. The code is 0, or that of a server that failed.
+        ConfigurationError: The process cannot take this role.
+        ConnectTimeoutError: A process of the job is missing.
     """
     if text_of(environ, ROLE):
         dmlc.serve_role(environ)

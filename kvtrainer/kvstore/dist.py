@@ -196,7 +196,11 @@ def _leave(clients: Sequence[Client]) -> None:
 def mode_of(
     type: str, staleness: int | None, scale_lr_by_staleness: bool, environ: Mapping[str, str]
 ) -> Mode:
-    """Return the mode of a store of this name. Raises ConfigurationError if an option does not apply to it."""
+    """Return the mode of a store of this name.
+
+    Raises:
+        ConfigurationError: An option does not apply to this name, or is not an integer of at least 0.
+    """
     name = type.lower()
     if name not in SSP_NAMES and staleness is not None:
         raise ConfigurationError(
@@ -216,7 +220,11 @@ def mode_of(
 
 
 def water_mark_of(type: str, environ: Mapping[str, str]) -> int:
-    """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit."""
+    """Return how many messages to a server may be in flight; further ones queue by priority. 0 means no limit.
+
+    Raises:
+        ConfigurationError: A variable has an unknown value.
+    """
     van = environ.get(VAN_TYPE, "").strip().lower()
     if van not in ("", "zmq", P3):
         raise ConfigurationError(f"{VAN_TYPE} is {van!r}; the supported values are 'zmq' and 'p3'")

@@ -159,8 +159,13 @@ def check_text(what: str, text: str) -> None:
 
 
 def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec:
-    """Return the spec of a key from its first value. Raises ConfigurationError unless ITEM_SIZE or `others` has the
-    dtype.
+    """Return the spec of a key from its first value.
+
+    Args:
+        others: Names of dtypes that the store accepts in addition to those of ITEM_SIZE.
+
+    Raises:
+        ConfigurationError: The dtype cannot be stored.
     """
     name = dtype_name(value.dtype)
     if name not in ITEM_SIZE and name not in others:

@@ -677,9 +677,7 @@ class TableKVStore(KVStoreBase):
     def _merge(
         self, entry: Entry, first: Tensor, others: Sequence[Tensor], is_borrowed: bool
     ) -> Tensor | RowSet:
-        """Sum replicas to flat memory, the caller's own if `is_borrowed`, or to rows if pushed by rows. Raises as
-        `push`.
-        """
+        """Sum replicas to flat memory (the caller's own if `is_borrowed`) or to rows. Raises as `push`."""
         spec = entry.spec
         is_compressed = self._replicas is not None and spec.dtype not in INTEGERS
         flat = None if others or is_compressed else flat_view(first)

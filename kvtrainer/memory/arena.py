@@ -104,7 +104,7 @@ class Arena:
         # The `targets` of the last `gather_grads`, and the buffers that gradients were copied to.
         self._targets: Mapping[int, Tensor] | None = None
         self._places: list[Tensor] = []
-        # The last nonempty `targets`, with the buffers of all gradients then. Kept because loops alternate.
+        # The last nonempty `targets`, with the buffers of all gradients then. Kept, as a loop may alternate.
         self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
         _note_placed(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
@@ -276,9 +276,7 @@ class Arena:
 
     @torch.inference_mode(False)
     def _allocate(self) -> dict[str, Tensor]:
-        """Allocate zeros, on the CPU in pages of their own: these can be mapped or given back, and cost nothing until
-        written.
-        """
+        """Allocate zeros, on the CPU in pages of their own, which can be remapped and cost nothing until written."""
         is_here, sizes = self.device.type == "cpu", self._plan.resident_sizes.items()
         make = _paged_zeros if is_here else partial(aligned_zeros, device=self.device)
         return {dtype: make(size, getattr(torch, dtype)) for dtype, size in sizes}

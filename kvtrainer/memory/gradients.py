@@ -8,7 +8,7 @@ backward pass, drops all consumed gradients.
 The hook is on the AccumulateGrad node because `torch.autograd.grad` never runs that node, whereas it does run hooks of
 the tensor. Nothing is attached to the parameter itself, so a copied or pickled model carries no hooks.
 
-Invariants: hooks and references to gradients are weak, so a tracker keeps neither a model nor its gradients alive.
+Invariants: hooks refer to the tracker weakly, and consumed gradients are referred to weakly, so neither is kept alive.
 Hooks run in one thread per device; `_dropping` lets one of them drop while the others wait. Gradients that were written
 in place after they were consumed cannot always be told from new ones; these are kept in `written` for the caller to
 warn.
@@ -177,8 +177,10 @@ class GradientTracker:
         self._seen = None
 
     def participating(self) -> list[bool]:
-        """Return which parameters require a gradient and are not 'null'. Raises ConfigurationError for an unknown
-        `grad_req`.
+        """Return which parameters require a gradient and do not have `grad_req` 'null'. Hooks them if necessary.
+
+        Raises:
+            ConfigurationError: A parameter has an unknown `grad_req`.
         """
         requires = list(map(_requires_grad, self._parameters))
         if requires != self._required or self._forward_handle is not None:

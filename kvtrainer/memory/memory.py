@@ -174,9 +174,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def _rows(self, i: int) -> RowSet:
-        """Return a gradient as rows with distinct ids. Raises ConfigurationError if it has no whole rows, or too long
-        ones.
-        """
+        """Return a gradient as rows with distinct ids. Raises ConfigurationError if that is not possible."""
         grad, spec = self.parameters[i].grad, self.plan.specs[i]
         assert grad is not None
         if grad.layout is torch.strided:
@@ -270,7 +268,12 @@ class Memory:
         return {id(p): key for key, p in enumerate(self.parameters)}
 
     def settle(self) -> None:
-        """Move the parameters into arenas, once. Raises NotInitializedError, which names lazy ones that take part."""
+        """Move the parameters into arenas, once. Lazy parameters may stay outside while they take no part.
+
+        Raises:
+            NotInitializedError: Names the lazy parameters that take part.
+            ConfigurationError: A parameter cannot be stored. Nothing has been changed.
+        """
         rows = zip(self.names, self.parameters, self.participating(), strict=True)
         missing = [name for name, parameter, takes_part in rows if takes_part and is_lazy(parameter)]
         if missing:
@@ -291,9 +294,7 @@ class Memory:
             device.tracker.attach()
 
     def participating(self) -> list[bool]:
-        """Return which parameters take part in training on any device. Raises ConfigurationError for an unknown
-        `grad_req`.
-        """
+        """Return which parameters take part in training on any device; see `GradientTracker.participating`."""
         return _any_of([device.tracker.participating() for device in self.devices])
 
     def fresh_by_device(self, with_edits: bool = False) -> list[list[bool]]:
@@ -502,8 +503,10 @@ class Memory:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into the named parameters, or keep them for the store. Raises ConfigurationError before any
-        change.
+        """Copy values into the named parameters. Those of row-sparse ones are kept for the store.
+
+        Raises:
+            ConfigurationError: A name is unknown or a shape differs. Nothing has changed.
         """
         by_name = dict(zip(self.names, self.parameters, strict=True))
         unknown = [repr(name) for name in values if name not in by_name]

@@ -384,8 +384,10 @@ def _has_tables(parameters: Iterable[object]) -> bool:
 
 
 def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
-    """Return the named row-sparse parameters of groups, with all replicas. Raises RowSparseError if one cannot be
-    owned.
+    """Return the row-sparse parameters of groups, with their names, including all replicas.
+
+    Raises:
+        RowSparseError: One belongs to a Trainer already, or its replicas are of different kinds.
     """
     found: list[tuple[str, RowSparseParameter]] = []
     for group in groups:

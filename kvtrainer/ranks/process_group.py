@@ -183,7 +183,8 @@ class RankGroup:
     def memory_for(self, device: torch.device) -> RankMemory | None:
         """Return the shared memory for tensors of a device, or None to use torch.distributed. Collective on first use.
 
-        Raises ConfigurationError on every rank if KVSTORE_TRANSPORT demands shared memory, which is not possible.
+        Raises:
+            ConfigurationError: KVSTORE_TRANSPORT demands shared memory, which is not possible. Raised on every rank.
         """
         group = dist.group.WORLD
         if group is None or self._place(device).type != "cpu":

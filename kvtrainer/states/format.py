@@ -187,8 +187,10 @@ def import_states(
 def saved_problems(
     saved: SavedStates, specs: Sequence[TensorSpec], optimizer: Optimizer, what: str, here: str
 ) -> Iterator[str]:
-    """Yield how saved states differ from keys and an optimizer. `what` and `here` are words for the keys and their
-    owner.
+    """Yield how saved states differ from keys and an optimizer.
+
+    Args:
+        what, here: Words for the keys and their owner, such as "parameters" of "this Trainer".
     """
     # 1. The optimizer and the names.
     if saved.optimizer["name"] != optimizer.registered_name:
@@ -392,7 +394,11 @@ class SavedStates:
 
 
 def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a safetensors file's tensors and metadata. Raises StateFileError for a value that is not plain."""
+    """Return the tensors and the metadata of a safetensors file.
+
+    Raises:
+        StateFileError: A value is neither a tensor nor plain.
+    """
     tensors = {
         _name(_EXTRA, section, name): tensor
         for section, members in saved.tensors.items()
@@ -459,7 +465,11 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedStates:
-    """Restore what `pack` returned. Raises StateFileError if it is damaged, newer or something else."""
+    """Restore what `pack` returned.
+
+    Raises:
+        StateFileError: It is something else, written by a newer release, or damaged.
+    """
     check_metadata(metadata)
     text = metadata.get("content", "")
     if metadata.get("checksum") != checksum(tensors, text):
@@ -556,7 +566,11 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
 
 
 def read_state_file(fname: Path) -> SavedStates:
-    """Read a file of `write_state_file`. Raises StateFileError, which says what is wrong with it."""
+    """Read a file that `write_state_file` wrote.
+
+    Raises:
+        StateFileError: It is missing, unreadable, truncated, damaged or of another kind. The message says which.
+    """
     what = f"cannot load states from {os.fspath(fname)!r}"
     _refuse_directory(what, fname)
     try:
