@@ -193,10 +193,10 @@ def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
 
 
 def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
-    # Called once the server listens: wait for the other servers, then watch the workers.
     client = SchedulerClient(job.root)
     failures: list[KVStoreError] = []
 
+    # Called once the server listens: waits for the other servers, then watches the workers.
     def begin(server: Server) -> None:
         try:
             client.ask(m.Listening(server.endpoint), timeout, lambda: server.is_stop_requested)

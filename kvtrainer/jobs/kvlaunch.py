@@ -203,7 +203,7 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # What to start.
+    # Two more groups follow, under headings of their own in --help.
     add = parser.add_argument
     add("-n", "--workers", type=_at_least(1), required=True, metavar="W", help="how many workers to start")
     add("-s", "--servers", type=_at_least(0), default=1, metavar="S", help="how many servers to start (1)")
@@ -224,7 +224,6 @@ def _make_parser() -> argparse.ArgumentParser:
         help="serve a page that shows the job, as kvtop --http does; only to this host unless HOST says otherwise; "
         "port 0 takes a free one",
     )  # fmt: skip
-    # Other hosts.
     add = parser.add_argument_group("other hosts").add_argument
     add("-H", "--hostfile", metavar="FILE", help="start all processes over ssh on the hosts of this file")
     add("--ssh", default="ssh", metavar="COMMAND", help="the program to use (ssh), with its arguments")
@@ -233,8 +232,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
     )  # fmt: skip
-    # Timeouts.
     add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
+    # It has no default here, because that depends on how the others can notice the failure.
     add(
         "--start-timeout",
         default=JobTimeouts.start,
@@ -252,6 +251,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="how long to wait between SIGTERM and SIGKILL (%(default)g)",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    # REMAINDER, so that options behind the command's name are the command's.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -198,7 +198,7 @@ class ProcessGroup:
 
     def end(self, wait: Wait, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
         """End all processes and their descendants. Returns when none is left, not even the guardian."""
-        # SIGTERM, then SIGKILL to the rest; the guardian ends descendants, and may outlive its grace a little.
+        # SIGTERM first, SIGKILL after the grace period. The guardian then does the same with descendants.
         try:
             self._signal(signal.SIGTERM)
             wait(lambda: not self.alive or in_a_hurry(), self._grace)

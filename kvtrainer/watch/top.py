@@ -243,7 +243,6 @@ def _make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # What to show, and how.
     add = parser.add_argument
     add(
         "servers",
@@ -251,13 +250,14 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="SERVER",
         help=f"tcp://HOST:PORT, a list with commas, or @FILE [{SERVERS}]",
     )
+    # Without one of these flags the view in the terminal is live.
     add("--once", action="store_true", help="print one view and exit")
     add("--json", action="store_true", help="print one view as JSON and exit")
     add(
         "--http", type=_address, metavar="HOST:PORT",
         help="serve a page for browsers, and /metrics for Prometheus, until Ctrl-C; port 0 takes a free one",
     )  # fmt: skip
-    # Who may see it, and how often it is updated.
+    # The variable allows it once for a whole job, as for servers.
     add(
         "--allow-public-bind", action="store_true", default=os.environ.get("KVSTORE_ALLOW_PUBLIC_BIND", "") == "1",
         help="let --http listen on an address that other hosts can reach, which shows them the job "
@@ -270,11 +270,11 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="seconds between two queries (%(default)g)",
     )
+    # Checked after each view, so this process may outlive its parent by an interval.
     add(
         "--with-parent", type=int, metavar="PID",
         help="end when the process that started this one, of that number, has ended; for programs that show themselves",
     )  # fmt: skip
-    # About the program itself.
     add("--version", action="version", version=__version__)
     return parser
 
