@@ -113,6 +113,7 @@ class Guardian:
 def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
     """Return an environment with a mark added, and the cores divided among `share` processes, if it is not 0."""
     marks = filter(None, (inherited.get(MARK), mark))
+    # Otherwise each process would start one thread per core, and all of them would compete.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // share))} if share else {}
     return {**threads, **inherited, MARK: ":".join(marks)}
 

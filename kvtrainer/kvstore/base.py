@@ -86,7 +86,7 @@ class KVStoreBase(ABC):
         return cls.capabilities
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether the store has a capability out of CAPABILITIES, in any case.
+        """Return whether the store has a capability out of CAPABILITIES. Case-insensitive.
 
         Raises:
             ConfigurationError: No such capability exists.
@@ -125,7 +125,7 @@ _registry: dict[str, Factory] = {}
 
 
 def register(*names: str) -> Callable[[_FactoryT], _FactoryT]:
-    """Register a store for `create` under one or more names, in any case.
+    """Register a store for `create` under one or more case-insensitive names.
 
     The factory is called as `cls(type=name, **options)`, without `type` if it does not accept it. Replacing a
     registered name logs a warning.
