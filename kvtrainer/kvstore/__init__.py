@@ -44,8 +44,8 @@ def create(type: str = "local", **options: Any) -> KVStoreBase:
     """Create a store.
 
     Args:
-        type: A registered name; case does not matter. "local" keeps everything in this process; "dist_sync" joins the job's
-            servers and blocks until they answer.
+        type: A registered name; case does not matter. "local" keeps everything in this process; "dist_sync" joins the
+            job's servers and blocks until they answer.
         **options: Passed to the store. "dist_sync" takes `rank`, `num_workers`, `servers` and `namespace` (read from
             the environment when absent), and `timeout`, `connect_timeout`, `dead_after`, `slow_after` in seconds.
 

@@ -237,8 +237,8 @@ class RowSparseParameter(Parameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RowSparseError(
-            f"{what} needs the elements of {self._name()}, which live in the store of its Trainer; use the rows that "
-            "row_sparse_data(row_ids) returns"
+            f"{what} needs the elements of {self._name()}, which live in the store of its Trainer; work with the rows "
+            "that row_sparse_data(row_ids) returns"
         )
 
     def _refuse_to_be_traced(self) -> NoReturn:
