@@ -59,12 +59,12 @@ def _check_version(library: str, tested: Tested) -> None:
     low, high = (".".join(map(str, one)) for one in tested)
     if numbers < tested.lowest:
         raise ConfigurationError(
-            f"kvtrainer.integrations.{library} needs {library} {low} or newer, but found {found}; pip install "
+            f"kvtrainer.integrations.{library} needs {library} {low} or newer, and found {found}; pip install "
             f"--upgrade 'kvtrainer[{library}]' installs one that fits"
         )
     if numbers > tested.newest:
         warnings.warn(
-            f"kvtrainer.integrations.{library} was tested with {library} {low} to {high}, but found {found}; if "
+            f"kvtrainer.integrations.{library} was tested with {library} {low} to {high}, and found {found}; if "
             f"something fails, pip install '{library}=={high}.*' installs the newest that was tested",
             stacklevel=4,
         )
