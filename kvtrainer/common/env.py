@@ -114,6 +114,8 @@ PLACES = frozenset(_MORE_PLACES).union(
 
 @dataclass(frozen=True)
 class Topology:
+    """A worker's rank, the number of workers, and the servers' addresses by index."""
+
     rank: int
     num_workers: int
     servers: tuple[str, ...]

@@ -232,6 +232,8 @@ def _failure(
 
 
 class CallResult(NamedTuple):
+    """The result of a call in a worker."""
+
     at: float
     """When it ended, in seconds of the host's monotonic clock."""
     value: Any

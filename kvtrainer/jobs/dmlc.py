@@ -294,6 +294,8 @@ def _leave(client: SchedulerClient, servers: Session) -> None:
 
 
 class SchedulerClient:
+    """A process's connection to the scheduler of its job."""
+
     def __init__(self, root: str) -> None:
         self._root = root
         # The name may become resolvable while this waits.

@@ -42,6 +42,8 @@ _MAX_NAME = 255
 
 @dataclass
 class _Member:
+    """A process that has joined."""
+
     join: m.JoinJob
     # Identifies its heartbeats.
     token: int

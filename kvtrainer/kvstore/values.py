@@ -28,6 +28,8 @@ _INT_LIMIT = 1 << 63
 
 
 class Entry:
+    """A key of a store, with its spec and its table."""
+
     __slots__ = ("dtype", "spec", "table")
 
     def __init__(self, spec: TensorSpec, table: RemoteTable) -> None:

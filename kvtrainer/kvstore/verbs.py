@@ -894,6 +894,8 @@ def agreement_of(store: KVStoreBase | None) -> Agreement:
 
 
 class _Holder:
+    """Reads and writes the optimizer state of one table."""
+
     def __init__(self, client: Client, table: RemoteTable) -> None:
         self._client, self._table = client, table
 

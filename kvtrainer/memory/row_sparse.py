@@ -57,6 +57,8 @@ _filling = threading.RLock()
 
 
 class Owner(Protocol):
+    """The Trainer that owns a row-sparse parameter."""
+
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """Fetch rows (distinct ids, ascending) as a CPU tensor of shape (number of ids, elements of a row)."""
 

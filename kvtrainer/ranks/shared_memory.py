@@ -56,6 +56,8 @@ Piece = tuple[Tensor, Tensor]
 
 
 class _Peer(NamedTuple):
+    """Another rank of this host."""
+
     rank: int
     end: socket.socket
     # A pidfd. It becomes readable when the process ends, even if a child still has the socket open.
@@ -199,6 +201,8 @@ class RankMemory:
 
 
 class Shared(NamedTuple):
+    """The result of `share_memory`."""
+
     memory: RankMemory | None
     ranks: Sequence[int]
     """The ranks that were to share memory with this one, including itself."""

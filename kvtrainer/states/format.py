@@ -63,6 +63,8 @@ _SIGNS = (
 
 
 class StateHolder(Protocol):
+    """Keeps optimizer state by slice, here or on a server."""
+
     def get_state(self, piece: Slice) -> States: ...
     def put_state(self, piece: Slice, state: States) -> None: ...
 

@@ -94,6 +94,8 @@ class Worker(NamedTuple):
 
 
 class WaitStatus(NamedTuple):
+    """Something that ranks wait for on a server."""
+
     what: str
     seconds: float
     missing: list[int]
@@ -164,6 +166,8 @@ class Job(NamedTuple):
 
 
 class View(NamedTuple):
+    """All servers and jobs at one moment."""
+
     at: float
     servers: list[ServerStatus]
     jobs: list[Job]
