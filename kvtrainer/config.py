@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from kvstore_server import check
 from kvstore_server.optimizer import Optimizer, create
+from kvtrainer.common.registries import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -39,7 +40,6 @@ from kvtrainer.options.paramwise import (
     rows_of,
     unwrapped,
 )
-from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS
 
 _log = logging.getLogger(__name__)
 
@@ -339,6 +339,7 @@ def _amp_of(scale: Any, dtype: Any) -> Any:
     return {"dtype": dtype} if is_wide and scale == "dynamic" else {"dtype": dtype, "loss_scale": scale}
 
 
+@OPTIMIZER_CONSTRUCTORS.register()
 class DefaultOptimizerConstructor:
     """Makes a torch optimizer whose groups follow from paramwise_cfg.
 

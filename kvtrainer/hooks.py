@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvstore_server import check
 from kvtrainer.anomalies import checked_mode, report_anomalies
+from kvtrainer.common.registries import HOOKS
 from kvtrainer.config import hook_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, UnregisteredNameError
 from kvtrainer.options.loss_scaler import make_precision, unscale
@@ -173,6 +174,7 @@ _GENERAL = {name: name.replace("train_", "").replace("val_", "") for name in Hoo
 _PLACES = frozenset({*_GENERAL, *_GENERAL.values()})
 
 
+@HOOKS.register()
 class OptimizerHook(Hook):
     """Backward pass, clipping and update, with the loss in `runner.outputs`; the Trainer's own pipeline does it.
 
@@ -276,6 +278,7 @@ class OptimizerHook(Hook):
         return {name: value for name, value in vars(self).items() if is_told.get(name)}
 
 
+@HOOKS.register()
 class Fp16OptimizerHook(OptimizerHook):
     """An OptimizerHook that scales the loss. The model computes in half precision where that is safe.
 
@@ -377,6 +380,7 @@ class Fp16OptimizerHook(OptimizerHook):
             )
 
 
+@HOOKS.register()
 class GradientCumulativeOptimizerHook(OptimizerHook):
     """An OptimizerHook that sums the gradients of several batches before an update.
 
@@ -411,6 +415,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
+@HOOKS.register()
 class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
     """A Fp16OptimizerHook that updates every `cumulative_iters` batches; its other arguments are given by name."""
 
@@ -542,6 +547,7 @@ class ValueHook(Hook):
         return values
 
 
+@HOOKS.register()
 class LrUpdaterHook(ValueHook):
     """Write learning rates; derive from it and override `get_lr`. Arguments: as of `ValueHook`."""
 
@@ -555,6 +561,7 @@ class LrUpdaterHook(ValueHook):
     get_warmup_lr = ValueHook._get_warmup
 
 
+@HOOKS.register()
 class MomentumUpdaterHook(ValueHook):
     """Write momentum, or the first of the betas; derive from it and override `get_momentum`.
 
@@ -572,46 +579,57 @@ class MomentumUpdaterHook(ValueHook):
     get_warmup_momentum = ValueHook._get_warmup
 
 
+@HOOKS.register()
 class FixedLrUpdaterHook(LrUpdaterHook, policy="fixed"):
     """`lr_config=dict(policy="fixed")`."""
 
 
+@HOOKS.register()
 class StepLrUpdaterHook(LrUpdaterHook, policy="step"):
     """`lr_config=dict(policy="step", step, gamma=0.1, min_lr=None)`."""
 
 
+@HOOKS.register()
 class ExpLrUpdaterHook(LrUpdaterHook, policy="exp"):
     """`lr_config=dict(policy="exp", gamma)`."""
 
 
+@HOOKS.register()
 class PolyLrUpdaterHook(LrUpdaterHook, policy="poly"):
     """`lr_config=dict(policy="poly", power=1.0, min_lr=0.0)`."""
 
 
+@HOOKS.register()
 class InvLrUpdaterHook(LrUpdaterHook, policy="inv"):
     """`lr_config=dict(policy="inv", gamma, power=1.0)`."""
 
 
+@HOOKS.register()
 class CosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="CosineAnnealing"):
     """`lr_config=dict(policy="CosineAnnealing", min_lr or min_lr_ratio)`."""
 
 
+@HOOKS.register()
 class FlatCosineAnnealingLrUpdaterHook(LrUpdaterHook, policy="FlatCosineAnnealing"):
     """`lr_config=dict(policy="FlatCosineAnnealing", start_percent=0.75, …)`. Also min_lr or min_lr_ratio."""
 
 
+@HOOKS.register()
 class CosineRestartLrUpdaterHook(LrUpdaterHook, policy="CosineRestart"):
     """`lr_config=dict(policy="CosineRestart", periods, restart_weights=[1], …)`. Also min_lr or min_lr_ratio."""
 
 
+@HOOKS.register()
 class LinearAnnealingLrUpdaterHook(LrUpdaterHook, policy="LinearAnnealing"):
     """`lr_config=dict(policy="LinearAnnealing", min_lr or min_lr_ratio)`."""
 
 
+@HOOKS.register()
 class CyclicLrUpdaterHook(LrUpdaterHook, policy="cyclic"):
     """`lr_config=dict(policy="cyclic", target_ratio, cyclic_times, …)`. Also step_ratio_up, anneal_strategy, gamma."""
 
 
+@HOOKS.register()
 class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
     """`lr_config=dict(policy="OneCycle", max_lr, …)`.
 
@@ -644,22 +662,27 @@ class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
         return replace(self._policy, options=options)(base, *self._progress(runner))
 
 
+@HOOKS.register()
 class StepMomentumUpdaterHook(MomentumUpdaterHook, policy="step"):
     """`momentum_config=dict(policy="step", step, gamma=0.5, min_momentum=None)`."""
 
 
+@HOOKS.register()
 class CosineAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="CosineAnnealing"):
     """`momentum_config=dict(policy="CosineAnnealing", …)`. It takes min_momentum or min_momentum_ratio."""
 
 
+@HOOKS.register()
 class LinearAnnealingMomentumUpdaterHook(MomentumUpdaterHook, policy="LinearAnnealing"):
     """`momentum_config=dict(policy="LinearAnnealing", …)`. It takes min_momentum or min_momentum_ratio."""
 
 
+@HOOKS.register()
 class CyclicMomentumUpdaterHook(MomentumUpdaterHook, policy="cyclic"):
     """`momentum_config=dict(policy="cyclic", target_ratio=(0.85 / 0.95, 1.0), …)`."""
 
 
+@HOOKS.register()
 class OneCycleMomentumUpdaterHook(MomentumUpdaterHook, policy="OneCycle"):
     """`momentum_config=dict(policy="OneCycle", base_momentum=0.85, …)`. max_momentum is 0.95 by default."""
 

@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 
 from kvstore_server import check
 from kvstore_server.errors import did_you_mean
+from kvtrainer.common.registries import SCHEDULES
 from kvtrainer.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -27,7 +28,6 @@ from kvtrainer.errors import (
     UnknownNameError,
     UnregisteredNameError,
 )
-from kvtrainer.registry import SCHEDULES
 from kvtrainer.schedules.formulas import MMENGINE, OF_MMENGINE
 from kvtrainer.schedules.param_schedule import BoundSchedule, ParamSchedule, ScheduleSpec
 from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, bound_by, is_scheduler

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from kvstore_server import check
+from kvtrainer.common.registries import MODELS
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.config import check_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, file_error
 from kvtrainer.kvstore.agreement import Agreement
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.registry import MODELS
 from kvtrainer.schedules.config import build_param_schedules, schedules_by_optimizer
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.strategy import environment, parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 
 from kvstore_server.optimizer import create, create_from_spec
 from kvstore_server.optimizer import registry as of_stores
-from kvtrainer import registry
+from kvtrainer import hooks, registry
 from kvtrainer.config import import_modules
 from kvtrainer.errors import (
     ArgumentTypeError,
@@ -25,6 +26,7 @@ from kvtrainer.errors import (
     UnregisteredNameError,
 )
 from kvtrainer.registry import OPTIMIZERS, Registry
+from tests.support.processes import ROOT
 
 
 class Box:
@@ -135,11 +137,21 @@ def test_names_of_optimizers_are_torchs_before_gluons() -> None:
         OPTIMIZERS.get("Adamm")
 
 
-def test_built_in_constructors_and_hooks_are_found_by_name() -> None:
+def test_every_hook_of_the_library_is_found_by_name() -> None:
+    names = [name for name in vars(hooks) if name.endswith(("OptimizerHook", "UpdaterHook"))]
+    assert len(names) == 22
+    for name in names:
+        assert registry.HOOKS.get(name) is getattr(hooks, name)
+
+
+def test_built_in_names_are_found_though_a_script_imports_only_the_registries() -> None:
     assert registry.OPTIMIZER_BUILDERS is registry.OPTIMIZER_CONSTRUCTORS
-    assert "DefaultOptimizerConstructor" in registry.OPTIMIZER_CONSTRUCTORS
-    for name in ("GradientCumulativeFp16OptimizerHook", "CosineRestartLrUpdaterHook"):
-        assert registry.HOOKS.get(name).__name__ == name
+    script = (
+        "from kvtrainer.registry import HOOKS, OPTIMIZER_CONSTRUCTORS, OPTIMIZERS\n"
+        "print('OptimizerHook' in HOOKS, 'DefaultOptimizerConstructor' in OPTIMIZER_CONSTRUCTORS, 'sgd' in OPTIMIZERS)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stdout.split() == ["True"] * 3
 
 
 @pytest.mark.parametrize("names", [(), ("Crate",), ("Crate", "Chest")])
