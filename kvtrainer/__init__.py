@@ -81,7 +81,7 @@ _CLASSES = {
 }
 """Class or function → its module."""
 _MODULES = {"kv": "kvstore"}
-"""Another name of a module → its own: MXNet calls it so, too."""
+"""Other name of a module → its own. `kv` is MXNet's name."""
 
 
 def __dir__() -> list[str]:
@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: importing torch takes longer than all that kvlaunch does, and kvlaunch has no use for it.
+    # Modules are loaded on first use, because kvlaunch does not need torch, whose import takes longer than all it does.
     if name in _CLASSES:
         return getattr(importlib.import_module(f"kvtrainer.{_CLASSES[name]}"), name)
     if name in __all__:

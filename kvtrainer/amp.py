@@ -1,4 +1,4 @@
-"""Gluon's loss scaling, for half-precision gradients, as of `torch.autocast`::
+"""Loss scaling for half-precision gradients, as in Gluon, for use with `torch.autocast`::
 
     kvtrainer.amp.init_trainer(trainer)
     ...
@@ -8,8 +8,8 @@
         scaled.backward()
     trainer.step(batch_size)
 
-A step in which a gradient overflows on any worker is skipped by all of them, wherever the optimizer runs: no weight, no
-optimizer state and no update count changes, the gradients are used up, and the scale is halved for the next step.
+If a gradient overflows on any worker, all workers skip the step, wherever the optimizer runs: no weight, optimizer
+state or update count changes, the gradients count as used, and the next step has half the scale.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _Loss = TypeVar("_Loss", bound=Tensor | Sequence[Tensor])
 
 @uncompiled
 def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
-    """Give a Trainer a loss scaler; call it on every worker, with equal scalers.
+    """Give a Trainer a loss scaler. Call it on every worker, with equal scalers.
 
     Args:
-        trainer: one that has a scaler, from saved states say, keeps it unless another is given.
-        scaler: by default a new LossScaler, which begins at 2^16.
+        trainer: Keeps the scaler it already has (from saved states, for example) unless another is given.
+        scaler: A new LossScaler by default, whose scale starts at 2^16.
 
     Raises:
-        ArgumentTypeError: `trainer` is no Trainer.
+        ArgumentTypeError: `trainer` is not a Trainer.
     """
     if not isinstance(trainer, Trainer):
         got = f"{type(trainer).__name__}: {trainer!r:.80}"
@@ -57,13 +57,13 @@ def init_trainer(trainer: Trainer, scaler: LossScaler | None = None) -> None:
 @uncompiled
 @contextmanager
 def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
-    """Yield the loss times the Trainer's loss scale, to call `backward` on. Of several losses it yields a list.
+    """Yield the loss times the Trainer's loss scale, to call `backward` on; for several losses, a list.
 
-    The next `step` or `update` divides the gradients by the scale. A loss of half precision may overflow itself; keep
+    The next `step` or `update` divides the gradients by the scale. A half-precision loss may itself overflow: compute
     it in float32, as torch.autocast does.
 
     Raises:
-        AmpNotInitializedError: the Trainer has no loss scaler.
+        AmpNotInitializedError: The Trainer has no loss scaler.
         ConfigurationError: `unscale` was called since the last step.
     """
     scaler = scaler_of(trainer)
@@ -76,25 +76,25 @@ def scale_loss(loss: _Loss, trainer: Trainer) -> Iterator[Any]:
 
 @uncompiled
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, for a Trainer: a gradient that overflows on any worker skips the step of all.
+    """torch.amp.GradScaler for a Trainer: a gradient that overflows on any worker skips the step on all of them.
 
-    What a worker has found travels with its contribution, so there is no further message, and `update` sees the
-    decision instead of this worker's part of it: scales stay equal on all workers. With one of torch's optimizers it
-    is torch's GradScaler. Several Trainers, as of a GAN, may share one::
+    Each worker's finding travels with its contribution, so this costs no further message, and `update` uses the common
+    decision: scales stay equal on all workers. With a torch optimizer this is torch's own GradScaler. Several Trainers,
+    for example those of a GAN, may share one::
 
         scaler.scale(loss).backward()
         scaler.unscale_(trainer)  # if the loop wants to see unscaled gradients
         result = scaler.step(trainer)  # a StepResult; other arguments go to trainer.step
         scaler.update()
 
-    With contributions that count one by one, in async mode, each worker has a scale of its own. A worker that waits at
-    the end of a `trainer.join()` block does not see what becomes of the others' steps: its scale may be another one
-    afterwards, which changes no gradient (the Trainer's option amp="dynamic" follows there too). Gradients in float16
-    cannot be unscaled where they are; build the Trainer with amp="dynamic" for them, which does it in float32.
+    In asynchronous modes each worker has a scale of its own. A worker that waits at the end of a `trainer.join()` block
+    does not see the outcome of the other workers' steps. Its scale may differ afterwards, which changes no gradient
+    (with the option amp="dynamic" the scale follows there too). float16 gradients cannot be unscaled in place; use the
+    Trainer's option amp="dynamic" for them, which unscales in float32.
 
     Args:
-        device: "cuda" or "cpu"; by default "cuda" where there is one.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as of torch.amp.GradScaler.
+        device: "cuda" or "cpu"; by default "cuda" if available.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in torch.amp.GradScaler.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(chosen, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of the coming step by the scale, where they are; at most once before `step`.
+        """Divide the gradients of the coming step by the scale, in place; at most once before `step`.
 
         Raises:
-            ConfigurationError: a Trainer's gradients are float16, or it scales losses itself.
-            RuntimeError: it was called already since the last `update`.
+            ConfigurationError: The Trainer's gradients are float16, or it scales losses itself.
+            RuntimeError: It was already called since the last `update`.
         """
         if self._enabled and _is_trainer(optimizer):
             refuse_second_scaler(optimizer)
@@ -130,23 +130,25 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale unless that was done, and let the Trainer step. If one worker overflows, all skip the step.
+        """Unscale, unless that was done, and step the Trainer. If any worker overflows, all workers skip the step.
 
         Returns:
-            The Trainer's StepResult; with another optimizer what its `step` returns, None where it was skipped.
+            The Trainer's StepResult. For a torch optimizer, what its `step` returns, or None if it was skipped.
 
         Raises:
-            ConfigurationError: as of `unscale_`.
-            RuntimeError: there is a closure, or it was called already since the last `update`.
+            ConfigurationError: As in `unscale_`.
+            RuntimeError: A closure was given, or `step` was already called since the last `update`.
             Any error of the Trainer's `step`.
         """
         if not self._enabled or not _is_trainer(optimizer):
             return super().step(optimizer, *args, **kwargs)
+        # 1. Refuse what torch's GradScaler refuses.
         if kwargs.get("closure") is not None or (args and callable(args[0])):
             raise RuntimeError("a GradScaler cannot step with a closure: its gradients would not be unscaled")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        # 2. Find overflows here, and step together with the other workers.
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         overflows = any(found.item() for found in state["found_inf_per_device"].values())
@@ -154,20 +156,21 @@ class GradScaler(torch.amp.GradScaler):
         try:
             result = vote(overflows, self.get_scale(), *args, **kwargs)
         except NonFiniteGradientError:
-            self._note(state, True)  # on all workers
+            self._note(state, True)  # all workers raise it
             raise
+        # 3. From here on `update` sees the common decision.
         self._note(state, result.skipped)
         return result
 
     def _note(self, state: dict[str, Any], is_skipped: bool) -> None:
-        """Let `update` see what all workers have decided, in place of what was found here."""
+        """Replace this worker's finding by the common decision, which `update` reads."""
         assert self._scale is not None
         decision = torch.full_like(self._scale, float(is_skipped))
         state["found_inf_per_device"] = {self._scale.device: decision}
         state["stage"] = OptState.STEPPED
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state. An empty one, which a disabled scaler saves, changes nothing."""
+        """Load a state. An empty one, which a disabled scaler saves, changes nothing."""
         if state_dict:
             super().load_state_dict(state_dict)
 
@@ -175,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         if _is_trainer(optimizer):
-            # Gradients that were used up stay readable: an old infinity among them must not count again.
+            # Used gradients stay in `.grad`: an infinity in an old one must not count again.
             given = SimpleNamespace(param_groups=[{"params": _fresh(optimizer)}])
             optimizer = cast(torch.optim.Optimizer, given)
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -186,5 +189,5 @@ def _is_trainer(optimizer: object) -> bool:
 
 
 def _fresh(trainer: Any) -> list[Tensor]:
-    """Return the parameters of all devices whose gradients the coming step would use."""
+    """Return the parameters, on all devices, whose gradients the coming step would use."""
     return [parameter for _, parameter in trainer._named_fresh()]

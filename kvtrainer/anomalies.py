@@ -1,4 +1,4 @@
-"""Faults of a loss before its backward pass: parameters that it does not depend on, and values such as NaN."""
+"""Checks of a loss before its backward pass: parameters it does not depend on, and NaN or infinite values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtrainer.errors import (
 _log = logging.getLogger(__name__)
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""The node of torch.utils.checkpoint with use_reentrant=True, which hides what was computed inside it."""
+"""The autograd node of torch.utils.checkpoint with use_reentrant=True. It hides what was computed inside."""
 
 
 class Unused(NamedTuple):
@@ -33,19 +33,19 @@ class Unused(NamedTuple):
 
 
 def find_unused_parameters(loss: Any, named_parameters: Any) -> list[Unused]:
-    """Find parameters that get no gradient from a loss: unused in the forward pass, or with no way from there to it.
+    """Find parameters that would get no gradient from a loss, because it does not depend on them.
 
-    Walks over the graph that autograd has recorded, before the backward pass frees it; no gradient is computed, and
-    nothing is waited for. Frozen parameters, and those of lazy modules that have no shape yet, are left out.
+    This walks the autograd graph before the backward pass frees it. It computes no gradient and does not synchronize
+    with a device. Frozen parameters, and uninitialized ones of lazy modules, are left out.
 
-    Parameters that were used only inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` are reported
-    although they get a gradient, because that records nothing of what happens inside; use_reentrant=False does.
-    A region that torch.compile made counts as using all parameters that it was given.
+    Parameters used only inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` are reported although they
+    get a gradient, because the graph does not record what happens inside; with use_reentrant=False it does. A region
+    compiled by torch.compile counts as using all parameters that were passed to it.
 
     Args:
-        loss: a tensor, or losses in sequences or mappings: that of each replica, say.
-        named_parameters: (name, parameter) pairs, a mapping, or a Module. For a parameter there may be a sequence of
-            its replicas; it is used if one of them is.
+        loss: A tensor, or losses in sequences or mappings (for example one per replica).
+        named_parameters: (name, parameter) pairs, a mapping, or a Module. A sequence of replicas may stand for a
+            parameter, which is used if one of them is.
 
     Returns:
         Names and shapes, in the order of the parameters.
@@ -56,15 +56,15 @@ def find_unused_parameters(loss: Any, named_parameters: Any) -> list[Unused]:
 def report_anomalies(
     loss: Any, named_parameters: Any, mode: bool | str = "log", logger: logging.Logger | None = None
 ) -> list[Unused]:
-    """Log the parameters that `find_unused_parameters` finds, or raise if any.
+    """Log the parameters that `find_unused_parameters` finds, or raise if there are any.
 
     Args:
-        loss, named_parameters: as of `find_unused_parameters`.
-        mode: "log" or True writes a line at level ERROR for each; "raise" raises; False looks for nothing.
-        logger: where to; this module's by default.
+        loss, named_parameters: As in `find_unused_parameters`.
+        mode: "log" or True logs a line at level ERROR for each; "raise" raises; False does nothing.
+        logger: Where to log; this module's logger by default.
 
     Raises:
-        AnomalousParametersError: `mode` is "raise" and there is one; names all of them.
+        AnomalousParametersError: `mode` is "raise" and there are unused parameters; names all of them.
         ConfigurationError: `mode` is something else.
     """
     what = checked_mode(mode)
@@ -87,7 +87,7 @@ def report_anomalies(
         )
     to = _log if logger is None else logger
     for name, shape in unused:
-        # MMCV's own call and line: a runner's logger may be something that has only this.
+        # The same call and text as MMCV: a runner's logger may offer no other method.
         text = f"{name} with shape {torch.Size(shape)} is not in the computational graph"
         to.log(level=logging.ERROR, msg=text)
     if hint:
@@ -96,10 +96,10 @@ def report_anomalies(
 
 
 def checked_mode(mode: Any) -> Literal[False, "log", "raise"]:
-    """Read the option `detect_anomalous_params` as False, "log" or "raise".
+    """Return the option `detect_anomalous_params` as False, "log" or "raise".
 
     Raises:
-        ConfigurationError: it is nothing of the kind.
+        ConfigurationError: It is something else. True means "log", None means False.
     """
     if mode is False or mode is None:
         return False
@@ -111,14 +111,15 @@ def checked_mode(mode: Any) -> Literal[False, "log", "raise"]:
 
 
 def check_loss(loss: Any, on_nonfinite: str = "raise") -> bool:
-    """Return whether a loss may be used: whether all of it is finite, as far as that matters. Waits for its value.
+    """Return whether a loss may be used: it is finite, or need not be. Blocks until its value is known.
 
     Args:
-        loss: a tensor, or losses in sequences or mappings.
-        on_nonfinite: "raise"; "skip", which leaves the consequence to the caller; "ignore", which does not even look.
+        loss: A tensor, or losses in sequences or mappings.
+        on_nonfinite: "raise"; "skip", where the caller acts on False; "ignore", which always returns True without a
+            look.
 
     Raises:
-        NonFiniteLossError: it is infinite or not a number, and `on_nonfinite` is "raise".
+        NonFiniteLossError: The loss is infinite or NaN, and `on_nonfinite` is "raise".
         ConfigurationError: `on_nonfinite` is something else.
     """
     check.one_of("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
@@ -136,7 +137,7 @@ def check_loss(loss: Any, on_nonfinite: str = "raise") -> bool:
 
 
 def describe_nonfinite(loss: Any) -> str | None:
-    """Return 'Loss is NaN' or 'Loss is infinite'; None if all of it is finite. Waits for its value."""
+    """Return 'Loss is NaN' or 'Loss is infinite', or None if all of it is finite. Blocks until its value is known."""
     losses = [one.detach() for one in losses_of(loss)]
     if all(bool(torch.isfinite(one).all()) for one in losses):
         return None
@@ -145,10 +146,10 @@ def describe_nonfinite(loss: Any) -> str | None:
 
 
 def losses_of(loss: Any) -> list[Tensor]:
-    """List the tensors in a loss, which may be nested in sequences and mappings.
+    """List the tensors of a loss, which may be nested in sequences and mappings.
 
     Raises:
-        ArgumentTypeError: there is something else in it.
+        ArgumentTypeError: It contains something else.
     """
     if isinstance(loss, Tensor):
         return [loss]
@@ -165,7 +166,7 @@ def losses_of(loss: Any) -> list[Tensor]:
 
 
 def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unused], bool]:
-    """Find the unused parameters, and whether a part of the graph cannot be seen."""
+    """Find the unused parameters. The flag is true if a reentrant checkpoint hides a part of the graph."""
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
     pairs = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
@@ -174,16 +175,17 @@ def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unuse
         replicas = [given] if isinstance(given, Tensor) else list(given)
         trained = [p for p in replicas if p.requires_grad and not is_lazy(p)]
         if trained:
-            # Where a gradient would be added up. Holding the node keeps its identity.
+            # The node that accumulates the gradient. A reference keeps it alive, so its identity stays valid.
             nodes = [get_gradient_edge(p).node for p in trained]
             places.append((Unused(name, tuple(trained[0].shape)), nodes))
+    # A parameter is used if the walk from the losses comes to one of its nodes.
     reached = _reached([get_gradient_edge(loss).node for loss in losses if loss.requires_grad])
     unused = [found for found, nodes in places if not any(node in reached for node in nodes)]
     return unused, any(type(node).__name__ == _REENTRANT for node in reached)
 
 
 def _reached(roots: Iterable[Node]) -> set[Node]:
-    """Collect all nodes of the graph; without recursion, because graphs are deeper than Python's stack."""
+    """Return all nodes that can be reached from these. Not recursive: graphs are deeper than Python's stack."""
     waiting = list(roots)
     seen = set(waiting)
     while waiting:

@@ -1,6 +1,15 @@
 """A Trainer's arguments from configurations: dicts in the forms of MMCV and mmengine.
 
-A constructor of one's own makes a torch optimizer of a model and two configurations; `constructor` names it::
+`trainer_arguments` reads a whole configuration, whose optimizer is either MMCV's (`optimizer`, `optimizer_config`,
+`fp16`, `lr_config`) or mmengine's (`optim_wrapper`, `param_scheduler`). It works in three steps:
+
+1. Sections are copied, so that the user's dict never changes, and checked for unknown or misspelled keys.
+2. Each section is translated into keyword arguments of the Trainer, under the Trainer's own names (`_OF_HOOK`,
+   `_RENAMED`). Nothing is built except what a constructor of the user's builds.
+3. `joined` merges the results. It refuses two different values for one argument; equal ones are accepted.
+
+Names of classes are looked up in `kvtrainer.registry`. A constructor of your own returns a torch optimizer for a model
+and two configurations; `constructor` names it::
 
     @OPTIMIZER_CONSTRUCTORS.register()
     class Halving:
@@ -47,7 +56,7 @@ SECTIONS = (
     "custom_imports", "optimizer", "optimizer_config", "fp16", "lr_config", "momentum_config", "optim_wrapper",
     "param_scheduler", "runner", "train_cfg", "total_epochs", "max_epochs", "max_iters", "epoch_length",
 )  # fmt: skip
-"""Sections that `trainer_arguments` reads, beside arguments of a Trainer by their own names."""
+"""The sections that `trainer_arguments` reads, beside arguments of a Trainer under their own names."""
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _OF_RUNNER = ("type", *_RUN[:2])
 _HOOK = ("type", "grad_clip", "detect_anomalous_params")
@@ -58,24 +67,24 @@ _HOOKS = {
     "GradientCumulativeOptimizerHook": (*_HOOK, "cumulative_iters"),
     "GradientCumulativeFp16OptimizerHook": (*_HOOK, *_FP16, "cumulative_iters"),
 }
-"""Hooks whose options a Trainer has, and those options."""
+"""MMCV's optimizer hooks whose work a Trainer does, and the options of each."""
 _OF_HOOK = {
     "grad_clip": "clip_grad",
     "cumulative_iters": "accumulate",
     "detect_anomalous_params": "detect_anomalous_params",
     "loss_scale": "amp",
 }
-"""Options of the hooks, and what the Trainer calls them."""
+"""Option of a hook → the Trainer's name for it."""
 ARGUMENTS = (
     "kvstore", "compression_params", "update_on_kvstore", "paramwise", "clip_grad", "amp", "accumulate", "schedules",
     "detect_anomalous_params", "on_nonfinite", "overlap", "overlap_pull", "hierarchy", "bucket_size_mb", "coalesce",
 )  # fmt: skip
-"""Options of a Trainer that a configuration may have under their own names."""
+"""Options of a Trainer that a configuration may contain under their own names."""
 _AMP_WRAPPER = "AmpOptimWrapper"
 _WRAPPERS = ("OptimWrapper", "Trainer", _AMP_WRAPPER)
-"""Types of an optim_wrapper that are a Trainer; so is one without a type."""
+"""Types of an optim_wrapper that mean a Trainer; no type means one, too."""
 _RENAMED = {"paramwise_cfg": "paramwise", "accumulative_counts": "accumulate"}
-"""mmengine's names of options of a Trainer, and ours."""
+"""mmengine's name of an option → the Trainer's."""
 _SCALING = ("loss_scale", "dtype")
 _OF_WRAPPER = ("type", "optimizer", "constructor")
 _WRAPPER_OPTIONS = (*_RENAMED, *(n for n in ARGUMENTS if n not in ("kvstore", "bucket_size_mb", "coalesce")))
@@ -83,36 +92,43 @@ _DELETE = "_delete_"
 
 
 def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of a Trainer for a model and a configuration.
+    """Return the keyword arguments of a Trainer for a model and a configuration.
+
+    lr_config, momentum_config and param_scheduler become `schedules`. Those that depend on the length of the training
+    take it from max_epochs or max_iters, which may also be in `runner` or `train_cfg`. Sections for other parts of a
+    training program are ignored and named in one log line.
 
     Args:
-        model: What is to be trained.
-        cfg: The sections of `SECTIONS`, each as in MMCV (optim_wrapper as in mmengine), and arguments of the Trainer by
-            their own names. An optimizer's type is torch's; Gluon's 'sgd' is "gluon:sgd". `fp16` and `optimizer_config`
-            together are those of a Fp16OptimizerHook. lr_config, momentum_config and param_scheduler become
-            `schedules`; those that lead to an end take it from max_epochs or max_iters, which may also be in `runner`
-            or `train_cfg`. Sections of other parts of a training program are left alone, and named once in the log.
+        model: The model to train.
+        cfg: The sections of `SECTIONS`, each as in MMCV (optim_wrapper as in mmengine), and arguments of the Trainer
+            under their own names. The optimizer's type is torch's; Gluon's 'sgd' is "gluon:sgd". `fp16` and
+            `optimizer_config` together are those of an Fp16OptimizerHook.
 
     Raises:
-        ArgumentTypeError: a section has a wrong type.
-        ConfigurationError: a key is unknown, or two of them say the same thing.
-        UnregisteredNameError: a type or a constructor is not registered.
-        CustomImportError: a module of custom_imports cannot be imported.
+        ArgumentTypeError: A section has a wrong type.
+        ConfigurationError: A key is unknown, or two keys mean the same.
+        UnregisteredNameError: A type or a constructor is not registered.
+        CustomImportError: A module of custom_imports cannot be imported.
     """
+    # 1. Copy, look for misspelled sections, and import what registers names.
     cfg = copied(cfg, "the configuration")
     _name_others(cfg)
     if cfg.get("custom_imports") is not None:
         imports = section(cfg, "custom_imports")
         check.known("custom_imports", imports, ("imports", "allow_failed_imports"), error=UnknownNameError)
         import_modules(imports.get("imports", ()), imports.get("allow_failed_imports", False))
+    # 2. The optimizer, in mmengine's or in MMCV's form.
     if cfg.get("optim_wrapper") is not None:
         if doubled := [key for key in ("optimizer", "optimizer_config", "fp16") if cfg.get(key) is not None]:
-            raise ConfigurationError(f"give optim_wrapper or {', '.join(doubled)}, which say the same")
+            raise ConfigurationError(
+                f"optim_wrapper replaces {', '.join(doubled)}; leave one or the other out"
+            )
         of_optimizer = wrapper_arguments(model, cfg["optim_wrapper"])
     elif cfg.get("optimizer") is not None:
         of_optimizer = optimizer_arguments(model, cfg["optimizer"])
     else:
         raise ConfigurationError("the configuration needs an 'optimizer', such as dict(type='SGD', lr=0.01)")
+    # 3. Merge with options that have the Trainer's names, and with the schedules.
     own = {key: cfg[key] for key in ARGUMENTS if key in cfg and key != "schedules"}
     arguments = joined([own, of_optimizer, hook_arguments(_hook_options(cfg))])
     schedules = [*_given_schedules(arguments), *_given_schedules(cfg), *_described_schedules(cfg)]
@@ -120,7 +136,7 @@ def trainer_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_overrides(trainer: type, overrides: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError if this class of Trainers does not take an argument. It names those."""
+    """Raise ConfigurationError if this class of Trainers does not take one of the arguments, with the valid names."""
     takes = inspect.signature(trainer).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
         names = [name for name in dict.fromkeys([*takes, *ARGUMENTS]) if name != "params"]
@@ -131,14 +147,14 @@ def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Trainer's arguments for the options of one of MMCV's optimizer hooks.
 
     Raises:
-        ConfigurationError: a switch is neither True nor False, or there is a loss_scale, but it is None.
+        ConfigurationError: A switch is not a bool, or loss_scale is None.
     """
     found = {_OF_HOOK[name]: value for name, value in options.items() if name in _OF_HOOK}
     if found.get("clip_grad", found) is None:
         del found["clip_grad"]
     if found.get("amp", found) is None:
         raise ConfigurationError("loss_scale must be 'dynamic', a number or a dict; got None")
-    # The defaults of these leave it to the store, whatever that is.
+    # The defaults of the next options mean whatever the store does, so they are not passed on.
     if not check.boolean("coalesce", options.get("coalesce", True)):
         found["coalesce"] = False
     if options.get("bucket_size_mb", -1) != -1:
@@ -160,7 +176,7 @@ def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
             kind = kind.replace("Optimizer", "Fp16Optimizer")
     if kind not in _HOOKS:
         raise ConfigurationError(
-            f"optimizer_config of type {kind!r} is none that a Trainer stands for; those are {', '.join(_HOOKS)}"
+            f"optimizer_config of type {kind!r} is not supported by a Trainer; supported are {', '.join(_HOOKS)}"
         )
     check.known(f"optimizer_config ({kind})", options, _HOOKS[kind], error=UnknownNameError)
     return {"loss_scale": 512.0, **options} if "loss_scale" in _HOOKS[kind] else options
@@ -174,9 +190,10 @@ def _given_schedules(cfg: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return lr_config, momentum_config and param_scheduler. Each has the training's length, if that is known."""
+    """Return lr_config, momentum_config and param_scheduler, each with the training's length if that is known."""
     runner, loop = section(cfg, "runner"), section(cfg, "train_cfg")
     length: dict[str, Any] = {}
+    # The length may be given in several places, if they agree.
     for part in (cfg, runner, {"max_epochs": cfg.get("total_epochs")}, loop):
         told = {key: part[key] for key in _RUN if part.get(key) is not None}
         length = joined([length, told])
@@ -192,27 +209,27 @@ def _described_schedules(cfg: Mapping[str, Any]) -> list[Any]:
 
 
 def _name_others(cfg: Mapping[str, Any]) -> None:
-    """Log which sections no Trainer reads; raise UnknownNameError if one is a misspelt one that it does."""
+    """Log which sections no Trainer reads. Raise UnknownNameError if one looks like a misspelled name."""
     others = check.others("the configuration", cfg, (*SECTIONS, *ARGUMENTS), error=UnknownNameError)
     of_runner = check.others("runner", section(cfg, "runner"), _OF_RUNNER, error=UnknownNameError)
     others += [f"runner.{key}" for key in of_runner]
     if others:
-        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
+        _log.warning("ignored, because they are not for the Trainer: %s", ", ".join(others))
 
 
 def optimizer_arguments(
     model: Any, cfg: Any, paramwise_cfg: Any = None, constructor: Any = None
 ) -> dict[str, Any]:
-    """Return a Trainer's arguments for an optimizer's configuration. It may be a built optimizer, too.
+    """Return a Trainer's arguments for an optimizer's configuration, which may also be a built optimizer.
 
     Args:
-        cfg: "type" and options, and possibly "constructor" and "paramwise_cfg".
-        paramwise_cfg: If `cfg` has none.
-        constructor: If `cfg` has none. One of the user's own makes a torch optimizer, whose groups the Trainer takes.
+        cfg: "type" and options, and optionally "constructor" and "paramwise_cfg".
+        paramwise_cfg: Used if `cfg` has none.
+        constructor: Used if `cfg` has none. The user's own returns a torch optimizer, whose groups the Trainer uses.
 
     Raises:
-        ArgumentTypeError: `cfg` is no dict and no optimizer, or the constructor made no torch optimizer.
-        ConfigurationError: as `trainer_arguments`.
+        ArgumentTypeError: `cfg` is not a dict or an optimizer, or the constructor did not return a torch optimizer.
+        ConfigurationError: As in `trainer_arguments`.
     """
     return _only(_each_optimizer(model, cfg, paramwise_cfg, constructor))
 
@@ -221,13 +238,13 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
     """Return a Trainer's arguments for an `optim_wrapper` of mmengine. `read_wrapper` reads it.
 
     Raises:
-        ArgumentTypeError, ConfigurationError: as `trainer_arguments`; or the type is that of another wrapper.
+        ArgumentTypeError, ConfigurationError: As in `trainer_arguments`; or the type is that of another wrapper.
     """
     cfg = copied(cfg, "optim_wrapper")
     kind, each = read_wrapper(model, cfg)
     if kind is not None:
         those = ", ".join(_WRAPPERS)
-        text = f"optim_wrapper of type {cfg['type']!r} is none that a Trainer stands for; those are {those}"
+        text = f"optim_wrapper of type {cfg['type']!r} is not supported by a Trainer; supported are {those}"
         raise ConfigurationError(text)
     return _only(each)
 
@@ -236,31 +253,35 @@ def _only(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "" not in each:
         several = ", ".join(each)
         raise ArgumentTypeError(
-            f"a Trainer has one optimizer, the constructor made {several}; use a Strategy"
+            f"a Trainer has one optimizer, but the constructor returned {several}; use a Strategy"
         )
     return each[""]
 
 
 def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) -> dict[str, dict[str, Any]]:
-    """Return what `optimizer_arguments` does, by name of each optimizer; a single one has the name ''."""
+    """Return the result of `optimizer_arguments` by name of each optimizer; the name of a single one is ''."""
+    # 1. A built optimizer has its groups already.
     if isinstance(cfg, torch.optim.Optimizer | Optimizer):
         if paramwise_cfg is not None or constructor is not None:
             raise ConfigurationError(
-                f"a {type(cfg).__name__} instance brings its own groups; for paramwise_cfg or a constructor give its "
-                "type and options"
+                f"a {type(cfg).__name__} instance has its own groups; to use paramwise_cfg or a constructor, give its "
+                "type and options instead"
             )
         return {"": _instance_arguments(model, cfg)}
+    # 2. The inner dict and the arguments may both name a constructor, but not different ones.
     given = dict(check.mapping("optimizer, as in dict(type='SGD', lr=0.01),", cfg, error=ArgumentTypeError))
     own = {key: given.pop(key) for key in ("paramwise_cfg", "constructor") if key in given}
     outer = {"paramwise_cfg": paramwise_cfg, "constructor": constructor}
     choice = joined([own, {key: value for key, value in outer.items() if value is not None}])
     paramwise, maker = choice.get("paramwise_cfg"), _own_constructor(choice.get("constructor"))
+    # 3. Without a constructor the Trainer builds the optimizer, on servers too.
     if maker is None:
         kind, options = OPTIMIZERS.split(given)
         if isinstance(kind, type):
-            DefaultOptimizerConstructor(given, paramwise)  # checks them
+            DefaultOptimizerConstructor(given, paramwise)  # checks the options
             arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
             return {"": arguments if paramwise is None else {**arguments, "paramwise": paramwise}}
+    # 4. A constructor sees the plain model. It may return one optimizer or a dict of several.
     inner = unwrapped(model)
     made = (maker or DefaultOptimizerConstructor)(given, paramwise)(
         inner.module if hasattr(inner, "named_replicas") else inner
@@ -274,13 +295,13 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
 
 
 def _own_constructor(constructor: Any) -> Any:
-    """Return the constructor that a name or a class means; None for the default one, whose work a Trainer does."""
+    """Return the constructor for a name or class; None for the default one, whose work the Trainer does itself."""
     kind = OPTIMIZER_CONSTRUCTORS.get(constructor) if isinstance(constructor, str) else constructor
     return None if kind is DefaultOptimizerConstructor else kind
 
 
 def _instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
-    """Return a Trainer's arguments for an optimizer: its parameters, under their names in the model, and itself."""
+    """Return a Trainer's arguments for a built optimizer: its parameters, under their names in the model."""
     model = unwrapped(model)
     is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
     if isinstance(instance, torch.optim.Optimizer) and is_named:
@@ -294,18 +315,19 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
     """Read an `optim_wrapper` of mmengine.
 
     Args:
-        cfg: type, optimizer, constructor; paramwise_cfg, accumulative_counts and other options of the Trainer; of an
-            AmpOptimWrapper also loss_scale ('dynamic') and dtype. With a constructor and no optimizer all that is no
-            option is the constructor's.
+        cfg: type, optimizer, constructor; paramwise_cfg, accumulative_counts and other options of the Trainer; for an
+            AmpOptimWrapper also loss_scale ('dynamic') and dtype. With a constructor and no optimizer, all items that
+            are not options are for the constructor.
 
     Returns:
-        What its type means, None for a Trainer itself; and the Trainer's arguments for each optimizer that is made, by
-        name: a single one has the name ''.
+        The class that its type names, None for a Trainer; and the Trainer's arguments for each optimizer, by name. The
+        name of a single optimizer is ''.
 
     Raises:
-        ConfigurationError: an option is unknown, two say the same, or there is no optimizer.
-        UnregisteredNameError: there is no wrapper or constructor of this name.
+        ConfigurationError: An option is unknown, two options mean the same, or there is no optimizer.
+        UnregisteredNameError: There is no wrapper or constructor of this name.
     """
+    # 1. Separate the optimizer's items from the Trainer's options.
     kind, optimizer = cfg.get("type") or _WRAPPERS[0], cfg.get("optimizer")
     constructor = _own_constructor(cfg.get("constructor"))
     others = {n: value for n, value in cfg.items() if n not in _OF_WRAPPER and value is not None}
@@ -314,10 +336,12 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
         others = {n: value for n, value in others.items() if n not in optimizer}
     if optimizer is None:
         raise ConfigurationError(f"optim_wrapper needs an 'optimizer', got {dict(cfg)!r:.200}")
+    # 2. Use the Trainer's names, and combine what concerns mixed precision.
     options = joined([{_RENAMED.get(name, name): value} for name, value in others.items()])
     if kind == _AMP_WRAPPER and ("amp" not in options or set(_SCALING) & set(options)):
         scaling = _amp_of(*(options.pop(name, None) for name in _SCALING))
         options = joined([options, {"amp": scaling}])
+    # 3. A wrapper of the user's may take any options, so only ours are checked.
     found = None
     if kind in _WRAPPERS:
         known = (*_OF_WRAPPER, *_WRAPPER_OPTIONS, *(_SCALING if kind == _AMP_WRAPPER else ()))
@@ -329,7 +353,7 @@ def read_wrapper(model: Any, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, dic
 
 
 def _amp_of(scale: Any, dtype: Any) -> Any:
-    """Return mmengine's loss_scale and dtype as a Trainer's `amp`; bfloat16 needs no scale that adapts."""
+    """Return mmengine's loss_scale and dtype as a Trainer's `amp`. bfloat16 needs no dynamic scale."""
     scale = "dynamic" if scale is None else check.as_mapping(scale)
     if isinstance(scale, Mapping):
         return {**scale, **({} if dtype is None else {"dtype": dtype})}
@@ -341,18 +365,18 @@ def _amp_of(scale: Any, dtype: Any) -> Any:
 
 @OPTIMIZER_CONSTRUCTORS.register()
 class DefaultOptimizerConstructor:
-    """Makes a torch optimizer whose groups follow from paramwise_cfg.
+    """Builds a torch optimizer whose groups follow from paramwise_cfg.
 
-    For other groups override `param_groups`; or `add_params(params, module)`, as MMCV's subclasses do, which appends
+    For other groups override `param_groups`; or, as MMCV's subclasses do, `add_params(params, module)`, which appends
     groups to a list.
 
     Args:
-        optimizer_cfg: "type" and the options of an optimizer of torch's kind.
-        paramwise_cfg: As `kvtrainer.options.paramwise.apply_paramwise` takes it.
+        optimizer_cfg: "type" and the options of a torch optimizer.
+        paramwise_cfg: As in `kvtrainer.options.paramwise.apply_paramwise`.
 
     Raises:
-        ArgumentTypeError: `optimizer_cfg`, `paramwise_cfg` or its custom_keys is no dict.
-        ConfigurationError: `paramwise_cfg` has an unknown key, or multiplies a weight_decay that there is not.
+        ArgumentTypeError: `optimizer_cfg`, `paramwise_cfg` or its custom_keys is not a dict.
+        ConfigurationError: `paramwise_cfg` has an unknown key, or multiplies a weight_decay that is not given.
     """
 
     def __init__(self, optimizer_cfg: Mapping[str, Any], paramwise_cfg: Any = None) -> None:
@@ -368,32 +392,33 @@ class DefaultOptimizerConstructor:
         self._validate_cfg()
 
     def _validate_cfg(self) -> None:
-        """Check `paramwise_cfg`. Subclasses that make groups of their own may have more in it."""
+        """Check `paramwise_cfg`. Subclasses that build their own groups may have additional keys."""
         kind, default, cfg = type(self), DefaultOptimizerConstructor, self.paramwise_cfg
         if kind.add_params is not default.add_params or kind.param_groups is not default.param_groups:
             cfg = {name: value for name, value in cfg.items() if name in CFG_KEYS}
         paramwise_rules(cfg, self.optimizer_cfg)
 
     def __call__(self, model: Module) -> torch.optim.Optimizer:
-        """Make the optimizer.
+        """Build the optimizer.
 
         Raises:
-            ConfigurationError: the optimizer is not of torch's kind, or refuses its options.
+            ConfigurationError: The type is not a torch optimizer, or refuses its options.
         """
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
         if isinstance(kind, type) and not issubclass(kind, torch.optim.Optimizer):
             name = self.optimizer_cfg["type"]
-            raise ConfigurationError(f"{name!r} is no torch optimizer; give it without a constructor")
+            raise ConfigurationError(f"{name!r} is not a torch optimizer; use it without a constructor")
         groups, self.report = self.param_groups(model)
         made = kind([dict(group) for group in groups], **options)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigurationError(f"{kind!r} must make a torch optimizer, got {made!r:.80}")
+            raise ConfigurationError(f"{kind!r} must return a torch optimizer, got {made!r:.80}")
         return made
 
     def param_groups(self, model: Module) -> ParamGroups:
-        """Return the groups for a model, and the report of them."""
+        """Return the groups for a model, and a report of them."""
         if type(self).add_params is DefaultOptimizerConstructor.add_params:
             return self._grouped(model)
+        # A subclass that overrides `add_params` builds the groups; names are for the report.
         params: list[dict[str, Any]] = []
         self.add_params(params, unwrapped(model))
         names = {id(p): name for name, p in model.named_parameters()}
@@ -405,25 +430,26 @@ class DefaultOptimizerConstructor:
     def add_params(
         self, params: list[dict[str, Any]], module: Module, prefix: str = "", is_dcn_module: Any = None
     ) -> None:
-        """Append the groups of a model to a list. MMCV's arguments; a prefix is refused with a ConfigurationError."""
+        """Append a model's groups to a list. Arguments are MMCV's; a prefix is refused with a ConfigurationError."""
         if prefix:
-            raise ConfigurationError(f"add_params() takes a whole model once, and no prefix {prefix!r}")
+            raise ConfigurationError(f"add_params() takes a whole model and no prefix, got prefix {prefix!r}")
         params.extend(self._grouped(module).groups)
 
     def _grouped(self, model: Module) -> ParamGroups:
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
-        # What a function would make of its options is not known before.
+        # The defaults of a function's optimizer are not known before it is called.
         defaults = dict(create(kind, **options).hyper) if isinstance(kind, type) else None
         return apply_paramwise(model, self.paramwise_cfg or None, options, defaults)
 
 
 def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overlaid with `new`, dicts within dicts too; neither is changed.
+    """Return `base` overlaid with `new`, recursively in nested dicts; neither is changed.
 
-    A dict of `new` with `_delete_=True` replaces what `base` has instead; without a dict there, or None, it must.
+    A dict in `new` with `_delete_=True` replaces the value in `base`. It is required if that value is
+    neither a dict nor None.
 
     Raises:
-        ArgumentTypeError: a dict would be laid over something else.
+        ArgumentTypeError: A dict would be laid over a value of another type.
     """
     merged = copied(base, "the base configuration")
     for key, value in check.mapping("the new configuration", new, error=ArgumentTypeError).items():
@@ -445,7 +471,7 @@ def merge_config(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, A
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the entries of several dicts together. Raises ConfigurationError if two have other values for one key."""
+    """Merge several dicts. Raises ConfigurationError if two have different values for a key."""
     entries: dict[str, Any] = {}
     for part in parts:
         twice = [name for name in part if name in entries and not check.is_same(part[name], entries[name])]
@@ -459,12 +485,12 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def section(cfg: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of the dict under a key, empty where there is none. Raises ArgumentTypeError if it is no dict."""
+    """Return a copy of the dict under a key, empty if missing. Raises ArgumentTypeError if it is not a dict."""
     return {} if cfg.get(name) is None else copied(cfg[name], name)
 
 
 def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ArgumentTypeError unless this is a dict of arguments of the function. It says what is similar."""
+    """Raise ArgumentTypeError unless `given` is a dict of arguments of the function; the message suggests names."""
     given = check.mapping(what, given, error=ArgumentTypeError)
     takes = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in takes):
@@ -473,7 +499,7 @@ def check_arguments(what: str, function: Callable[..., Any], given: Mapping[str,
 
 
 def copied(given: Any, what: str) -> dict[str, Any]:
-    """Copy a dict, called `what`, into plain dicts without marks of merging. Raises ArgumentTypeError if it is none."""
+    """Copy a dict, recursively, without `_delete_` marks. ArgumentTypeError names `what` if it is not a dict."""
 
     def copy(value: Any) -> Any:
         value = check.as_mapping(value)
@@ -485,11 +511,12 @@ def copied(given: Any, what: str) -> dict[str, Any]:
 
 
 def import_modules(imports: str | Sequence[str], allow_failed_imports: bool = False) -> None:
-    """Import modules by one name or several.
+    """Import one module by name, or several.
 
     Raises:
-        ArgumentTypeError: something is no name.
-        CustomImportError: an import failed; also an ImportError. A FailedImportWarning with allow_failed_imports.
+        ArgumentTypeError: A name is not a str.
+        CustomImportError: An import failed; also an ImportError. With allow_failed_imports a FailedImportWarning
+            instead.
     """
     names = [imports] if isinstance(imports, str) else imports
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):

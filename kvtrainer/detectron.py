@@ -1,4 +1,4 @@
-"""Detectron's optimizer: its rules for parameters, its configuration keys, and its recipe for several GPUs."""
+"""Detectron's optimizer: its rules for parameters, its configuration keys, and linear scaling over several GPUs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _SOLVER: Mapping[str, Any] = {
     "SCALE_MOMENTUM_THRESHOLD": 1.1, "LOG_LR_CHANGE_THRESHOLD": 1.1,
 }  # fmt: skip
 _DEFAULTS = {**{f"SOLVER.{name}": value for name, value in _SOLVER.items()}, "NUM_GPUS": 1, "USE_NCCL": False}
-"""Detectron's keys about the optimizer, and their defaults."""
+"""Detectron's keys that concern the optimizer, with its defaults."""
 _SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in _DEFAULTS))
 _LEAST_RATE = 1e-7
-"""Below it Detectron does not correct the momentum: a rate as small was a placeholder."""
+"""Detectron does not correct the momentum below this learning rate, which it takes for a placeholder."""
 
 
 def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> list[Rule]:
-    """Detectron's rules: biases learn at twice the rate without decay, scales of GroupNorm decay by themselves.
+    """Return Detectron's rules: biases get a multiple of the learning rate and no decay, GroupNorm scales their own
+    decay.
 
-    Every bias counts, those of GroupNorm and of affine layers too. All else is as the optimizer says.
+    Every bias counts, also those of GroupNorm and of affine layers. Other parameters keep the optimizer's options.
 
     Args:
-        weight_decay_gn: The weight decay of GroupNorm scales, absolute.
-        bias_lr_mult: The learning rate of biases is that of the optimizer times this.
+        weight_decay_gn: The weight decay of GroupNorm scales; not multiplied by the optimizer's.
+        bias_lr_mult: The learning rate of biases, as a multiple of the optimizer's.
     """
     return [
         Rule(_is_bias, name="bias", lr_mult=bias_lr_mult, weight_decay=0.0, warn_unmatched=False),
@@ -44,7 +45,7 @@ def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> 
 
 
 class Recipe(NamedTuple):
-    """A schedule for a number of devices."""
+    """A schedule for some number of devices."""
 
     base_lr: float
     steps: list[int]
@@ -52,13 +53,18 @@ class Recipe(NamedTuple):
 
 
 def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float) -> Recipe:
-    """Scale a schedule to `n` times as many images in each iteration: n times the rate, an n-th of the iterations.
+    """Scale a schedule to `n` times as many images per iteration: `n` times the learning rate, 1/n of the iterations.
 
-    `n` is the new number of devices over the one that the arguments are for; 1 / 8 goes from eight to one. Iterations
-    are rounded to the nearest.
+    This is the linear scaling rule of Goyal et al. (https://arxiv.org/abs/1706.02677), as Detectron applies it.
+
+    Args:
+        n: The new number of devices divided by the number that the schedule is for: 1 / 8 goes from eight to one.
+
+    Returns:
+        The scaled schedule, with iterations rounded to the nearest integer.
 
     Raises:
-        ConfigurationError: `n` is not above 0, or a number is none.
+        ConfigurationError: `n` is not above 0, or an argument is not a number.
     """
     check.number("base_lr", base_lr)
     check.number("max_iter", max_iter)
@@ -68,22 +74,23 @@ def linear_scaling(base_lr: float, steps: Sequence[int], max_iter: int, n: float
 
 
 def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments to train as Detectron does with a configuration.
+    """Return the Trainer arguments that train a model as Detectron does with a configuration.
 
-    The optimizer is Gluon's 'sgd', which has the learning rate inside its momentum as caffe2 has. SCALE_MOMENTUM
-    becomes its `momentum_correction`; changes of the rate are not logged. Policy and warm-up are a schedule by step.
-    Sections of other parts of a training program are left alone, and named once in the log.
+    The optimizer is Gluon's 'sgd', which applies the learning rate inside the momentum, as caffe2 does. SCALE_MOMENTUM
+    becomes its `momentum_correction`. Policy and warm-up become a schedule that counts steps. Sections for other parts
+    of a training program are ignored and named in one log line.
 
     Args:
-        model: What the Trainer is to train: with several NUM_GPUS a DataParallel with as many replicas.
+        model: The model to train. With NUM_GPUS above 1, a DataParallel with that many replicas.
         cfg: SOLVER.*, NUM_GPUS and USE_NCCL, nested ({"SOLVER": {"BASE_LR": 0.02}}) or flat ({"SOLVER.BASE_LR": 0.02}).
-            What is missing has Detectron's default. NUM_GPUS and USE_NCCL are for `detectron_devices`.
+            Missing keys have Detectron's defaults. NUM_GPUS and USE_NCCL are for `detectron_devices`.
 
     Raises:
-        ArgumentTypeError: `cfg` is no dict.
-        ConfigurationError: a key of SOLVER is unknown, or given twice with different values, or a number is none; or
-            the model has not NUM_GPUS replicas.
+        ArgumentTypeError: `cfg` is not a dict.
+        ConfigurationError: A key of SOLVER is unknown, is given twice with different values, or is not a number; or the
+            model does not have NUM_GPUS replicas.
     """
+    # 1. Read the keys, and compare the number of devices with the model.
     count, reducer = detectron_devices(cfg)
     read = _read(cfg)
     cfg = check.mapping("Detectron's configuration", cfg)
@@ -91,11 +98,13 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
     replicas = len(getattr(model, "replicas", (model,)))
     if "NUM_GPUS" in cfg and replicas != count:
         raise ConfigurationError(
-            f"NUM_GPUS is {count}, but the model has {replicas} replicas; give kvtrainer.DataParallel(model, devices, "
-            f"reducer={reducer!r}) with {count} devices, or NUM_GPUS={replicas}"
+            f"NUM_GPUS is {count}, but the model has {replicas} replicas; pass kvtrainer.DataParallel(model, devices, "
+            f"reducer={reducer!r}) with {count} devices, or set NUM_GPUS={replicas}"
         )
+    # 2. Name what is ignored.
     if others := _others(cfg):
-        _log.warning("not for the Trainer, and so not read: %s", ", ".join(others))
+        _log.warning("ignored, because they are not for the Trainer: %s", ", ".join(others))
+    # 3. Translate caffe2's options into those of Gluon's sgd.
     options = {
         "learning_rate": solver["BASE_LR"],
         "momentum": solver["MOMENTUM"],
@@ -114,10 +123,9 @@ def detectron_arguments(model: Any, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
-    """Return how many devices train, and the reducer of their gradients: "nccl", or "tree" as Detectron's own.
+    """Return the number of devices, and how `kvtrainer.DataParallel` should reduce their gradients.
 
-    They are for `kvtrainer.DataParallel`. One device alone has "auto".
-
+    The reducer is "nccl" with USE_NCCL, otherwise "tree", which is Detectron's own; for a single device it is "auto".
     Raises as `detectron_arguments` does.
     """
     read = _read(cfg)
@@ -127,9 +135,10 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all keys, flat."""
+    """Return the values of all keys, in flat form, with defaults for those that are missing."""
     cfg = check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
     others = set(_others(cfg))
+    # Mappings become flat keys, so that SOLVER.BASE_LR given in both forms is noticed.
     own = {
         key: check.as_mapping(value) for key, value in cfg.items() if str(key).partition(".")[0] not in others
     }
@@ -144,12 +153,12 @@ def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
     check.boolean("SOLVER.SCALE_MOMENTUM", read["SOLVER.SCALE_MOMENTUM"])
     log_threshold = "SOLVER.LOG_LR_CHANGE_THRESHOLD"
     if read[log_threshold] != _DEFAULTS[log_threshold]:
-        raise ConfigurationError(f"{log_threshold} would have no effect: changes of the rate are not logged")
+        raise ConfigurationError(f"{log_threshold} has no effect: changes of the rate are not logged")
     return read
 
 
 def _others(cfg: Mapping[str, Any]) -> list[str]:
-    """Return the sections that are of other parts of a training program. Raises ConfigurationError of misspelt ones."""
+    """Return the sections for other parts of a program. Raises ConfigurationError if one looks misspelled."""
     sections = dict.fromkeys(str(key).partition(".")[0] for key in cfg)
     return check.others("Detectron's configuration", sections, _SECTIONS)
 

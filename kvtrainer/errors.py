@@ -1,4 +1,4 @@
-"""Every error that `kvtrainer` raises on purpose: the store's, and those that only a training loop knows."""
+"""Every error that `kvtrainer` raises on purpose: those of stores, and those specific to a training loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLACED = (
     "Did backward() run, and on the model that this Trainer was built for? load_state_dict(assign=True), and whatever "
     "else gives a module new Parameter objects, leaves the Trainer with the old ones: build a new Trainer then."
 )
-"""What to look for where no parameter at all has a new gradient."""
+"""A hint for errors where no parameter has a new gradient."""
 
 _Kind = TypeVar("_Kind", bound=KVStoreError)
 
@@ -41,10 +41,10 @@ _Kind = TypeVar("_Kind", bound=KVStoreError)
 def file_error(
     kind: type[_Kind], text: str, cause: BaseException | int, filename: str | os.PathLike[str]
 ) -> _Kind:
-    """Make an error of a kind that is also the one that Python has for this: FileNotFoundError and others.
+    """Return an error of this kind that is also Python's own for the cause, such as FileNotFoundError.
 
     Args:
-        cause: What was raised, or a number of `errno`. What is no error of the operating system adds nothing.
+        cause: The exception that was raised, or an `errno` number. Without a number the error is a plain `kind`.
         filename: As the user gave it.
     """
     number = cause if isinstance(cause, int) else getattr(cause, "errno", None)
@@ -61,6 +61,7 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
     if issubclass(kind, native):
         return kind
 
+    # The combined class is made at run time, so pickle rebuilds the error through `file_error`.
     def reduce(self: OSError) -> tuple[Any, ...]:
         return file_error, (kind, str(self), self.errno, self.filename)
 
@@ -68,7 +69,7 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
 
 
 def level_of_user() -> int:
-    """Count the frames from the caller up to the script. A warning points there: at what called this package."""
+    """Return the `stacklevel` with which a warning by the caller points to the user's line that called this package."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
@@ -76,7 +77,7 @@ def level_of_user() -> int:
 
 
 def _is_ours(module: str) -> bool:
-    """Return whether a module is of this package, or wraps the steps of optimizers."""
+    """Return whether a module is part of this package, or torch's wrapper around `Optimizer.step`."""
     return module.partition(".")[0] == "kvtrainer" or module == "torch.optim.optimizer"
 
 
@@ -84,47 +85,49 @@ ROW_MAJOR = (
     "a Trainer keeps weights row-major, in the order in which workers exchange them. Convolutions compute in "
     "channels_last all the same where their input has it: give the model x.to(memory_format=torch.channels_last)"
 )
-"""What to do about a memory format."""
+"""Explains the memory format, and what to do instead."""
 
 
 class ParameterMovedError(KVStoreError):
-    """A parameter's data were replaced after the trainer took it over: updates would not reach the model."""
+    """A parameter's storage was replaced after the Trainer took it over, so updates would not reach the model."""
 
 
 class WeightsWrittenError(KVStoreError):
-    """The loop changed weights that a store holds. The next step would overwrite the changes."""
+    """The training loop wrote to weights that a store owns. The next step would overwrite the changes."""
 
     @classmethod
     def of(cls, names: Sequence[str], total: int) -> WeightsWrittenError:
-        """Return the error that names the parameters, out of so many."""
+        """Build the error; `names` are the parameters that were written, of `total`."""
         return cls(
-            f"{len(names)} of {total} parameters were written to since the last step, but the kvstore's weights "
-            f"count, which this step would put in their place: {', '.join(names)}. Call trainer.set_data() on every "
-            "worker after such a write, which publishes rank 0's weights; or build the Trainer with "
-            "update_on_kvstore=False, which keeps the weights here"
+            f"{len(names)} of {total} parameters were written to since the last step, and this step would overwrite "
+            f"them with the kvstore's weights: {', '.join(names)}. Call trainer.set_data() on every worker after such "
+            "a write, which publishes rank 0's weights; or build the Trainer with update_on_kvstore=False, which keeps "
+            "the weights in this process"
         )
 
 
 class StaleGradientError(KVStoreError, UserWarning):
-    """A parameter has had no new gradient since the last step.
+    """A parameter has no new gradient since the last step.
 
-    Also a `UserWarning`, which is what Gluon raises for the same mistake.
+    It is also a `UserWarning`, which Gluon raises in this case.
     """
 
     @classmethod
     def of(
         cls, names: Sequence[str], total: int, is_any_fresh: bool, written: Sequence[str] = ()
     ) -> StaleGradientError:
-        """Name the parameters, out of so many, in an error; say more where no other one has a new gradient.
+        """Build the error.
 
         Args:
-            written: Those whose used gradient was written in place.
+            names: The parameters without a new gradient, of `total`.
+            is_any_fresh: Whether any other parameter has one.
+            written: Those of `names` whose used gradient was written in place.
         """
         hint = "" if is_any_fresh else f" {REPLACED}"
         if written:
             hint = (
-                f" Those of {', '.join(written)} were used and then written in place, which may be new values, or what "
-                "clipping made of the old ones: if they are new, assign them (p.grad = values), or zero them by "
+                f" Those of {', '.join(written)} were used and then written in place; the values may be new, or old "
+                "ones that were clipped. If they are new, assign them (p.grad = values), or call "
                 "zero_grad(set_to_none=False) before you write."
             )
         return cls(
@@ -134,69 +137,66 @@ class StaleGradientError(KVStoreError, UserWarning):
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument has a type that cannot be meant."""
+    """An argument has a wrong type."""
 
 
 class RowIdError(ConfigurationError, IndexError):
-    """Rows were asked for that a key does not have."""
+    """A row id is outside of a key's rows."""
 
 
 class RowSparseError(KVStoreError, RuntimeError):
-    """A row-sparse parameter was used in a way that values in a store do not allow."""
+    """A row-sparse parameter was used in a way that is not possible while a store has its values."""
 
 
 class BackwardTwiceError(KVStoreError, RuntimeError):
-    """The gradients of the losses of one batch were to be computed a second time."""
+    """The backward pass of a batch was started a second time."""
 
 
 class ConcurrentCallError(KVStoreError, RuntimeError):
-    """A thread called a Trainer or a store while another thread was in a call of it."""
+    """A Trainer or store was called while another thread was in a call of it."""
 
 
 class AmpNotInitializedError(ConfigurationError):
-    """A loss was to be scaled for a Trainer that has no loss scaler."""
+    """A loss should be scaled, but the Trainer has no loss scaler."""
 
 
 class AnomalousParametersError(KVStoreError, RuntimeError):
-    """Parameters get no gradient from a loss, and the Trainer was told to stop then; the message names them."""
+    """Parameters get no gradient from a loss, and the Trainer was told to raise then. Names them."""
 
 
 class NonFiniteLossError(KVStoreError, FloatingPointError):
-    """A loss is infinite or not a number."""
+    """A loss is infinite or NaN."""
 
 
 class NonFiniteNormWarning(UserWarning):
-    """The norm of the gradients is infinite or not a number, so they were not clipped. Warned, not raised."""
+    """The norm of the gradients is infinite or NaN, so they were not clipped. Warned, not raised."""
 
 
 class ScheduleWarning(UserWarning):
-    """A schedule would write an impossible value, and writes the nearest possible one. Warned, not raised."""
+    """A schedule computed an impossible value, and the nearest possible one is used. Warned, not raised."""
 
 
 class SparsePullWarning(UserWarning):
-    """A pull into sparse tensors was ignored, as in MXNet; `row_sparse_pull` is meant. Warned once per store."""
+    """A pull into sparse tensors was ignored, as in MXNet; use `row_sparse_pull`. Warned once per store."""
 
 
 class NoGradientWarning(UserWarning):
-    """A step found no new gradient at all here, so this worker gave nothing. Warned, not raised, once per Trainer."""
+    """No parameter had a new gradient, so this worker contributed nothing to a step. Warned once per Trainer."""
 
 
 class GradientWriteWarning(UserWarning):
-    """Gradients that a step had used were written in place. Warned, not raised.
+    """Gradients that a step had used were written in place. Warned once per Trainer, not raised.
 
-    They may have new values, or the old ones, clipped. It is said once per Trainer.
+    The values may be new, or old ones that were clipped.
     """
 
 
 class SharedWeightsWarning(UserWarning):
-    """Something still sees the memory where parameters lay before they moved.
-
-    It is another process, a NumPy array or a tensor. Warned, not raised.
-    """
+    """A process, NumPy array or tensor still uses the memory from which parameters were moved. Warned, not raised."""
 
 
 class SparseGradientWarning(UserWarning):
-    """Sparse gradients count as dense ones, where torch's optimizer refuses them. Warned once per Trainer."""
+    """Sparse gradients are treated as dense ones where torch's optimizer refuses them. Warned once per Trainer."""
 
 
 class MemoryFormatWarning(UserWarning):
@@ -204,29 +204,30 @@ class MemoryFormatWarning(UserWarning):
 
 
 class TorchNameWarning(UserWarning):
-    """An optimizer was named as torch spells it, and is Gluon's, with other numbers. Warned, not raised."""
+    """A name spelled as a torch class selected Gluon's optimizer, whose defaults differ. Warned, not raised."""
 
 
 class NotInitializedError(KVStoreError, RuntimeError):
-    """A parameter has no shape yet, because its lazy module has seen no input."""
+    """A parameter has no shape yet, because its lazy module has not seen an input."""
 
 
 class StateFileError(KVStoreError, OSError):
-    """A file of saved states cannot be written or read, or is no such file.
+    """A file of saved states cannot be written or read, or is not one.
 
-    Where the operating system says why, it is that error too (FileNotFoundError, …), with errno and filename.
+    If the operating system reported the cause, this is also that error (such as FileNotFoundError), with errno and
+    filename.
     """
 
 
 class ClusterError(KVStoreError, RuntimeError):
-    """A process of a local cluster ended without an error that can be raised here."""
+    """A process of a local cluster ended without an exception that could be raised in this one."""
 
 
 class WorkerTraceback(KVStoreError):
-    """Where a function failed on a worker; the cause of the exception that a cluster raises for it.
+    """Where a function failed on a worker: the cause of the exception that a cluster raises for it.
 
     Args:
-        rank: Of the worker.
+        rank: The worker's rank.
         text: Its traceback, and how other workers failed after it.
     """
 
@@ -239,47 +240,48 @@ class WorkerTraceback(KVStoreError):
 
 
 class TraceFileError(KVStoreError, OSError):
-    """The file of a profiler's trace cannot be written."""
+    """The trace file of a profiler cannot be written."""
 
 
 class StateMismatchError(ConfigurationError, RuntimeError):
-    """Saved states belong to another model or to another optimizer; the message names every difference.
+    """Saved states are for another model or optimizer; the message names every difference.
 
-    Also a ValueError, which torch raises of an optimizer's states, and a RuntimeError, which it raises of a model's.
+    It is also a ValueError, as torch raises for an optimizer's states, and a RuntimeError, as torch raises for a
+    model's.
     """
 
 
 class JointStepError(KVStoreError, NotImplementedError):
-    """Several Trainers were asked to do at once what each does by itself."""
+    """Several Trainers were asked to do together what each must do on its own."""
 
 
 class CheckpointKeyError(KVStoreError, KeyError):
-    """A checkpoint lacks a part that is to be resumed."""
+    """A checkpoint lacks a part that should be resumed."""
 
 
 class RegistryError(ConfigurationError, KeyError):
-    """A name cannot be registered, or a configuration does not say which one it means."""
+    """A name cannot be registered, or a configuration has no `type`."""
 
 
 class UnregisteredNameError(RegistryError, UnknownNameError):
-    """Nothing is registered under a name that a configuration asks for."""
+    """A configuration asks for a name that is not registered."""
 
 
 class GroupValueError(ConfigurationError, KeyError):
-    """A parameter group has no number of the name that is to be scheduled."""
+    """A parameter group lacks the value that should be scheduled."""
 
 
 class CustomImportError(ConfigurationError, ImportError):
-    """A module that a configuration asks to import cannot be imported."""
+    """A module listed in a configuration cannot be imported."""
 
 
 class FailedImportWarning(UserWarning):
-    """A module of `custom_imports` could not be imported. The configuration allows that: warned, not raised."""
+    """A module of `custom_imports` could not be imported, which the configuration allows. Warned, not raised."""
 
 
 class UnmatchedRuleWarning(UserWarning):
-    """A rule for options of parameters matches no parameter at all. Warned, not raised."""
+    """A rule for parameter options matches no parameter. Warned, not raised."""
 
 
 class DuplicateParameterWarning(UserWarning):
-    """Parameters that several modules share got their options where they appear first. Warned, not raised."""
+    """Parameters shared by several modules have the options of the first one. Warned, not raised."""

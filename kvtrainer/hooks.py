@@ -1,7 +1,16 @@
-"""Hooks for a runner, which call a Trainer at the right places of its loop; under MMCV's names.
+"""Hooks under MMCV's names, through which a runner trains with a Trainer.
 
-Those of schedules count what the runner counts, batches and epochs, and not updates. `lr_config` and `momentum_config`
-of a Trainer need no hook; these are for runners, and for classes that were derived from them.
+A runner is any object that calls `before_run`, `before_train_epoch`, `after_train_iter` and so on at these points of
+its loop. Each hook class says which attributes of the runner it reads. There are two families:
+
+- `OptimizerHook` and its subclasses call the Trainer's whole step after each batch. Their options are translated into
+  the Trainer's (`hook_arguments`) and set once, before the run. Clipping, loss scaling and accumulation are then done
+  by the Trainer, and so work over every kvstore.
+- `ValueHook` and its subclasses write learning rates and momentum into parameter groups. They count the runner's
+  batches and epochs; the Trainer's own schedules count updates. The formulas are those of `kvtrainer.schedules`.
+
+`lr_config` and `momentum_config` of a Trainer need no hook; these classes are for existing runners, and for classes
+derived from MMCV's. Hooks are not thread-safe: a runner calls them one after another.
 """
 
 from __future__ import annotations
@@ -37,13 +46,13 @@ from kvtrainer.types import StepResult
 _log = logging.getLogger(__name__)
 
 Values = list[Any] | dict[str, list[Any]]
-"""One for each parameter group; of several optimizers by their names."""
+"""A value for each parameter group; for several optimizers, a list by the name of each."""
 
 
 class Priority(IntEnum):
-    """In which order hooks run at the same place: the smallest first, MMCV's numbers.
+    """The order in which hooks run at the same point: the smallest number first. The numbers are MMCV's.
 
-    Schedules of the learning rate run at VERY_HIGH, those of the momentum at HIGH, the optimizer at ABOVE_NORMAL.
+    Learning-rate schedules have VERY_HIGH, momentum schedules HIGH, the optimizer ABOVE_NORMAL.
     """
 
     HIGHEST = 0
@@ -58,12 +67,12 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Return a priority from 0 (first) to 100. It is given as a number, or by its name in any case.
+    """Return a priority, given as a number from 0 (first) to 100 or as a name in any case, as a number.
 
     Raises:
-        UnregisteredNameError: there is none of that name; also a KeyError.
-        ArgumentTypeError: it is neither a number nor a name.
-        ConfigurationError: it is out of range.
+        UnregisteredNameError: There is no priority of that name; also a KeyError.
+        ArgumentTypeError: It is neither a number nor a name.
+        ConfigurationError: It is out of range.
     """
     if isinstance(priority, str):
         check.known("Priority", [priority.upper()], Priority.__members__, error=UnregisteredNameError)
@@ -75,122 +84,122 @@ def get_priority(priority: int | str | Priority) -> int:
 
 
 class Hook:
-    """Does nothing anywhere. Subclasses override what they need; a runner calls the methods by name.
+    """A hook that does nothing. Subclasses override what they need; a runner calls the methods by name.
 
-    Those of training and validation call the general ones by default.
+    By default, the methods for training and validation call the general ones.
     """
 
     stages: ClassVar[tuple[str, ...]] = (
         "before_run", "before_train_epoch", "before_train_iter", "after_train_iter", "after_train_epoch",
         "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_run",
     )  # fmt: skip
-    """The places of a runner's loop, in their order."""
+    """The points in a runner's loop, in order."""
     priority: Priority = Priority.NORMAL
-    """Where a runner puts the hook unless it is told otherwise."""
+    """Where a runner puts the hook by default."""
 
     def get_triggered_stages(self) -> list[str]:
-        """Return the stages at which the hook does something, in their order."""
+        """Return the stages at which the hook does something, in order."""
         kind = type(self)
         found = {name for name in _PLACES if getattr(kind, name) is not getattr(Hook, name)}
         return [name for name in self.stages if found & {name, _GENERAL.get(name, name)}]
 
     def before_run(self, runner: Any) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def after_run(self, runner: Any) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def before_epoch(self, runner: Any) -> None:
-        """Before any pass over the data."""
+        """Called before any pass over data."""
 
     def after_epoch(self, runner: Any) -> None:
-        """After any pass over the data."""
+        """Called after any pass over data."""
 
     def before_iter(self, runner: Any) -> None:
-        """Before any batch."""
+        """Called before any batch."""
 
     def after_iter(self, runner: Any) -> None:
-        """After any batch."""
+        """Called after any batch."""
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Before a pass over the training data."""
+        """Called before a pass over the training data."""
         self.before_epoch(runner)
 
     def after_train_epoch(self, runner: Any) -> None:
-        """After a pass over the training data."""
+        """Called after a pass over the training data."""
         self.after_epoch(runner)
 
     def before_train_iter(self, runner: Any) -> None:
-        """Before the forward pass of a training batch."""
+        """Called before the forward pass of a training batch."""
         self.before_iter(runner)
 
     def after_train_iter(self, runner: Any) -> None:
-        """After the forward pass of a training batch, with `runner.outputs` there."""
+        """Called after the forward pass of a training batch, when `runner.outputs` is set."""
         self.after_iter(runner)
 
     def before_val_epoch(self, runner: Any) -> None:
-        """Before a pass over the validation data."""
+        """Called before a pass over the validation data."""
         self.before_epoch(runner)
 
     def after_val_epoch(self, runner: Any) -> None:
-        """After a pass over the validation data."""
+        """Called after a pass over the validation data."""
         self.after_epoch(runner)
 
     def before_val_iter(self, runner: Any) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
         self.before_iter(runner)
 
     def after_val_iter(self, runner: Any) -> None:
-        """After a validation batch."""
+        """Called after a validation batch."""
         self.after_iter(runner)
 
     def every_n_epochs(self, runner: Any, n: int) -> bool:
-        """Tell if the epoch that is running is the last of `n`; never, for n < 1."""
+        """Return whether the current epoch is the last of each `n`; False for n < 1."""
         return n > 0 and (runner.epoch + 1) % n == 0
 
     def every_n_inner_iters(self, runner: Any, n: int) -> bool:
-        """Tell if the batch is the last of `n` within its epoch; never, for n < 1."""
+        """Return whether the batch is the last of each `n` in its epoch; False for n < 1."""
         return n > 0 and (runner.inner_iter + 1) % n == 0
 
     def every_n_iters(self, runner: Any, n: int) -> bool:
-        """Tell if the batch is the last of `n`; never, for n < 1."""
+        """Return whether the batch is the last of each `n`; False for n < 1."""
         return n > 0 and (runner.iter + 1) % n == 0
 
     def end_of_epoch(self, runner: Any) -> bool:
-        """Tell if the batch is the last of its epoch."""
+        """Return whether the batch is the last of its epoch."""
         return bool(runner.inner_iter + 1 == len(runner.data_loader))
 
     def is_last_epoch(self, runner: Any) -> bool:
-        """Tell if the epoch is the last of all."""
+        """Return whether this is the last epoch."""
         return bool(runner.epoch + 1 == runner.max_epochs)
 
     def is_last_iter(self, runner: Any) -> bool:
-        """Tell if the batch is the last of all."""
+        """Return whether this is the last batch."""
         return bool(runner.iter + 1 == runner.max_iters)
 
 
 _GENERAL = {name: name.replace("train_", "").replace("val_", "") for name in Hook.stages}
-"""The method that a stage calls by default."""
+"""Stage → the method that it calls by default."""
 _PLACES = frozenset({*_GENERAL, *_GENERAL.values()})
 
 
 @HOOKS.register()
 class OptimizerHook(Hook):
-    """Backward pass, clipping and update, with the loss in `runner.outputs`; the Trainer's own pipeline does it.
+    """Runs backward pass, clipping and update for the loss in `runner.outputs`, through the Trainer's own step.
 
-    `runner` is any object with `trainer`, or an `optimizer` that is one, and `outputs`: {"loss": tensor, "num_samples":
-    int}. With a `log_buffer` it gets "grad_norm", the norm before clipping, weighted by `num_samples`; that of a step
-    that was skipped is left out, because an infinity among them would hide all others.
+    `runner` is any object with a Trainer as its `trainer` or `optimizer`, and `outputs`: {"loss": tensor,
+    "num_samples": int}. If it has a `log_buffer`, that gets "grad_norm", the norm before clipping, weighted by
+    `num_samples`; except from a skipped step, whose infinite norm would spoil the average.
 
-    A subclass may override `clip_grads`, which then limits the reduced gradient in place of the Trainer, and
-    `detect_anomalous_parameters`, as MMCV's do.
+    A subclass may override `clip_grads`, which then clips the reduced gradient in place of the Trainer, and
+    `detect_anomalous_parameters`, as with MMCV's hooks.
 
     Args:
-        grad_clip: what the Trainer's `clip_grad` may be; None leaves that option as it is.
-        detect_anomalous_params: True or "log" logs parameters that are not in the loss, "raise" raises.
+        grad_clip: The Trainer's option `clip_grad`; None leaves that option unchanged.
+        detect_anomalous_params: True or "log" logs parameters that the loss does not depend on, "raise" raises.
 
     Raises:
-        ConfigurationError: an argument is wrong. `before_run` raises it if the Trainer refuses an option, as it does
+        ConfigurationError: An argument is wrong. `before_run` raises it if the Trainer refuses an option, as it does
             after its first step.
     """
 
@@ -205,7 +214,7 @@ class OptimizerHook(Hook):
         self._configured: weakref.ref[Any] | None = None
 
     def before_run(self, runner: Any) -> None:
-        """Set the Trainer's options; once for a Trainer, so that a runner may run again."""
+        """Set the Trainer's options, once per Trainer, so that a runner may run again."""
         trainer = trainer_of(runner)
         if self._configured is None or self._configured() is not trainer:
             options = hook_arguments(self._own_options())
@@ -215,7 +224,7 @@ class OptimizerHook(Hook):
             self._configured = weakref.ref(trainer)
 
     def after_train_iter(self, runner: Any) -> None:
-        """Update the weights; they are new when it returns, unless backward passes are being accumulated."""
+        """Run the step. When it returns the weights are new, unless gradients are being accumulated."""
         outputs = runner.outputs
         if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise ConfigurationError(
@@ -230,10 +239,12 @@ class OptimizerHook(Hook):
             buffer.update({"grad_norm": float(norm)}, outputs.get("num_samples", 1))
 
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
-        """Limit the gradients of these parameters as `grad_clip` says; return their norm before that, if it is limited.
+        """Clip the gradients of these parameters according to `grad_clip`. Return their norm before that, if a norm is
+        limited.
 
-        The Trainer limits the reduced gradient by itself, wherever that is, and does not call this. One that a subclass
-        defines is called between `allreduce_grads()` and `update()`, so not while the optimizer runs in the store.
+        The Trainer does not call this method: it clips the reduced gradient itself, in this process or on servers. Only
+        an override is called, between `allreduce_grads()` and `update()`, which requires that the store does not run
+        the optimizer.
         """
         given = dict(self.grad_clip or {})
         kind, grads = given.pop("type", "norm"), [p for p in params if p.requires_grad and p.grad is not None]
@@ -245,18 +256,19 @@ class OptimizerHook(Hook):
         return None
 
     def detect_anomalous_parameters(self, loss: Any, runner: Any) -> None:
-        """Log every parameter that is not in the loss, or raise. It logs to the runner's log if it has one."""
+        """Log every parameter that the loss does not depend on, or raise; to the runner's logger if it has one."""
         model, logger = getattr(runner, "model", None), getattr(runner, "logger", None)
         if isinstance(model, torch.nn.Module) and not isinstance(model, DataParallel):
             report_anomalies(loss, model, self.detect_anomalous_params, logger)
-        else:  # replicas, whose names the Trainer knows
+        else:  # for replicas, the Trainer knows the parameters' names
             trainer_of(runner).report_anomalies(loss, self.detect_anomalous_params, logger)
 
     def _update(self, trainer: Any, loss: Any) -> float | None:
-        """Make the step; return the norm that is to be logged."""
+        """Run the step; return the norm to log."""
         if type(self).clip_grads is OptimizerHook.clip_grads:
             result: StepResult = trainer.update_params(loss)
             return None if result.skipped else result.grad_norm
+        # A subclass clips by itself, so the step is run in its two halves.
         trainer.backward(loss)
         trainer.allreduce_grads()
         norm = None
@@ -268,10 +280,10 @@ class OptimizerHook(Hook):
         return None if norm is None or trainer.last.skipped else float(norm)
 
     def _hand_over(self, trainer: Any) -> None:
-        """Give a Trainer that has its options what is no option."""
+        """Called once, after the options were set, for what is not an option."""
 
     def _own_options(self) -> dict[str, Any]:
-        """Return what the Trainer is to be told, under MMCV's names."""
+        """Return the options to set on the Trainer, under MMCV's names."""
         is_told = {"loss_scale": True, "coalesce": True, "bucket_size_mb": True}
         is_told["grad_clip"] = type(self).clip_grads is OptimizerHook.clip_grads
         is_told["cumulative_iters"] = getattr(self, "cumulative_iters", 1) > 1
@@ -280,21 +292,21 @@ class OptimizerHook(Hook):
 
 @HOOKS.register()
 class Fp16OptimizerHook(OptimizerHook):
-    """An OptimizerHook that scales the loss. The model computes in half precision where that is safe.
+    """An OptimizerHook with loss scaling, for a model that computes in half precision where that is safe.
 
-    While the run lasts, `runner.model` computes its forward pass as `trainer.context()` says: under torch.autocast.
-    The scaler's state is in `runner.meta["fp16"]["loss_scaler"]` after every batch, so in every checkpoint, and is
-    taken from there by `before_run`.
+    During the run the forward pass of `runner.model` runs in `trainer.context()`, that is, under torch.autocast. After
+    every batch the scaler's state is stored in `runner.meta["fp16"]["loss_scaler"]`, and so in checkpoints;
+    `before_run` loads it from there.
 
     Args:
-        grad_clip, detect_anomalous_params: as of OptimizerHook; the gradient is unscaled first.
-        coalesce, bucket_size_mb: as of `Trainer.configure`, which takes them where gradients are reduced over ranks of
-            torch.distributed; the defaults, True and -1, leave it to the store, whatever it is.
-        loss_scale: "dynamic", a number, or a dict; as the Trainer's option `amp`.
-        distributed: False if there is only this worker. It must be true then: the store decides who takes part.
+        grad_clip, detect_anomalous_params: As in OptimizerHook; gradients are unscaled first.
+        coalesce, bucket_size_mb: As in `Trainer.configure`, for gradients that ranks of torch.distributed reduce. The
+            defaults, True and -1, leave the choice to the store.
+        loss_scale: "dynamic", a number, or a dict, as for the Trainer's option `amp`.
+        distributed: False if this is the only worker. This is only checked: the store decides who takes part.
 
     Raises:
-        ConfigurationError: an argument is wrong; `before_run`: the Trainer refuses an option.
+        ConfigurationError: An argument is wrong; `before_run`: the Trainer refuses an option.
     """
 
     def __init__(
@@ -307,17 +319,17 @@ class Fp16OptimizerHook(OptimizerHook):
         detect_anomalous_params: bool | str = False,
     ) -> None:
         super().__init__(grad_clip, detect_anomalous_params)
-        Buckets(bucket_size_mb, coalesce)  # checks them
+        Buckets(bucket_size_mb, coalesce)  # checks the values
         self.coalesce, self.bucket_size_mb = coalesce, bucket_size_mb
         self.loss_scale, self.distributed = loss_scale, bool(distributed)
         precision = make_precision(hook_arguments(self._own_options())["amp"])
         self.loss_scaler = None if precision is None else precision.scaler
-        """The scaler that the Trainer has once the run has begun; None with bfloat16, which needs none."""
+        """The scaler that the Trainer uses once the run has begun; None with bfloat16, which needs none."""
         self._autocast = ExitStack()
-        """Takes away what `before_run` has attached to the model."""
+        """Undoes what `before_run` has attached to the model."""
 
     def before_run(self, runner: Any) -> None:
-        """Set the Trainer's options, load the scaler's state, and switch autocast on. The state is in `runner.meta`."""
+        """Set the Trainer's options, load the scaler's state from `runner.meta`, and enable autocast."""
         trainer = trainer_of(runner)
         self._check_alone(trainer)
         super().before_run(runner)
@@ -340,16 +352,17 @@ class Fp16OptimizerHook(OptimizerHook):
         trainer.loss_scaler = self.loss_scaler
 
     def after_run(self, runner: Any) -> None:
-        """Switch autocast off."""
+        """Disable autocast."""
         self._autocast.close()
 
-    # For subclasses; this hook itself has no use for them.
+    # Subclasses may call these, as they do with MMCV's hook.
     copy_grads_to_fp32 = staticmethod(copy_grads_to_fp32)
     copy_params_to_fp16 = staticmethod(copy_params_to_fp16)
 
     def _attach_autocast(self, model: torch.nn.Module, trainer: Any) -> None:
-        """Run the model's forward pass in the Trainer's context, left also if it raises."""
+        """Run the model's forward pass in the Trainer's context, which is left even if it raises."""
         self._autocast.close()
+        # DataParallel runs replicas in threads, and autocast is a state of the thread.
         local = threading.local()
 
         def enter(*_: Any) -> None:
@@ -361,18 +374,18 @@ class Fp16OptimizerHook(OptimizerHook):
             if local.__dict__.get("open"):
                 local.open.pop().__exit__(None, None, None)
 
-        # The losses of replicas do not go through the forward pass of what holds them.
+        # The forward passes of replicas do not go through that of their DataParallel.
         for one in model.replicas if isinstance(model, DataParallel) else (model,):
             self._autocast.callback(one.register_forward_pre_hook(enter).remove)
             self._autocast.callback(one.register_forward_hook(leave, always_call=True).remove)
             for module in one.modules():
-                # Models made for MMCV ask this of themselves.
+                # Models written for MMCV check this attribute to choose their dtype.
                 if getattr(module, "fp16_enabled", None) is False:
                     setattr(module, "fp16_enabled", True)  # noqa: B010
                     self._autocast.callback(setattr, module, "fp16_enabled", False)
 
     def _check_alone(self, trainer: Any) -> None:
-        """Raise ConfigurationError if there are workers that should not be; a store is there since the first step."""
+        """Raise ConfigurationError if distributed=False contradicts the store, which exists from the first step on."""
         count = getattr(trainer.kvstore, "num_workers", 1)
         if not self.distributed and count > 1:
             raise ConfigurationError(
@@ -382,14 +395,14 @@ class Fp16OptimizerHook(OptimizerHook):
 
 @HOOKS.register()
 class GradientCumulativeOptimizerHook(OptimizerHook):
-    """An OptimizerHook that sums the gradients of several batches before an update.
+    """An OptimizerHook that accumulates the gradients of several batches before an update.
 
-    The loss of a batch is divided by their number. At the end of the run fewer may be left: their losses are divided
-    by how many they are, and the last one ends in an update. For that the runner needs `iter` and `max_iters`.
+    The loss of a batch is divided by their number. If fewer batches are left at the end of the run, their losses are
+    divided by that number, and the last one causes an update. The runner therefore needs `iter` and `max_iters`.
 
     Args:
-        cumulative_iters: Batches for each update.
-        others: As of OptimizerHook, or of the other class that a subclass derives from.
+        cumulative_iters: Batches per update.
+        others: As in OptimizerHook, or in the other base class of a subclass.
     """
 
     def __init__(self, cumulative_iters: int = 1, **others: Any) -> None:
@@ -397,7 +410,7 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
         super().__init__(**others)
 
     def before_run(self, runner: Any) -> None:
-        """Find out where the run ends. Raises ConfigurationError where the runner does not say."""
+        """Tell the Trainer where the run ends. Raises ConfigurationError if the runner does not know."""
         done, total = getattr(runner, "iter", None), getattr(runner, "max_iters", None)
         if done is None or total is None:
             raise ConfigurationError(f"{type(self).__name__} needs runner.iter and runner.max_iters")
@@ -406,38 +419,38 @@ class GradientCumulativeOptimizerHook(OptimizerHook):
             model = getattr(runner, "model", None)
             if isinstance(model, torch.nn.Module) and self.has_batch_norm(model):
                 _log.warning(
-                    "batch normalisation has statistics of single batches, not of %d", self.cumulative_iters
+                    "batch normalisation uses statistics of single batches, not of %d", self.cumulative_iters
                 )
         trainer_of(runner).set_progress(done, total)
 
     def has_batch_norm(self, module: torch.nn.Module) -> bool:
-        """Find out if a part of the module normalises with the statistics of a batch."""
+        """Return whether a submodule normalises with batch statistics."""
         return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 @HOOKS.register()
 class GradientCumulativeFp16OptimizerHook(GradientCumulativeOptimizerHook, Fp16OptimizerHook):
-    """A Fp16OptimizerHook that updates every `cumulative_iters` batches; its other arguments are given by name."""
+    """An Fp16OptimizerHook that updates every `cumulative_iters` batches. Its other arguments are keyword arguments."""
 
 
 class ValueHook(Hook):
-    """Write a value of the parameter groups; see LrUpdaterHook and MomentumUpdaterHook.
+    """Writes a value of the parameter groups: base of LrUpdaterHook and MomentumUpdaterHook.
 
     Args:
-        by_epoch: Whether the value changes from epoch to epoch, or else from batch to batch; None: as the policy goes.
+        by_epoch: Whether the value changes per epoch or per batch; None means what is usual for the policy.
         warmup: None, 'constant', 'linear' or 'exp'.
-        warmup_iters: Batches of the warm-up; epochs, if `warmup_by_epoch`.
-        warmup_ratio: Where it begins; None: 0.1, of momentum 0.9.
-        options: Of the policy, under MMCV's names; all of them are attributes, too.
+        warmup_iters: Length of the warm-up in batches, or in epochs with `warmup_by_epoch`.
+        warmup_ratio: The factor at its start; by default 0.1, for momentum 0.9.
+        options: Options of the policy, under MMCV's names; all of them become attributes.
 
     Raises:
-        ConfigurationError: an argument is wrong. `before_run`: the policy does not fit the length of the run, or the
-            Trainer has a schedule of the same value.
-        GroupValueError: `before_run`: a parameter group has no such value.
+        ConfigurationError: An argument is wrong. `before_run`: the policy does not fit the length of the run, or the
+            Trainer has a schedule for the same value.
+        GroupValueError: `before_run`: a parameter group does not have the value.
     """
 
     policy: str | None = None
-    """A name as in `lr_config`; None of classes with a formula of their own."""
+    """A policy's name as in `lr_config`; None for classes with their own formula."""
     _value = "lr"
 
     def __init_subclass__(cls, policy: str | None = None, **options: Any) -> None:
@@ -453,22 +466,25 @@ class ValueHook(Hook):
         warmup_by_epoch: bool = False,
         **options: Any,
     ) -> None:
+        # 1. Per batch or per epoch: some policies are defined per batch only.
         if not isinstance(by_epoch, bool | None):
             raise ArgumentTypeError(f"by_epoch must be True, False or None, got {by_epoch!r:.80}")
         by_batch = self.policy is not None and is_stepwise(self.policy)
         if by_epoch and by_batch:
-            raise ConfigurationError(f"the policy {self.policy!r} goes by batch; leave by_epoch out")
+            raise ConfigurationError(f"the policy {self.policy!r} counts batches; leave by_epoch out")
         self.by_epoch = not by_batch if by_epoch is None else by_epoch
+        # 2. The warm-up. With `warmup_by_epoch` its length in batches is known when an epoch begins.
         usual = WARMUP_OF_MOMENTUM if self._value == "momentum" else ScheduleSpec.warmup_ratio
         ratio = usual if warmup_ratio is None else warmup_ratio
-        ScheduleSpec(warmup=warmup, warmup_iters=warmup_iters, warmup_ratio=ratio)  # checks them
+        ScheduleSpec(warmup=warmup, warmup_iters=warmup_iters, warmup_ratio=ratio)  # checks the values
         self.warmup, self.warmup_ratio, self.warmup_by_epoch = warmup, ratio, warmup_by_epoch
         self.warmup_epochs = warmup_iters if warmup_by_epoch else None
         self.warmup_iters: int | None = None if warmup_by_epoch else warmup_iters
+        # 3. The policy's options, checked and with defaults.
         if self.policy is not None:
             theirs = {"every": "step", "maximum": "max_lr"}
             theirs |= {"minimum": f"min_{self._value}", "minimum_ratio": f"min_{self._value}_ratio"}
-            # Under MMCV's names, for classes that override the formula.
+            # Attributes have MMCV's names, which subclasses that override the formula read.
             given = check_options(self.policy, options, self._value)
             vars(self).update({theirs.get(name, name): value for name, value in given.items()})
         elif options:
@@ -495,7 +511,8 @@ class ValueHook(Hook):
             self._write(regular)
 
     def before_run(self, runner: Any) -> None:
-        """Find the optimizer, or several, and note what their groups start from."""
+        """Find the optimizer, or several, and store the values that their groups start from."""
+        # 1. Find the optimizers. None may have a schedule that writes the same value.
         found = getattr(runner, "trainer", None)
         found = getattr(runner, "optimizer", None) if found is None else found
         if not isinstance(found, Mapping | torch.optim.Optimizer):
@@ -504,9 +521,10 @@ class ValueHook(Hook):
         for other in (each for one in several.values() for each in getattr(one, "schedules", ())):
             if self._value in getattr(other, "names", {getattr(other, "name", None)}):
                 raise ConfigurationError(
-                    f"{type(self).__name__} would undo what the Trainer's own schedule of {self._value!r} writes; "
-                    "leave out one of them"
+                    f"{type(self).__name__} would overwrite the Trainer's own schedule of {self._value!r}; use only "
+                    "one of them"
                 )
+        # 2. The length of the run is known now, so the formula can be completed.
         self._targets = {name: GroupValue(one, self._value) for name, one in several.items()}
         if self.policy is not None:
             self._policy = make_policy(self.policy, self._options, self._value, self._progress(runner)[1])
@@ -519,18 +537,20 @@ class ValueHook(Hook):
         return int(getattr(runner, at, 0)), getattr(runner, last, None)
 
     def _get(self, runner: Any, base: float) -> float:
-        """Return the value of now of a group that started from `base`, without a warm-up."""
+        """Return the current value, without warm-up, for a group that started from `base`."""
         if self._policy is None:
-            raise NotImplementedError(f"{type(self).__name__} has no policy, and no values of its own")
+            raise NotImplementedError(
+                f"{type(self).__name__} has no policy; override its get_lr or get_momentum"
+            )
         return float(self._policy(base, *self._progress(runner)))
 
     def _get_regular(self, runner: Any) -> Values:
-        """Return the values of all groups, without a warm-up."""
+        """Return the values of all groups, without warm-up."""
         get = getattr(self, f"get_{self._value}")
         return _each(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
 
     def _get_warmup(self, cur_iters: int) -> Values:
-        """Return what the warm-up makes of the regular values in this batch."""
+        """Apply the warm-up to the regular values, for this batch."""
         where = str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio
         return _each(lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}"))
 
@@ -541,7 +561,7 @@ class ValueHook(Hook):
                 target.write(index, value)
 
     def _renew(self, runner: Any) -> Values:
-        """Ask for the values of now, without a warm-up; the methods have MMCV's names, for who overrides them."""
+        """Compute the current values without warm-up, through MMCV's method names, which subclasses may override."""
         values: Values = getattr(self, f"get_regular_{self._value}")(runner)
         setattr(self, f"regular_{self._value}", values)
         return values
@@ -549,7 +569,7 @@ class ValueHook(Hook):
 
 @HOOKS.register()
 class LrUpdaterHook(ValueHook):
-    """Write learning rates; derive from it and override `get_lr`. Arguments: as of `ValueHook`."""
+    """Writes learning rates. Subclasses override `get_lr`. The arguments are those of `ValueHook`."""
 
     priority = Priority.VERY_HIGH
 
@@ -563,9 +583,9 @@ class LrUpdaterHook(ValueHook):
 
 @HOOKS.register()
 class MomentumUpdaterHook(ValueHook):
-    """Write momentum, or the first of the betas; derive from it and override `get_momentum`.
+    """Writes momentum, or the first of the betas. Subclasses override `get_momentum`.
 
-    A warm-up raises momentum, to 0.999 at most. Arguments: as of `ValueHook`.
+    A warm-up starts from a higher momentum, at most 0.999. The arguments are those of `ValueHook`.
     """
 
     priority = Priority.HIGH
@@ -633,14 +653,14 @@ class CyclicLrUpdaterHook(LrUpdaterHook, policy="cyclic"):
 class OneCycleLrUpdaterHook(LrUpdaterHook, policy="OneCycle"):
     """`lr_config=dict(policy="OneCycle", max_lr, …)`.
 
-    `max_lr` may be a list with one for each group, and a dict of these by the names of several optimizers. What a group
-    starts from is its part of that, divided by `div_factor`.
+    `max_lr` may be a list with one value per group, or a dict of lists by the names of several optimizers. A group
+    starts from its `max_lr` divided by `div_factor`.
     """
 
     div_factor: float
 
     def __init__(self, max_lr: Any, *, div_factor: float = 25.0, **kwargs: Any) -> None:
-        # The policy's own numbers are those of a group that starts from 1.
+        # The options are those of a group that starts from 1; `get_lr` scales them.
         super().__init__(max_lr=div_factor, div_factor=div_factor, **kwargs)
         self.max_lr = max_lr
 
@@ -694,10 +714,10 @@ def _each(function: Callable[[Any], Any], values: Values) -> Values:
 
 
 def trainer_of(runner: Any) -> Any:
-    """Return the runner's Trainer: `runner.trainer`, or `runner.optimizer` where that is one.
+    """Return the runner's Trainer: its `trainer`, or its `optimizer` if that is a Trainer.
 
     Raises:
-        ArgumentTypeError: it has none.
+        ArgumentTypeError: It has none.
     """
     for name in ("trainer", "optimizer"):
         found = getattr(runner, name, None)

@@ -1,4 +1,4 @@
-"""Values of an epoch, and their averages, weighted by how many samples each is of."""
+"""A history of named values within an epoch, and averages weighted by the number of samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtrainer.errors import ConfigurationError
 
 
 class LogBuffer:
-    """A history of named values, as MMCV's runners keep it: `update` adds, `average` fills `output`.
+    """A history of named values with the interface of MMCV's: `update` adds values, `average` fills `output`.
 
     Args:
-        window: how many values of each name are kept; all, until `clear`, if it is None.
+        window: How many values of each name are kept; None keeps all until `clear`.
 
         buffer.update({"loss": loss.item(), "grad_norm": result.grad_norm}, num_samples)
         buffer.average(10)
@@ -30,19 +30,19 @@ class LogBuffer:
         self.val_history: dict[str, deque[float]] = {}
         self.n_history: dict[str, deque[float]] = {}
         self.output: dict[str, float] = {}
-        """What `average` or `median` has computed, and what the script puts there."""
+        """The results of `average` or `median`, and anything the script adds."""
         self.ready = False
-        """Whether `output` has been filled since it was cleared."""
+        """Whether `output` was filled since it was last cleared."""
 
     def update(self, values: Mapping[str, Any], num_samples: float = 1) -> None:
-        """Add a value of each name.
+        """Add a value for each name.
 
         Args:
-            values: numbers, or tensors of one element, which are waited for.
-            num_samples: how many samples they stand for; at least 0.
+            values: Numbers, or one-element tensors, for whose values this waits.
+            num_samples: The weight of these values: how many samples they come from. At least 0.
 
         Raises:
-            ConfigurationError: an argument is wrong; nothing has been added then.
+            ConfigurationError: An argument is wrong; nothing was added then.
         """
         values = check.mapping("the values of a LogBuffer, by name,", values)
         weight = check.number("num_samples", num_samples, 0, finite=False)
@@ -52,9 +52,8 @@ class LogBuffer:
             self.n_history.setdefault(name, deque(maxlen=self._window)).append(weight)
 
     def average(self, n: int = 0) -> None:
-        """Put the weighted mean of each name's latest `n` values into `output`; 0 means all.
-
-        It is not a number where their weights sum to 0.
+        """Store the weighted mean of the last `n` values per name in `output`; 0 means all. NaN if the weights sum to
+        0.
         """
         for name, values in self._latest(n).items():
             weights = list(self.n_history[name])[-n:]
@@ -65,22 +64,19 @@ class LogBuffer:
         self.ready = True
 
     def median(self, n: int = 0) -> None:
-        """Put the unweighted median of each name's latest `n` values into `output`. 0 means all.
-
-        It is not a number if one of them is not.
-        """
+        """Store the unweighted median of the last `n` values per name in `output`; 0 means all. NaN if any is."""
         for name, values in self._latest(n).items():
             self.output[name] = math.nan if any(map(math.isnan, values)) else statistics.median(values)
         self.ready = True
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values and results."""
         self.val_history.clear()
         self.n_history.clear()
         self.clear_output()
 
     def clear_output(self) -> None:
-        """Forget what was computed, not the values."""
+        """Remove the results, but keep the values."""
         self.output.clear()
         self.ready = False
 

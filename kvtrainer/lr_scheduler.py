@@ -3,8 +3,8 @@
     schedule = kvtrainer.lr_scheduler.CosineScheduler(10_000, base_lr=0.1, warmup_steps=500)
     trainer = kvtrainer.Trainer(net.parameters(), "sgd", {"lr_scheduler": schedule})
 
-A scheduler of your own is a subclass of `LRScheduler` that defines `after_warmup`. Registered, it can also be saved,
-and sent to servers that load its module with `kvstore-server --import MODULE`::
+Your own scheduler is a subclass of `LRScheduler` that defines `after_warmup`. If it is registered, it can also be
+saved, and sent to servers that load its module with `kvstore-server --import MODULE`::
 
     @kvtrainer.lr_scheduler.register
     class InverseRoot(kvtrainer.lr_scheduler.LRScheduler):

@@ -1,4 +1,4 @@
-"""Combine what several devices report of one step: sum losses, each divided by their number; average metrics."""
+"""Combine the values that several devices report for one step: sum losses, average metrics."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from kvtrainer.errors import ConfigurationError
 
 
 def sum_losses(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Sum each loss over devices. Each device's was divided by how many there are.
+    """Sum each loss over devices, where every device has divided its own by their number.
 
     Args:
-        by_device: for every device the same names, with numbers or tensors of one element, which are waited for.
+        by_device: For each device the same names, with numbers or one-element tensors, for whose values this waits.
 
     Raises:
-        ConfigurationError: there is no device, or devices report different names.
+        ConfigurationError: There is no device, or devices report different names.
     """
     return {name: float(sum(values)) for name, values in _columns(by_device).items()}
 
 
 def mean_metrics(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Average each metric over devices; arguments and errors as of `sum_losses`."""
+    """Average each metric over devices. Arguments and errors are those of `sum_losses`."""
     return {name: float(sum(values)) / len(values) for name, values in _columns(by_device).items()}
 
 
 def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device | str | None = None) -> Tensor:
-    """Sum losses by name or by device into one to call `backward` on; on `device`, by default that of the first one.
+    """Sum losses by name or by device into a scalar to call `backward` on; on `device`, by default that of the first
+    loss.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: There is no loss, or one is not a tensor.
     """
     parts = list(losses.values()) if isinstance(losses, Mapping) else list(losses)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not tensors or len(tensors) < len(parts):
         raise ConfigurationError(f"a total loss needs tensors, got {parts!r:.120}")
     place = tensors[0].device if device is None else torch.device(device)
+    # Stacking keeps one autograd node for the sum, however many losses there are.
     moved = [tensor.to(place) for tensor in tensors]
     return torch.stack([one.sum() if one.dim() else one for one in moved]).sum()
 
 
 def _columns(by_device: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     if not by_device:
-        raise ConfigurationError("there are no devices whose values could be put together")
+        raise ConfigurationError("there is no device whose values could be combined; pass at least one")
     first = by_device[0]
     for at, values in enumerate(by_device):
         if set(values) != set(first):

@@ -1,7 +1,7 @@
-"""The optimizers of a training script: make one with `create`, or define your own.
+"""The optimizers for a training script: `create` returns one by name, and subclasses of `Optimizer` define new ones.
 
-A user-defined optimizer names its options in `defaults`, defines `update`, and is registered so that it can be asked
-for by name. It sees flat, arbitrary pieces of the model; with `elementwise = False` it gets whole keys in their shape::
+A user-defined optimizer lists its options in `defaults`, defines `update`, and is registered so that it can be named.
+It gets arbitrary flat slices of the model; with `elementwise = False` it gets whole keys in their shapes::
 
     @kvtrainer.optimizer.register
     class AveragedSign(kvtrainer.optimizer.Optimizer):
@@ -17,9 +17,9 @@ for by name. It sees flat, arbitrary pieces of the model; with `elementwise = Fa
 
     trainer = kvtrainer.Trainer(model.parameters(), "averagedsign", {"learning_rate": 0.02})
 
-On parameter servers the module that defines it is loaded with `kvstore-server --import MODULE`.
+Parameter servers load the module that defines it with `kvstore-server --import MODULE`.
 
-Gluon's own are here under MXNet's names of their classes: `SGD(momentum=0.9)` is `create("sgd", momentum=0.9)`.
+Gluon's optimizers are also here under MXNet's class names: `SGD(momentum=0.9)` is `create("sgd", momentum=0.9)`.
 """
 
 from __future__ import annotations
@@ -82,22 +82,23 @@ __all__ = [
 ]
 
 _TORCHS_WORDS = {"rho": "alpha"}
-"""Gluon's word for an option -> torch's, in the classes that have it and not Gluon's."""
+"""Gluon's name of an option → torch's, for classes that lack Gluon's."""
 
 
 def create(optimizer: Any, /, **options: Any) -> Optimizer:
-    """Return the optimizer that a name (in any case), a class or an instance means.
+    """Return the optimizer for a name (in any case), a class or an instance.
 
-    A plain name is Gluon's; 'torch:SGD', a torch.optim class or an instance of one is torch's. An instance brings its
-    own options. A plain name that is spelled as a class of torch.optim is warned of, by TorchNameWarning, where
-    numbers that were not given differ from torch's.
+    A plain name selects Gluon's optimizer; 'torch:SGD', a torch.optim class or an instance of one selects torch's. An
+    instance brings its own options. A plain name spelled like a torch.optim class causes a TorchNameWarning if defaults
+    that apply here differ from torch's.
 
-    Gluon's have the numbers of MXNet 2.x, with `compat="mxnet1"` those of MXNet 1.9.1. The argument comes before the
-    environment variable KVSTORE_COMPAT; `compat="mxnet2"` asks for 2.x's where that is set.
+    Gluon's optimizers have the defaults and formulas of MXNet 2.x, or with `compat="mxnet1"` those of MXNet 1.9.1. The
+    argument takes precedence over the environment variable KVSTORE_COMPAT; `compat="mxnet2"` selects 2.x if that is
+    set.
 
     Raises:
-        UnknownNameError: no optimizer of that name; lists the valid ones.
-        ConfigurationError: a bad option, options beside an instance, or a class that no store can run.
+        UnknownNameError: There is no optimizer of that name; lists the valid ones.
+        ConfigurationError: An option is wrong, options were given beside an instance, or no store can run the class.
     """
     built = _create(optimizer, **options)
     if isinstance(optimizer, str) and options.get("compat") is None and not built.is_mxnet1:
@@ -106,10 +107,12 @@ def create(optimizer: Any, /, **options: Any) -> Optimizer:
 
 
 def _compare_with_torchs(name: str, kind: type[Optimizer], options: Mapping[str, Any]) -> None:
+    """Warn if a name is spelled like torch's class, but Gluon's optimizer has other defaults."""
     theirs = getattr(torch.optim, name, None)
-    is_ours = kind.__module__.startswith("kvstore_server.")  # and not a user's, under the same name
+    is_ours = kind.__module__.startswith("kvstore_server.")  # not a user's class of the same name
     if not is_ours or not isinstance(theirs, type) or not issubclass(theirs, torch.optim.Optimizer):
         return
+    # Options that the user gave cannot surprise him.
     given = {ALIASES.get(option, option) for option in options}
     given |= {"betas"} if given >= {"beta1", "beta2"} else set()
     given |= {"lr"} if "lr_scheduler" in given else set()
@@ -124,8 +127,8 @@ def _compare_with_torchs(name: str, kind: type[Optimizer], options: Mapping[str,
             differing.append(f"{key}={value!r} (torch: {theirs_is})")
     if differing:
         warnings.warn(
-            f"optimizer {name!r} is Gluon's, which has other numbers than torch.optim.{name}: {', '.join(differing)}. "
-            f"Write 'torch:{name}' for torch's, and {name.lower()!r} or these numbers for Gluon's",
+            f"optimizer {name!r} is Gluon's, whose defaults differ from torch.optim.{name}: {', '.join(differing)}. "
+            f"Write 'torch:{name}' for torch's, and {name.lower()!r} or these values for Gluon's",
             TorchNameWarning,
             stacklevel=level_of_user(),
         )

@@ -1,7 +1,7 @@
-"""float32 copies of half-precision parameters that a script updates by itself.
+"""float32 copies of half-precision parameters, for loops that drive a torch optimizer themselves.
 
-A Trainer needs none of this: with the option multi_precision=True of any optimizer, whoever updates keeps the float32
-weights, a server too. This is for loops that drive one of torch's optimizers themselves, as MMCV's hooks did.
+A Trainer does not need this: with the option multi_precision=True the process that updates, which may be a server,
+keeps the float32 weights. These functions have the names and arguments of MMCV's.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Weights = Mapping[str, Tensor] | Iterable[Tensor]
 
 
 def copy_grads_to_fp32(fp16_net: Any, fp32_weights: Weights) -> None:
-    """Give the float32 weights the gradients of the parameters, converted; dense or sparse.
+    """Copy the gradients of the parameters, converted, to the float32 weights; dense or sparse.
 
-    A weight whose parameter has no gradient has none afterwards either, so an optimizer leaves it out.
+    A weight whose parameter has no gradient has none afterwards, so an optimizer leaves it out.
 
     Args:
-        fp16_net: a Module, or a mapping of parameters by name.
-        fp32_weights: by name; or in the order of the parameters, as many as there are.
+        fp16_net: A Module, or a mapping of parameters by name.
+        fp32_weights: A mapping by the same names, or as many weights as parameters in the same order.
 
     Raises:
-        ConfigurationError: names or numbers differ; nothing has changed then.
-        ShapeMismatchError: shapes differ; nothing has changed then.
+        ConfigurationError: The names or the numbers of tensors differ; nothing has changed then.
+        ShapeMismatchError: Shapes differ; nothing has changed then.
     """
     for parameter, weight in _pairs(fp16_net, fp32_weights):
         grad = parameter.grad
@@ -42,7 +42,7 @@ def copy_grads_to_fp32(fp16_net: Any, fp32_weights: Weights) -> None:
 
 @torch.no_grad()
 def copy_params_to_fp16(fp16_net: Any, fp32_weights: Weights) -> None:
-    """Give the parameters the float32 weights, rounded; arguments and errors as of `copy_grads_to_fp32`."""
+    """Copy the float32 weights, rounded, to the parameters. Arguments and errors are those of `copy_grads_to_fp32`."""
     for parameter, weight in _pairs(fp16_net, fp32_weights):
         parameter.copy_(weight)
 

@@ -1,4 +1,4 @@
-"""Types that many modules share: parameter groups, and what a step of a Trainer reports."""
+"""Types that many modules share: parameter groups, and the result of a Trainer's step."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
-"""A parameter group, as torch.optim has them."""
+"""A parameter group, as in torch.optim."""
 NO_TARGETS: Mapping[int, Tensor] = MappingProxyType({})
-"""No targets: all that is gathered goes to its place in the arena."""
+"""No targets: everything gathered is stored at its place in the arena."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step ended; the same on every worker, where contributions are summed in rounds.
-
-    `grad_norm` and `clip_coef` are two numbers: the norm is that before clipping.
-    """
+    """The outcome of a step. It is the same on every worker if contributions are summed in rounds."""
 
     grad_norm: float | None = None
-    """Norm of the gradient that the update would have used unclipped: unscaled, divided by the batch size, summed over
-    workers and replicas; infinite if the step was skipped. None where no norm is limited."""
+    """2-norm of the gradient before clipping: unscaled, divided by the batch size, summed over workers and replicas.
+    Infinite if the step was skipped; None if no norm is limited.
+    """
     clip_coef: float = 1.0
     """The factor by which the gradient was multiplied to limit its norm."""
     skipped: bool = False
-    """Nothing was updated because a gradient, or the loss, was infinite or not a number on some worker."""
+    """Nothing was updated, because a gradient or the loss was infinite or NaN on some worker."""
     loss_scale: float = 1.0
-    """The factor that the loss carried."""
+    """The factor by which the loss was multiplied."""
     lr: float | None = None
-    """Learning rate of the first parameter group in this step, before `lr_mult`; None of an optimizer without one."""
+    """Learning rate of the first parameter group in this step, before `lr_mult`; None if the optimizer has none."""
     updated: bool = True
-    """False if the step was skipped, while gradients are still being accumulated, and where there was no gradient."""
+    """False if the step was skipped, if gradients are still being accumulated, or if there was no gradient."""
 
 
 Arenas = Mapping[str, Tensor]

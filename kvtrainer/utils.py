@@ -1,4 +1,4 @@
-"""Gluon's helpers for a training loop: splitting a batch over devices, and clipping by the global norm."""
+"""Gluon's helpers for a training loop: split a batch over devices, and clip by the global norm."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvtrainer.errors import ConfigurationError, NonFiniteNormWarning
 Device = torch.device | str | int
 
 _CHUNK = 1 << 18
-"""Elements of a gradient that are converted to float64 at a time; more would cost memory, and time to get it."""
+"""Elements of a gradient that are converted to float64 at a time. More would cost memory, and time to allocate it."""
 
 
 def split_data(
     data: Tensor | np.ndarray, num_slice: int, batch_axis: int = 0, even_split: bool = True
 ) -> list[Tensor]:
-    """Split a batch along `batch_axis` into `num_slice` views of it.
+    """Split a batch along `batch_axis` into `num_slice` views.
 
     Args:
-        data: a tensor, or a numpy array, which is copied first; of any shape and dtype, which is kept.
-        num_slice: how many slices to return.
-        batch_axis: the axis to split; -1 is the last one.
-        even_split: whether the slices must be equally long. If not, the first ones are longer by one.
+        data: A tensor, or a NumPy array, which is copied first; of any shape and dtype.
+        num_slice: The number of slices.
+        batch_axis: The axis to split; -1 is the last one.
+        even_split: Whether all slices must have the same length. If not, the first ones may be longer by one.
 
     Raises:
-        ConfigurationError: (a ValueError) the axis cannot be split that way: it is not a multiple of `num_slice`
-            with `even_split`, or shorter than `num_slice` without; or there is no such axis.
+        ConfigurationError: (a ValueError) The axis is not a multiple of `num_slice` with `even_split`, is shorter than
+            `num_slice` without it, or does not exist.
     """
     num_slice = check.integer("num_slice", num_slice, 1)
     data = _as_tensor(data)
@@ -58,18 +58,17 @@ def split_data(
 def split_and_load(
     data: Tensor | np.ndarray, ctx_list: Sequence[Device], batch_axis: int = 0, even_split: bool = True
 ) -> list[Tensor]:
-    """Split a batch into one slice for each device and move them there.
+    """Split a batch into one slice per device and move the slices there.
 
     Args:
-        ctx_list: devices as torch names them, such as 'cuda:0'; one may occur several times.
-        data, batch_axis, even_split: as of `split_data`.
+        ctx_list: Devices as torch names them, such as 'cuda:0'; one may occur several times.
+        data, batch_axis, even_split: As in `split_data`.
 
     Returns:
-        A tensor for each device, in their order. Where `data` is a tensor that lies on the device already, it is a
-        view of it.
+        A tensor for each device, in their order. If `data` is a tensor already on the device, it is a view.
 
     Raises:
-        ConfigurationError: (a ValueError) as of `split_data`, or there is no device.
+        ConfigurationError: (a ValueError) As in `split_data`, or there is no device.
     """
     if isinstance(ctx_list, str | torch.device) or len(ctx_list) == 0:
         raise ConfigurationError(f"ctx_list must be a list of at least one device, got {ctx_list!r}")
@@ -94,43 +93,46 @@ def clip_global_norm(
 ) -> float | Tensor:
     """Scale gradients in place so that their joint 2-norm is at most `max_norm`.
 
-    Every gradient is multiplied by `min(1, max_norm / (norm + 1e-8))`. When `norm` is infinite or not a number no
-    gradient is changed (MXNet multiplies all the same, and leaves zeros and NaNs). With several workers, clip what is
-    summed already, between the two halves of a step::
+    Every gradient is multiplied by `min(1, max_norm / (norm + 1e-8))`. If `norm` is infinite or NaN, no gradient
+    changes (MXNet multiplies all the same, which leaves zeros and NaNs). With several workers, clip the reduced
+    gradients, between the two halves of a step::
 
         trainer.allreduce_grads()
         kvtrainer.utils.clip_global_norm([p.grad for p in net.parameters()], max_norm * batch_size)
         trainer.update(batch_size)
 
     Args:
-        arrays: dense or sparse COO gradients of floating-point dtypes, on any devices; None, which a parameter without
-            a gradient has, is left out.
-        max_norm: at least 0; infinity only measures.
-        check_isfinite: whether to wait for the norm, and warn `NonFiniteNormWarning` where it is not finite.
+        arrays: Dense or sparse COO gradients of floating-point dtypes, on any devices. None, for a parameter without a
+            gradient, is left out.
+        max_norm: At least 0; with infinity the norm is only measured.
+        check_isfinite: Whether to wait for the norm, and to warn `NonFiniteNormWarning` if it is not finite.
 
     Returns:
-        The norm before clipping, computed in float64: a float, or without `check_isfinite` a 0-d float64 tensor on
-        the first gradient's device. That one is not waited for unless gradients lie on several devices.
+        The norm before clipping, computed in float64: a float, or without `check_isfinite` a 0-d float64 tensor on the
+            first gradient's device. The latter blocks only if gradients are on several devices.
 
     Raises:
-        ConfigurationError: no array, one that is no gradient (such as a Parameter), or a bad `max_norm`.
+        ConfigurationError: There is no array, one is not a gradient (such as a Parameter), or `max_norm` is wrong.
     """
+    # 1. Check every argument before any gradient changes.
     given = list(arrays)
     grads = [_checked_gradient(array) for array in given if array is not None]
     if not given:
         raise ConfigurationError("clip_global_norm needs at least one gradient, got none")
     check.number("max_norm", max_norm, 0, finite=False)
     norm = _global_norm(grads)
+    # 2. Without the check everything stays on the devices, and nothing is waited for.
     if not check_isfinite:
         factor = torch.where(norm.isfinite(), (float(max_norm) / (norm + 1e-8)).clamp(max=1.0), 1.0)
         factors = {device: factor.to(device) for device in {grad.device for grad in grads}}
         for grad in grads:
             grad.mul_(factors[grad.device])
         return norm
+    # 3. With it, only a norm above the limit costs a pass over the gradients.
     value = norm.item()
     if not math.isfinite(value):
         warnings.warn(
-            f"the global norm of the gradients is {value}; they were not clipped, and are as they were",
+            f"the global norm of the gradients is {value}; they were not clipped and have not changed",
             NonFiniteNormWarning,
             stacklevel=3,
         )
@@ -164,7 +166,7 @@ def _checked_gradient(array: object) -> Tensor:
 
 
 def _global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Compute the 2-norm of all elements. It is a 0-d float64 tensor on the first gradient's device."""
+    """Return the 2-norm of all elements: a 0-d float64 tensor on the first gradient's device."""
     # Entries of one sparse gradient that share an index are summed before they are squared.
     flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
     norms = [
@@ -176,8 +178,9 @@ def _global_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """Compute the 2-norm of some elements; no square of theirs overflows or vanishes."""
+    """Return the 2-norm in float64, without overflow or underflow of squares."""
     scale: Tensor | float = 1.0
+    # Squares of narrower dtypes fit into float64 anyway.
     if flat.dtype == torch.float64:
         peak = flat.abs().max()
         scale = torch.where(peak.isfinite() & (peak > 0), peak, 1.0)

@@ -1,6 +1,6 @@
-"""The registries behind `kvtrainer.registry`, without what they hold.
+"""The registries behind `kvtrainer.registry`, without their built-in entries.
 
-A module registers its own hooks or constructors here when it is imported. `kvtrainer.registry` imports all of these
+Each module registers the hooks or constructors that it defines when it is imported. `kvtrainer.registry` imports these
 modules, so that users find every name. torch's optimizers and entry points of plugins are looked up on demand.
 """
 
@@ -24,14 +24,14 @@ _Entry = TypeVar("_Entry", bound=Callable[..., Any])
 
 
 class Registry:
-    """Names of classes and functions that configurations ask for by `type`.
+    """Names of classes and functions that configurations refer to by `type`.
 
     Args:
-        name: What it holds, for messages.
-        entry_point_group: The group of the entry points by which installed packages add to it; they are looked at when
-            a name is not found.
-        fallback: Gives what else is known, by name, where nothing of that name was registered.
-        on_register: Called with everything that is registered.
+        name: What the registry contains, for messages.
+        entry_point_group: The group of entry points through which installed packages add to it. They are loaded when a
+            name is not found.
+        fallback: Returns further entries by name, which are used if nothing is registered under a name.
+        on_register: Called with every entry that is registered.
 
         @OPTIMIZERS.register()
         class MyOptimizer(torch.optim.Optimizer): ...
@@ -53,7 +53,7 @@ class Registry:
         self._on_register = on_register
         self._entries: dict[str, Any] = {}
         self._broken: dict[str, str] = {}
-        """Entry points that could not be loaded, and why."""
+        """Entry points that could not be loaded → why."""
 
     def __repr__(self) -> str:
         return f"Registry({self.name!r}, {sorted(self._entries)})"
@@ -65,34 +65,35 @@ class Registry:
     def register(
         self, name: str | Sequence[str] | None = None, force: bool = False
     ) -> Callable[[_Entry], _Entry]:
-        """Return a decorator that registers a class or function. Its name is `name`, or several, or its own.
+        """Return a decorator that registers a class or function under `name`, which may be several; by default its own.
 
         Args:
-            force: Whether it may replace another one of that name.
+            force: Whether it may replace another entry of that name.
 
         Raises:
-            RegistryError: the name is taken; also a KeyError.
-            ArgumentTypeError: it is used without parentheses, or with something that is no name.
+            RegistryError: The name is taken; also a KeyError.
+            ArgumentTypeError: It is used without parentheses, or with something that is not a name.
         """
         names = [name] if isinstance(name, str) else name
         if names is not None and (
             not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names)
         ):
-            raise ArgumentTypeError(f"a {self.name} is named by a str, got {name!r:.80}; write @….register()")
+            raise ArgumentTypeError(
+                f"the name of a {self.name} must be a str, got {name!r:.80}; write @….register()"
+            )
 
         def add(entry: _Entry) -> _Entry:
-            """Register a class or function under the names."""
             if not callable(entry) or (names is None and not hasattr(entry, "__name__")):
                 raise ArgumentTypeError(
-                    f"a {self.name} is a class or function with a name, got {entry!r:.80}"
+                    f"a {self.name} must be a class or function with a name, got {entry!r:.80}"
                 )
             own = [entry.__name__] if names is None else names
             for one in () if force else own:
                 present = self._entries.get(one, self._fallback().get(one))
                 if present not in (None, entry):
                     raise RegistryError(
-                        f"the {self.name} {one!r} is {_where(present)} already; name {_where(entry)} otherwise, or "
-                        "replace it with force=True"
+                        f"the {self.name} {one!r} is already {_where(present)}; register {_where(entry)} under another "
+                        "name, or replace the entry with force=True"
                     )
             for one in own:
                 self._add(one, entry)
@@ -106,26 +107,27 @@ class Registry:
         force: bool = False,
         module: _Entry | None = None,
     ) -> Any:
-        """`register` in the call forms of MMCV: `@R.register_module()`, `R.register_module(module=Class)`."""
+        """`register` with MMCV's ways to call it: `@R.register_module()` or `R.register_module(module=Class)`."""
         add = self.register(name, force)
         return add if module is None else add(module)
 
     def get(self, name: str) -> Any:
-        """Return the class or function of that name; if there is none, that of the name in another case.
+        """Return the entry of that name or, failing that, one whose name differs only in case.
 
         Raises:
-            UnregisteredNameError: there is none; also a KeyError. Its message has names that are similar.
+            UnregisteredNameError: Nothing is registered under it; also a KeyError. The message suggests similar names.
         """
         if not isinstance(name, str):
-            raise ArgumentTypeError(f"the name of a {self.name} is a str, got {name!r:.80}")
+            raise ArgumentTypeError(f"the name of a {self.name} must be a str, got {name!r:.80}")
         found = self._find(name)
         if found is None:
+            # Plugins are only imported when nothing else has the name.
             self._load_entry_points(name)
             found = self._find(name)
         if found is not None:
             return found
         known = [*self._entries.items(), *self._fallback().items()]
-        names = {id(entry): other for other, entry in reversed(known)}  # of several the first
+        names = {id(entry): other for other, entry in reversed(known)}  # the first name of each entry
         others = sorted(names.values(), key=str.casefold)
         broken = "; ".join(f"entry point {point}: {reason}" for point, reason in self._broken.items())
         raise UnregisteredNameError(
@@ -134,25 +136,26 @@ class Registry:
         )
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
-        """Call what `cfg["type"]` names, or is, with the other entries of `cfg`; `default_args` fill in.
+        """Call the entry that `cfg["type"]` names (or is) with the other items of `cfg`, and `default_args` for missing
+        ones.
 
         Raises:
-            ArgumentTypeError: `cfg` is no dict, or its type neither a name nor something to call.
-            RegistryError: it has no "type".
-            UnregisteredNameError: nothing of that name is registered.
+            ArgumentTypeError: `cfg` is not a dict, or its type is neither a name nor callable.
+            RegistryError: It has no "type".
+            UnregisteredNameError: Nothing is registered under the name.
         """
         kind, options = self.split(cfg)
         return kind(**{**default_args, **options})
 
     def split(self, cfg: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return what `cfg["type"]` means, and the other entries. Raises as `build` does."""
+        """Return the entry that `cfg["type"]` names, and the other items of `cfg`. Raises as `build` does."""
         cfg = check.mapping(f"the configuration of a {self.name}", cfg, error=ArgumentTypeError)
         if "type" not in cfg:
             raise RegistryError(f"the configuration of a {self.name} needs a 'type', got {dict(cfg)!r:.200}")
         kind = cfg["type"]
         if not isinstance(kind, str) and not callable(kind):
             raise ArgumentTypeError(
-                f"type of a {self.name} is a name, a class or a function, got {kind!r:.80}"
+                f"the type of a {self.name} must be a name, a class or a function, got {kind!r:.80}"
             )
         found = self.get(kind) if isinstance(kind, str) else kind
         return found, {str(key): value for key, value in cfg.items() if key != "type"}
@@ -163,7 +166,7 @@ class Registry:
         self._entries[name] = entry
 
     def _find(self, name: str) -> Any:
-        """Find what is known under a name: exactly, else in any case. What was registered comes first."""
+        """Return the entry of a name: an exact match, else one in any case. Registered entries precede the fallback."""
         tables = (self._entries, self._fallback())
         for same in (str, str.casefold):
             for table in tables:
@@ -176,13 +179,13 @@ class Registry:
         return [] if self._group is None else list(metadata.entry_points(group=self._group))
 
     def _load_entry_points(self, name: str) -> None:
-        """Load the entry point of that name; if there is none, all, because modules may register any names."""
+        """Load the entry point of that name or, failing that, all of them, since modules may register any names."""
         points = self._entry_points()
         for point in [point for point in points if point.name == name] or points:
             try:
                 loaded = point.load()
             except Exception as error:
-                # What a plugin lacks must not keep others from working; whoever misses a name is told.
+                # A broken plugin must not break others. The error of a missing name mentions it.
                 self._broken[point.name] = f"{type(error).__name__}: {error}"
                 _log.warning("entry point %r of %s cannot be loaded: %s", point.name, self._group, error)
                 continue
@@ -195,11 +198,14 @@ def _where(entry: Any) -> str:
 
 
 _MMENGINES: dict[str, Any] = {"TorchAdafactor": torch.optim.Adafactor}
-"""mmengine's names of torch's classes, where they differ: there "Adafactor" is that of transformers."""
+"""mmengine's names of torch classes, where they differ: there, "Adafactor" is the one of transformers."""
 
 
 def _other_optimizers() -> dict[str, Any]:
-    """Collect torch's optimizers by class name, and those that stores know by theirs. Gluon's are "gluon:NAME", too."""
+    """Return torch's optimizers by class name, and those that stores know by their names.
+
+    Gluon's are available as "gluon:NAME" too, because torch has classes of the same names.
+    """
     kinds = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
     base = torch.optim.Optimizer
     found: dict[str, Any] = {n: cls for n, cls in kinds.items() if issubclass(cls, base) and cls is not base}
@@ -212,10 +218,9 @@ def _other_optimizers() -> dict[str, Any]:
 
 
 def _tell_stores(cls: Any) -> None:
-    """Register an optimizer class for servers, which import the same module.
+    """Register an optimizer class for stores and servers, too; a server imports the same module.
 
-    A torch class of which nothing is known is given whole keys, which is right for every class that treats its
-    parameters one by one.
+    An unknown torch class gets whole keys, which is right for every class that treats parameters independently.
     """
     if not isinstance(cls, type) or cls in known().values():
         return
@@ -228,16 +233,16 @@ def _tell_stores(cls: Any) -> None:
 OPTIMIZERS = Registry(
     "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_tell_stores
 )
-"""Knows every class of torch.optim by its name, and Gluon's by theirs: with "gluon:" before it where both have one."""
+"""Every class of torch.optim by its name, and Gluon's by theirs; with the prefix "gluon:" where both have one."""
 OPTIMIZER_CONSTRUCTORS = Registry("optimizer constructor", "kvtrainer.optimizer_constructors")
-"""Takes (optimizer_cfg, paramwise_cfg); what it makes takes a model and returns a torch optimizer."""
+"""Called with (optimizer_cfg, paramwise_cfg); the result is called with a model and returns a torch optimizer."""
 OPTIMIZER_BUILDERS = OPTIMIZER_CONSTRUCTORS
-"""MMCV's name of the same registry."""
+"""MMCV's name for the same registry."""
 HOOKS = Registry("hook", "kvtrainer.hooks")
-"""Knows the hooks of this package that update, or write values of parameter groups."""
+"""The hooks of this package that update weights, or write values of parameter groups."""
 MODELS = Registry("model", "kvtrainer.models")
-"""Modules that a Strategy builds from a dict; there are none but those that scripts and plug-ins register."""
+"""Models that a Strategy builds from a dict; only those that scripts and plugins register."""
 SCHEDULES = Registry("schedule", "kvtrainer.schedules")
-"""Takes an optimizer and options; makes a schedule that a dict can name beside the built-in ones."""
+"""Called with an optimizer and options; returns a schedule, which a dict can name beside the built-in ones."""
 OPTIM_WRAPPERS = Registry("optimizer wrapper", "kvtrainer.optim_wrappers")
-"""Classes derived from Trainer that the type of an `optim_wrapper` can name beside the built-in ones."""
+"""Subclasses of Trainer that the type of an `optim_wrapper` can name beside the built-in ones."""

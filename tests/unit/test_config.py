@@ -128,7 +128,7 @@ def test_optimizer_that_is_built_already_is_taken_with_its_groups() -> None:
     assert made["optimizer"] is optimizer
     assert [name for name, _ in made["params"]] == ["bias"]
     assert wrapper_arguments(model, {"optimizer": optimizer, "accumulative_counts": 2})["accumulate"] == 2
-    with pytest.raises(ConfigurationError, match="a SGD instance brings its own groups"):
+    with pytest.raises(ConfigurationError, match="SGD instance"):
         wrapper_arguments(model, {"optimizer": optimizer, "paramwise_cfg": {}})
 
 
@@ -419,9 +419,9 @@ def test_it_makes_a_torch_optimizer_with_merged_groups_and_names() -> None:
 
 
 def test_optimizer_that_is_not_torchs_is_left_to_the_trainer() -> None:
-    with pytest.raises(ConfigurationError, match="'signum' is no torch optimizer"):
+    with pytest.raises(ConfigurationError, match="'signum'"):
         DefaultOptimizerConstructor({"type": "signum"})(nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="must make a torch optimizer, got"):
+    with pytest.raises(ConfigurationError, match="got 3"):
         DefaultOptimizerConstructor({"type": lambda params: 3})(nn.Linear(1, 1))
 
 

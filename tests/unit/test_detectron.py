@@ -102,7 +102,7 @@ def test_defaults_are_detectrons() -> None:
         ({"SOLVER.BASE_LR": None}, r"SOLVER\.BASE_LR must be a finite number, got None"),
         ({"SOLVER.MOMENTUM": "0.9"}, r"SOLVER\.MOMENTUM must be a finite number, got '0\.9'"),
         ({"SOLVER.SCALE_MOMENTUM": 1}, "SCALE_MOMENTUM must be True or False"),
-        ({"SOLVER.LOG_LR_CHANGE_THRESHOLD": 2.0}, "would have no effect"),
+        ({"SOLVER.LOG_LR_CHANGE_THRESHOLD": 2.0}, "LOG_LR_CHANGE_THRESHOLD"),
         ({"NUM_GPUS": 0}, "NUM_GPUS.* 0"),
         ({"NUM_GPUS": True}, "NUM_GPUS.* True"),
         ({"USE_NCCL": 1}, "USE_NCCL must be True or False"),

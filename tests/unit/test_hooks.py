@@ -531,7 +531,7 @@ def test_impossible_options_of_schedules_are_refused_at_once(kind: str, options:
 
 def test_hook_beside_a_schedule_of_the_trainer_is_refused() -> None:
     runner = Runner(Weights(), Hook(), schedules=[{"policy": "exp", "gamma": 0.5}])
-    with pytest.raises(ConfigurationError, match="would undo"):
+    with pytest.raises(ConfigurationError, match="'lr'"):
         FixedLrUpdaterHook().before_run(runner)
     with pytest.raises(ArgumentTypeError):
         FixedLrUpdaterHook().before_run(SimpleNamespace())

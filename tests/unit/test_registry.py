@@ -69,7 +69,7 @@ def test_unknown_name_is_a_key_error_that_names_the_registry_and_what_is_similar
 def test_name_that_is_taken_is_refused_unless_forced(boxes: Registry) -> None:
     boxes.register()(Box)
     boxes.register()(Box)
-    with pytest.raises(RegistryError, match=r"box 'Box' is .*\.Box already"):
+    with pytest.raises(RegistryError, match=r"box 'Box' .*\.Box"):
         boxes.register("Box")(dict)
     with pytest.raises(RegistryError):
         boxes.register(["Free", "Box"])(dict)
@@ -79,7 +79,7 @@ def test_name_that_is_taken_is_refused_unless_forced(boxes: Registry) -> None:
 
 
 def test_name_of_an_optimizer_of_torch_is_taken_too() -> None:
-    with pytest.raises(RegistryError, match=r"optimizer 'SGD' is torch"):
+    with pytest.raises(RegistryError, match=r"'SGD' .*torch\.optim"):
         OPTIMIZERS.register()(type("SGD", (torch.optim.SGD,), {}))
     OPTIMIZERS.register()(torch.optim.SGD)
     assert OPTIMIZERS.get("SGD") is torch.optim.SGD
