@@ -1,4 +1,4 @@
-"""Schedules of learning rates, momentum and other numbers of parameter groups."""
+"""Schedules of learning rates, momentum and other values of parameter groups."""
 
 from kvtrainer.schedules.config import bind_schedules as bind_schedules
 from kvtrainer.schedules.config import build_param_schedules as build_param_schedules

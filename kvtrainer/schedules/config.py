@@ -1,11 +1,14 @@
-"""Read schedules in the forms of configurations, and bind them to an optimizer.
+"""Read schedules from configurations, and bind them to an optimizer.
 
-Configurations say them as MMCV's `policy`, mmengine's `type` or Detectron's SOLVER.
+A configuration describes a schedule by MMCV's `policy`, mmengine's `type`, or Detectron's SOLVER keys. Reading gives a
+`ScheduleSpec`, or a function that makes a schedule from an optimizer where the kind needs one (torch's schedulers,
+ReduceOnPlateau). `bind_schedules` then binds all of them; if one fails, the optimizer's groups are as before.
 
-mmengine multiplies the present value step by step. Here each schedule gives a value from where it starts and from how
-far it is, and schedules of one value build on one another; where their windows do not overlap, or they are factors,
-both come to the same numbers. Where OneCycle, CosineRestart, or a minimum other than 0 overlaps another schedule, they
-do not: there mmengine's numbers depend on the order of the steps, and may exceed those of either schedule.
+Difference from mmengine: there, each scheduler multiplies the current value step by step. Here a schedule computes its
+value from its start and its count, and schedules of the same value build on each other. The results are equal if the
+schedules' windows do not overlap, or if the schedules are factors. They differ where OneCycle, CosineRestart, or a
+minimum other than 0 overlaps another schedule; mmengine's values then depend on the order of the steps, and may exceed
+those of either schedule.
 """
 
 from __future__ import annotations
@@ -35,42 +38,42 @@ from kvtrainer.schedules.torch_schedule import PlateauSchedule, TorchSchedule, b
 _RUN = ("max_epochs", "max_iters", "epoch_length")
 _WARMUP = ("warmup", "warmup_iters", "warmup_ratio", "warmup_by_epoch")
 WARMUP_OF_MOMENTUM = 0.9
-"""Where a warm-up of momentum begins unless it is said otherwise."""
+"""Default warmup_ratio for momentum."""
 _STEPWISE = ("cyclic", "onecycle")
 _INFINITE = 10**9
-"""What mmengine calls INF: an end that never comes."""
+"""mmengine's INF, for an end that is never reached."""
 _PLATEAU = "ReduceOnPlateau"
 _VALUES = {"LR": "lr", "Momentum": "momentum", "ParamScheduler": None}
 _TYPES = {
     f"{kind}{ending}": (kind, name) for kind in (*OF_MMENGINE, _PLATEAU) for ending, name in _VALUES.items()
 }
-"""mmengine's types → formula, and the value that is scheduled, unless the configuration says it."""
+"""mmengine's type → (formula, scheduled value). The value is None if the configuration names it."""
 _WHEN = (
     "type", "param_name", "begin", "end", "by_epoch", "convert_to_iter_based", "epoch_length", "last_step", "verbose",
     "groups",
 )  # fmt: skip
-"""Entries of a dict with a `type` that are no options of its formula."""
+"""Items of a dict with a `type` that are not options of the formula."""
 SOLVER: Mapping[str, Any] = {
     "BASE_LR": 0.001, "LR_POLICY": "step", "GAMMA": 0.1, "STEP_SIZE": 30000, "STEPS": [], "LRS": [], "MAX_ITER": 40000,
     "WARM_UP_ITERS": 500, "WARM_UP_FACTOR": 1.0 / 3.0, "WARM_UP_METHOD": "linear",
 }  # fmt: skip
-"""Detectron's keys about the learning rate, and their defaults."""
+"""Detectron's keys for the learning rate, with its defaults."""
 _DETECTRON = ("step", "steps_with_decay", "steps_with_lrs", "cosine_decay", "exp_decay")
 
 Maker = Callable[[torch.optim.Optimizer], Any]
-"""Makes a schedule, or its spec, of an optimizer."""
+"""Makes a schedule, or its spec, from an optimizer."""
 
 
 def read_schedule(cfg: Mapping[str, Any], default_args: Mapping[str, Any]) -> ScheduleSpec | Maker:
-    """Read a dict with 'policy' or 'type': a schedule, or what makes one of an optimizer.
+    """Read a dict with 'policy' or 'type'. Return the schedule, or a function that makes it from an optimizer.
 
     Args:
-        cfg: A `run` in it has the configuration's own max_epochs and so on.
-        default_args: max_epochs, max_iters, epoch_length, where known.
+        cfg: The description. A `run` in it contains the configuration's own max_epochs and so on.
+        default_args: max_epochs, max_iters, epoch_length, as far as they are known.
 
     Raises:
-        UnregisteredNameError: there is no such policy or type.
-        ConfigurationError: an option is unknown, missing or impossible.
+        UnregisteredNameError: The policy or type is unknown.
+        ConfigurationError: An option is unknown, missing or impossible.
     """
     run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
     cfg = {key: value for key, value in cfg.items() if key != "run"}
@@ -88,16 +91,16 @@ def schedule_from_lr_config(
     max_iters: int | None = None,
     epoch_length: int | None = None,
 ) -> ScheduleSpec:
-    """Read MMCV's lr_config: `policy`, its options, `by_epoch` (True), and the warm-up.
+    """Read MMCV's lr_config: `policy`, its options, `by_epoch` (True by default), and the warm-up.
 
     Args:
-        cfg: Read only. `end` in it stands for max_epochs or max_iters.
-        max_epochs, max_iters: How long training will be, as `by_epoch` says.
-        epoch_length: Updates in an epoch, for `warmup_by_epoch`: the warm-up then goes on within an epoch, as in MMCV.
-            Without it that warm-up goes from epoch to epoch.
+        cfg: The configuration, which is not changed. `end` in it replaces max_epochs or max_iters.
+        max_epochs, max_iters: The length of the training; `by_epoch` decides which one applies.
+        epoch_length: Updates per epoch, for `warmup_by_epoch`: the warm-up then progresses within epochs, as in MMCV.
+            Without it that warm-up changes once per epoch.
 
     Raises:
-        ConfigurationError: an option is unknown or wrong, or the policy needs an end that is not known.
+        ConfigurationError: An option is unknown or wrong, or the policy needs an end that is not known.
     """
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
     return _from_policy({**run, **cfg, "name": "lr"})
@@ -110,23 +113,24 @@ def schedule_from_momentum_config(
     max_iters: int | None = None,
     epoch_length: int | None = None,
 ) -> ScheduleSpec:
-    """Read MMCV's momentum_config; everything as in `schedule_from_lr_config`."""
+    """Read MMCV's momentum_config. Arguments and errors are those of `schedule_from_lr_config`."""
     run = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
     return _from_policy({**run, **cfg, "name": "momentum"})
 
 
 def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
-    """Read the learning rate that Detectron's SOLVER keys say, by step; its defaults where they are missing.
+    """Read the learning-rate schedule of Detectron's SOLVER keys, which counts steps. Missing keys have its defaults.
 
     Args:
         solver: LR_POLICY, BASE_LR, GAMMA, STEP_SIZE, STEPS, LRS, MAX_ITER, WARM_UP_ITERS, WARM_UP_FACTOR,
-            WARM_UP_METHOD; other keys are for others.
+            WARM_UP_METHOD; other keys are ignored.
 
     Raises:
-        UnregisteredNameError: the policy or the warm-up is none of Detectron's.
-        ConfigurationError: a value is missing or impossible, such as STEPS that do not begin at 0.
+        UnregisteredNameError: Detectron has no such policy or warm-up.
+        ConfigurationError: A value is missing or impossible, such as STEPS that do not begin at 0.
     """
     solver = {**SOLVER, **check.mapping("SOLVER", solver, error=ArgumentTypeError)}
+    # 1. Translate the policy and its options.
     policy = check.one_of("LR_POLICY", solver["LR_POLICY"], _DETECTRON, error=UnregisteredNameError)
     gamma, steps = solver["GAMMA"], list(solver["STEPS"])
     if policy in ("steps_with_decay", "steps_with_lrs") and (not steps or steps[0] != 0):
@@ -140,6 +144,7 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
         "exp_decay": ("exp_decay", {"gamma": gamma}),
     }
     name, options = choices[policy]
+    # 2. Translate the warm-up. Detectron counts it in steps, like everything else.
     method, length, warm = solver["WARM_UP_METHOD"], solver["WARM_UP_ITERS"], {}
     if length:
         check.one_of("WARM_UP_METHOD", method, ("constant", "linear"), error=UnregisteredNameError)
@@ -148,11 +153,13 @@ def detectron_schedule(solver: Mapping[str, Any]) -> ScheduleSpec:
 
 
 def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
-    """Read MMCV's form: everything that is neither about when nor about the warm-up is an option of the policy."""
+    """Read MMCV's form. Whatever concerns neither the window nor the warm-up is an option of the policy."""
+    # 1. Policy and value.
     rest = dict(cfg)
     policy, name = rest.pop("policy", None), rest.pop("name", "lr")
     if not isinstance(policy, str):
         raise ConfigurationError(f"a schedule needs the name of its policy, got {policy!r}")
+    # 2. The unit of counting, and the end in that unit.
     max_epochs, max_iters, length = (rest.pop(key, None) for key in _RUN)
     by_epoch = _goes_by_epoch(rest, not is_stepwise(policy))
     if by_epoch and is_stepwise(policy):
@@ -162,13 +169,14 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
     end = rest.pop("end", None)
     if end is None:
         end = max_epochs if by_epoch else max_iters
+    # 3. The window and the warm-up.
     when = {key: rest.pop(key) for key in ("begin", "groups") if key in rest}
     warm = {key: rest.pop(key) for key in _WARMUP if key in rest}
     if name == "momentum" and "warmup" in warm:
         warm.setdefault("warmup_ratio", WARMUP_OF_MOMENTUM)
     if length is not None and warm.get("warmup_by_epoch"):
         warm |= {"warmup_iters": warm.get("warmup_iters", 0) * length, "warmup_by_epoch": False}
-    # Epochs may differ in length, so they are counted wherever that will do.
+    # Epochs may differ in length, so an epoch's length is only used where a late warm-up needs it.
     if not (by_epoch and warm.get("warmup") and when.get("begin")):
         length = None
     by = "epoch" if by_epoch else "step"
@@ -176,12 +184,12 @@ def _from_policy(cfg: Mapping[str, Any]) -> ScheduleSpec:
 
 
 def is_stepwise(policy: str) -> bool:
-    """Return whether MMCV has a policy by iteration only."""
+    """Return whether MMCV defines a policy per iteration only."""
     return policy.replace("_", "").lower() in _STEPWISE
 
 
 def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
-    """Take `by_epoch`, or `by`, out of a configuration."""
+    """Remove `by_epoch`, or `by`, from a configuration, and return it."""
     by = cfg.pop("by", None)
     by_epoch = cfg.pop("by_epoch", default if by is None else by == "epoch")
     if by not in (None, "epoch" if by_epoch else "step"):
@@ -190,15 +198,17 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
 
 
 def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec | Maker:
-    """Read mmengine's form: `type`, options, begin, end, by_epoch (True), convert_to_iter_based, last_step.
+    """Read mmengine's form: `type`, options, begin, end, by_epoch (True by default), convert_to_iter_based, last_step.
 
-    A class or function as `type`, or what is registered in `SCHEDULES` under that name, is called with the optimizer
-    and the options. `verbose` does nothing.
+    A class or function as `type`, or one registered in `SCHEDULES` under that name, is called with the optimizer and
+    the options. `verbose` has no effect.
     """
+    # 1. A schedule that is not ours is only called.
     by_epoch = bool(cfg.get("by_epoch", True))
     if (made := _foreign(cfg["type"])) is not None:
         given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
         return _calling(made, given, "epoch" if by_epoch else "step")
+    # 2. The value, the options, and the window.
     kind, name = _TYPES[cfg["type"]]
     name = name or cfg.get("param_name")
     if not isinstance(name, str):
@@ -208,13 +218,15 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
     begin, end = _window(cfg, run, is_optional=kind == _PLATEAU)
     if kind == _PLATEAU:
         return _plateau(cfg, name, begin, end, options)
+    # 3. The window in steps, if that is asked for.
     if cfg.get("convert_to_iter_based"):
         begin, end = _converted(cfg, run, options, begin, end)
         by_epoch = False
     span = (_INFINITE if end is None else end) - begin
     if kind in ("Constant", "Linear") and span == 1:
-        end = None  # the step after the only one has another value
+        end = None  # the value changes after this single step
     options = _completed(kind, name, options, span)
+    # 4. `last_step` resumes: this many steps or epochs have passed.
     passed = 0 if last_step == -1 else begin + last_step + 1
     policy, by = f"{MMENGINE}{kind}", "epoch" if by_epoch else "step"
     spec = ScheduleSpec(
@@ -240,7 +252,7 @@ def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -
 
 
 def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
-    """Return the options with what follows from the length of the window."""
+    """Add the options that depend on the length of the window."""
     if kind == "OneCycle":
         if name != "lr":
             raise ConfigurationError(
@@ -257,7 +269,7 @@ def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict
 
 
 def _resumed(spec: ScheduleSpec) -> Maker:
-    """Return a maker that checks that the groups still know what they started from."""
+    """Return a function that makes the schedule if all groups have the value that they started from."""
 
     def checked(optimizer: torch.optim.Optimizer) -> ScheduleSpec:
         for index, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -272,7 +284,7 @@ def _resumed(spec: ScheduleSpec) -> Maker:
 
 
 def _foreign(given: object) -> Callable[..., Any] | None:
-    """Find a schedule that is none of ours: a class or function, a registered one, or a scheduler of torch."""
+    """Return a schedule that is not ours: a class or function, a registered one, or torch's. None if it is ours."""
     if callable(given):
         return given
     if not isinstance(given, str):
@@ -306,7 +318,6 @@ def _calling(made: Callable[..., Any], options: dict[str, Any], by: str) -> Make
 def _converted(
     cfg: Mapping[str, Any], run: Mapping[str, Any], options: dict[str, Any], begin: Any, end: Any
 ) -> tuple[int, int | None]:
-    """Turn what counts epochs into steps."""
     if not cfg.get("by_epoch", True):
         raise ConfigurationError("only a schedule with by_epoch=True can be converted to go by step")
     given = cfg.get("epoch_length", run.get("epoch_length"))
@@ -323,12 +334,13 @@ def _converted(
 def _plateau(
     cfg: Mapping[str, Any], name: str, begin: int, end: int | None, options: dict[str, Any]
 ) -> Callable[[torch.optim.Optimizer], PlateauSchedule]:
-    """Read ReduceOnPlateau under mmengine's options; `monitor` is for whoever has the metric."""
+    """Read ReduceOnPlateau with mmengine's options. `monitor` is ignored, since the caller passes the metric."""
     if not cfg.get("by_epoch", True) or cfg.get("convert_to_iter_based"):
         raise ConfigurationError(
-            f"{cfg['type']} goes by the metric that end_epoch(metric) brings; leave out by_epoch=False and "
+            f"{cfg['type']} depends on the metric of end_epoch(metric); leave out by_epoch=False and "
             "convert_to_iter_based"
         )
+    # mmengine's options, under the names of torch's ReduceLROnPlateau.
     options.pop("monitor", None)
     rule = check.one_of("rule", options.pop("rule", "less"), ("less", "greater"))
     check.number("threshold", options.get("threshold", 0), 0)
@@ -345,25 +357,25 @@ def bind_schedules(
     default_args: Mapping[str, Any] | None = None,
     bound_before: Sequence[BoundSchedule] = (),
 ) -> list[BoundSchedule]:
-    """Tie schedules to an optimizer, in their order; those of the same value build on one another.
+    """Bind schedules to an optimizer, in order. Those of the same value build on each other.
 
     Args:
-        given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function
-            optimizer → scheduler, or something bound to this optimizer: a ParamSchedule or a scheduler of torch, or
-            one that is used alike.
-            `dict(scheduler=…, by='epoch')` says of a scheduler of torch that it goes by epoch, and not by step.
-        optimizer: A torch.optim.Optimizer, so also a Trainer.
-        default_args: max_epochs, max_iters and epoch_length, for dicts that do not say where they end.
-        bound_before: What the optimizer has already; those of the same value are built on.
+        given: Each a ScheduleSpec (`ParamSchedule.unbound`), a dict with 'policy' or 'type', a function optimizer →
+            scheduler, or something bound to this optimizer: a ParamSchedule, a torch scheduler, or an object with the
+            same methods. `dict(scheduler=…, by='epoch')` says that a torch scheduler is advanced per epoch, not per
+            step.
+        optimizer: A torch.optim.Optimizer, which includes Trainers.
+        default_args: max_epochs, max_iters and epoch_length, for dicts that do not contain their end.
+        bound_before: Schedules that the optimizer already has; new ones of the same value build on them.
 
     Returns:
-        What is to be advanced; a schedule by epoch whose warm-up goes by step is followed by the clock of that,
-        unless that is given too, as by whoever binds what this returned.
+        The schedules to advance. If a schedule counts epochs and its warm-up steps, the clock of the warm-up follows
+        it, unless `given` contains the clock, as the result of a former call does.
 
     Raises:
-        ArgumentTypeError: one is nothing of this.
-        ConfigurationError: one does not fit the optimizer, or would undo what another one writes. In either case the
-            groups are as before.
+        ArgumentTypeError: An item is something else.
+        ConfigurationError: An item does not fit the optimizer, or would overwrite another one's values. After either
+            error the groups are as before.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentTypeError(f"schedules must be a list of schedules, got {given!r:.80}")
@@ -388,17 +400,17 @@ def bind_schedules(
 def build_param_schedules(
     cfg: Any, optimizer: Any, default_args: Mapping[str, Any] | None = None
 ) -> list[BoundSchedule] | dict[str, list[BoundSchedule]]:
-    """Make the schedules of one optimizer, or several by name. mmengine has it as build_param_scheduler.
+    """Make the schedules of one optimizer, or of several by name; mmengine's build_param_scheduler.
 
     Args:
-        cfg: One schedule or a list, as `bind_schedules` takes them. For several optimizers also a dict of these by the
-            name of the optimizer; otherwise all get the same.
-        optimizer: A torch.optim.Optimizer or a mapping of several by name.
-        default_args: max_epochs, max_iters, epoch_length; read only.
+        cfg: A schedule or a list, as in `bind_schedules`. For several optimizers it may be a dict of these by the
+            optimizers' names; otherwise all optimizers get the same.
+        optimizer: A torch.optim.Optimizer, or a mapping of several by name.
+        default_args: max_epochs, max_iters, epoch_length; not changed.
 
     Raises:
-        ArgumentTypeError: `optimizer` or a schedule is of a wrong type.
-        ConfigurationError: an end is known neither from the schedule nor from `default_args`, or as `bind_schedules`.
+        ArgumentTypeError: `optimizer` or a schedule has a wrong type.
+        ConfigurationError: An end is given neither by the schedule nor by `default_args`; or as in `bind_schedules`.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         given = list(cfg) if isinstance(cfg, Sequence) and not isinstance(cfg, str) else [cfg]
@@ -415,13 +427,13 @@ def build_param_schedules(
 
 
 def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what describes the schedules of each of several optimizers.
+    """Return the description of each optimizer's schedules.
 
     Args:
         cfg: A dict by the names of optimizers; anything else is for all of them.
 
     Raises:
-        UnknownNameError: there is no optimizer of a name.
+        UnknownNameError: There is no optimizer of that name.
     """
     found = check.as_mapping(cfg)
     if not isinstance(found, Mapping) or {"type", "policy", "scheduler"} & set(found):
@@ -437,6 +449,7 @@ def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> dict[str,
 def _bind(
     given: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
 ) -> BoundSchedule:
+    # 1. Unpack dict(scheduler=…, by=…).
     given = check.as_mapping(given)
     one, by = given, None
     if isinstance(given, Mapping) and "scheduler" in given:
@@ -445,12 +458,14 @@ def _bind(
             raise ConfigurationError(
                 f"a dict with a scheduler has that and by='step' or 'epoch', got {given!r:.120}"
             )
+    # 2. Turn any description into a bound schedule: dict → spec or function → schedule.
     if isinstance(one, Mapping):
         one = read_schedule(one, run)
     if callable(one) and not is_scheduler(one):
         one = one(optimizer)
     if isinstance(one, ScheduleSpec):
         one = ParamSchedule(optimizer, one, after=last.get(one.name))
+    # 3. Check that it is one, and bound to this optimizer. A Trainer shares its groups with its optimizer.
     if not is_scheduler(one):
         raise ArgumentTypeError(
             "a schedule is a ParamSchedule, a dict with 'policy' or 'type', a scheduler of torch or a function that "
@@ -464,22 +479,22 @@ def _bind(
         )
     bound: BoundSchedule = bound_by(one, by or "step")
     if by not in (None, bound.by):
-        raise ConfigurationError(f"by={by!r} is said of a {kind}, which goes by {bound.by!r} itself")
+        raise ConfigurationError(f"by={by!r} was given for a {kind}, which is advanced by {bound.by!r}")
     return bound
 
 
 def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
-    """Let what goes by a metric lower what schedules of the same value write.
+    """Let schedules by metric scale what other schedules of the same value write.
 
     Raises:
-        ConfigurationError: two would undo what the other one writes.
+        ConfigurationError: Two schedules would overwrite each other's values.
     """
     ours = [one for one in schedules if isinstance(one, ParamSchedule)]
     for at, one in enumerate(ours):
         if any(one.writes_beside(other) for other in ours[:at]):
             raise ConfigurationError(
-                f"two schedules of {one.name!r} would each undo what the other one writes; give ParamSchedule.unbound("
-                "…), or after=…, so that one builds on the other"
+                f"two schedules of {one.name!r} would overwrite each other's values; give ParamSchedule.unbound(…), or "
+                "after=…, so that one builds on the other"
             )
     by_name = {one.name: one for one in reversed(ours)}
     for other in schedules:
@@ -487,14 +502,14 @@ def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
             other.target = by_name[other.name].target
         if isinstance(other, TorchSchedule) and (both := sorted(other.names & set(by_name))):
             raise ConfigurationError(
-                f"{type(other.scheduler).__name__} and a schedule of ours would each undo what the other one writes "
-                f"as {both[0]!r}; give both as dicts or ParamSchedules, or both as schedulers of torch"
+                f"{type(other.scheduler).__name__} and a ParamSchedule would overwrite each other's values of "
+                f"{both[0]!r}; give both as dicts or ParamSchedules, or both as torch schedulers"
             )
 
 
 @contextmanager
 def _kept_on_error(optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedule]) -> Iterator[None]:
-    """Let a block bind schedules, and add them to `made`; if it raises, groups and former schedules are as before."""
+    """Run a block that binds schedules and appends them to `made`. If it raises, restore the groups and unbind."""
     groups = list(getattr(optimizer, "param_groups", ()))
     before = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -511,7 +526,7 @@ def _kept_on_error(optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedul
                 del group[key]
             for key, value in values.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)  # others may hold on to it
+                    group[key].copy_(value)  # others may hold a reference to this tensor
                 else:
                     group[key] = value
         raise

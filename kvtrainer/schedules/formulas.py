@@ -1,8 +1,15 @@
-"""Formulas of scheduled values as pure functions. Names and options are those of MMCV, Detectron and mmengine.
+"""Formulas of scheduled values, as pure functions with the names and options of MMCV, Detectron and mmengine.
 
-A formula takes a Point, which says from where a value goes and how far it is, and its options by name. It keeps
-nothing, so a value never depends on how training came there. Where two systems differ in names alone there is one
-formula.
+A formula gets a `Point` (the value it starts from, and how many steps or epochs have passed) and its options by
+keyword. It has no state, so a value does not depend on how training came there, and a resumed run gets the same values.
+Systems that differ only in names share a formula.
+
+`_NAMED` maps the name of a policy to its formula. mmengine's names have the prefix "mmengine:", because some mean other
+values in MMCV. `make_policy` returns a `Formula`, whose options have our names (`_ALIASES`), have defaults, and are
+checked: each by itself (`_CHECKS`), and against each other and the length of the run (`_misfit`). So a formula that was
+made cannot fail while training, except where it says so.
+
+To add a policy: write the function, add it to `_NAMED`, and add checks for options that are not plain numbers.
 """
 
 from __future__ import annotations
@@ -22,58 +29,61 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, Unregistered
 Policy = Callable[[float, int, int | None], float]
 """(base, at, span) → value."""
 MMENGINE = "mmengine:"
-"""Comes before the names of mmengine's formulas, some of which MMCV has with other values."""
+"""Prefix of mmengine's formulas; MMCV has other values under some of these names."""
 
 
 class Point(NamedTuple):
-    """A moment of a schedule."""
+    """The arguments of a formula that change while training."""
 
     base: float
-    """Where the schedule starts from."""
+    """The value that the schedule starts from."""
     at: int
     """How many steps or epochs have passed."""
     span: int | None
-    """How many there are in all, None where that is open."""
+    """How many there are in total; None if open-ended."""
     initial: float
-    """What the group started from before all schedules."""
+    """The value of the group before all schedules."""
     group: int
-    """The index of the group."""
+    """Index of the group."""
 
     @property
     def total(self) -> int:
-        """The span of a schedule that leads to an end."""
+        """The span. Raises ConfigurationError if the schedule is open-ended."""
         if self.span is None:
             raise ConfigurationError("this policy leads to an end, so it must be given one")
         return self.span
 
     @property
     def share(self) -> float:
-        """How much of the way is done; what is past the end stays there."""
+        """The fraction of the span that has passed, at most 1."""
         return min(self.at, self.total) / self.total
 
 
 class Low(NamedTuple):
-    """The minimum of a schedule: the same for all groups, or a share of what the group starts from."""
+    """A schedule's minimum: the same for all groups, or a fraction of what each group starts from."""
 
     minimum: float | None = None
     ratio: float | None = None
 
     def of(self, base: float) -> float:
-        """Return the minimum of a group that starts from `base`."""
+        """Return the minimum for a group that starts from `base`."""
         if self.ratio is not None:
             return base * self.ratio
         return 0.0 if self.minimum is None else self.minimum
 
 
 def fixed(point: Point) -> float:
-    """Return the base, always."""
+    """Return `base`."""
     return point.base
 
 
 def step(
     point: Point, *, every: int | Sequence[int], gamma: float = 0.1, minimum: float | None = None
 ) -> float:
-    """Return `base * gamma**k`, at least `minimum`; k: how often `every` went by, or how many of its moments came."""
+    """Return `base * gamma**k`, at least `minimum`.
+
+    k is `at // every`, or for a list of moments how many of them have come.
+    """
     base, at = point.base, point.at
     decays: int = at // every if isinstance(every, int) else sum(at >= moment for moment in every)
     value = float(base * gamma**decays)
@@ -81,7 +91,7 @@ def step(
 
 
 def multi_step(point: Point, *, milestones: Sequence[int], gamma: float = 0.1) -> float:
-    """Return `base * gamma**k` after k milestones. Each counts as often as it is given, and from 0 on."""
+    """Return `base * gamma**k` after k milestones. A milestone that is listed twice counts twice."""
     return step(point, every=milestones, gamma=gamma)
 
 
@@ -108,39 +118,39 @@ def constant_then_base(point: Point, *, length: int, factor: float = 1.0 / 3.0) 
 def between_factors(
     point: Point, *, length: int, start_factor: float = 1.0 / 3.0, end_factor: float = 1.0
 ) -> float:
-    """Multiply `base` by a factor that goes in a straight line to another one. It is reached at `length`."""
+    """Return `base` times a factor that changes linearly from `start_factor` to `end_factor`, reached at `length`."""
     return point.base * (start_factor + (end_factor - start_factor) * min(point.at, length) / length)
 
 
 def poly(point: Point, *, low: Low, power: float = 1.0) -> float:
-    """Go from `base` to the minimum as `(1 - at / span)**power`."""
+    """Decay from `base` to the minimum as `(1 - at / span)**power`."""
     end = low.of(point.base)
     return float(end + (point.base - end) * (1.0 - point.share) ** power)
 
 
 def poly_over(point: Point, *, length: int, low: Low, power: float = 1.0) -> float:
-    """Go to the minimum as `poly`, and reach it at `length`."""
+    """Decay as `poly`, but reach the minimum at `length`."""
     return poly(point._replace(span=length), low=low, power=power)
 
 
 def linear(point: Point, *, low: Low) -> float:
-    """Go from `base` to the minimum in a straight line."""
+    """Decay linearly from `base` to the minimum."""
     return _line(point.base, low.of(point.base), point.share)
 
 
 def cosine(point: Point, *, low: Low) -> float:
-    """Go from `base` to the minimum on half a cosine. Detectron's cosine_decay where the minimum is 0."""
+    """Decay from `base` to the minimum along half a cosine. With minimum 0 it is Detectron's cosine_decay."""
     return _half_cosine(point.base, low.of(point.base), point.share)
 
 
 def cosine_up_and_down(point: Point, *, T_max: float, low: Low) -> float:
-    """Go from `base` to the minimum in `T_max`, on to the initial value, and so on."""
+    """Go from `base` to the minimum in `T_max`, then back up, and so on, as torch's CosineAnnealingLR."""
     start = point.base if point.at <= T_max else point.initial
     return _half_cosine(start, low.of(point.initial), point.at / T_max)
 
 
 def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float:
-    """Stay at `base` for a share of the time, then go to the minimum on half a cosine."""
+    """Stay at `base` for the fraction `start_percent` of the span, then decay along half a cosine."""
     start = round(point.total * start_percent)
     if point.at < start or start >= point.total:
         return point.base
@@ -150,10 +160,10 @@ def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float
 def cosine_restart(
     point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
-    """Repeat a half cosine, each with its period. Its way down from `base` is multiplied by its weight.
+    """Repeat half a cosine, one for each period; the height above the minimum is multiplied by the period's weight.
 
     Raises:
-        ConfigurationError: all periods are over.
+        ConfigurationError: All periods are over.
     """
     index, share = _period_at(point.at, periods)
     end = low.of(point.base)
@@ -163,7 +173,7 @@ def cosine_restart(
 def cosine_restart_from_weights(
     point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
-    """Repeat a half cosine that begins at `base` times the weight of its period; after the last one stay."""
+    """Repeat half a cosine that starts at `base` times the period's weight; stay at the end of the last one."""
     index, share = _period_at(min(point.at, sum(periods) - 1), periods)
     return _half_cosine(point.base * restart_weights[index], low.of(point.initial), share)
 
@@ -177,10 +187,10 @@ def cyclic(
     anneal_strategy: str = "cos",
     gamma: float = 1.0,
 ) -> float:
-    """Cycle `cyclic_times` from `base` up to a peak, then down to a low.
+    """Cycle `cyclic_times` from `base` up to `target_ratio[0] * base`, then down to `target_ratio[1] * base`.
 
-    These are `target_ratio[0] * base` and `target_ratio[1] * base`. The way up takes a share `step_ratio_up` of the
-    cycle. With a `gamma` of less than 1 the peak comes nearer to `base` from cycle to cycle.
+    The way up takes the fraction `step_ratio_up` of a cycle. With `gamma` below 1 the peak approaches `base` from cycle
+    to cycle.
     """
     length = point.total // cyclic_times
     cycle, inside = divmod(point.at, length)
@@ -204,10 +214,10 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> float:
-    """Follow the 1cycle learning rate, in which `base` does not count; `maximum` may have a number for each group.
+    """Return the 1cycle learning rate (https://arxiv.org/abs/1708.07120), which does not depend on `base`.
 
-    It goes from `maximum / div_factor` up to `maximum`, then down to where it began, divided by `final_div_factor`;
-    with three phases it comes back to where it began in between.
+    It goes from `maximum / div_factor` up to `maximum`, then down to where it began divided by `final_div_factor`; with
+    three phases it returns to where it began in between. `maximum` may have a value for each group.
     """
     peak = maximum[min(point.group, len(maximum) - 1)] if isinstance(maximum, Sequence) else maximum
     first = peak / div_factor
@@ -225,7 +235,7 @@ def one_cycle_momentum(
     anneal_strategy: str = "cos",
     three_phase: bool = False,
 ) -> float:
-    """Follow the 1cycle momentum, from `max_momentum` to `base_momentum` and back; `base` does not count."""
+    """Return the 1cycle momentum: from `max_momentum` to `base_momentum` and back, independent of `base`."""
     stops = [max_momentum, base_momentum, max_momentum, *([max_momentum] if three_phase else [])]
     return _in_phases(point.at, total_steps or point.total, pct_start, stops, anneal_strategy)
 
@@ -235,17 +245,17 @@ def steps_with_values(
 ) -> float:
     """Return `values[i]` from `steps[i]` on: Detectron's steps_with_lrs.
 
-    With a `reference` the values are meant for groups whose base it is, and those of others are in proportion.
+    With a `reference` the values are for groups whose base equals it; other groups' values are proportional.
     """
     value = values[max(sum(point.at >= moment for moment in steps) - 1, 0)]
     return value if reference is None else value * (point.base / reference)
 
 
 def warmup_factor(kind: str, at: int, length: int, ratio: float) -> float:
-    """Return the factor of the learning rate in a warm-up from `ratio`; 1 after `length`.
+    """Return the factor for the learning rate in a warm-up that starts at `ratio`; 1 from `length` on.
 
-    constant: `ratio`; linear: in a straight line to 1; exp: `ratio**(1 - at / length)`. Detectron's warm-ups are the
-    first two.
+    constant: `ratio`; linear: a straight line to 1; exp: `ratio**(1 - at / length)`. Detectron's warm-ups are the first
+    two.
     """
     if at >= length:
         return 1.0
@@ -267,7 +277,7 @@ _ANNEAL = {"cos": _half_cosine, "linear": _line}
 
 
 def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
-    """Find which of consecutive periods `at` is in, and the share of it that is over."""
+    """Return the index of the period that contains `at`, and the fraction of it that has passed."""
     start = 0
     for index, period in enumerate(periods):
         if at < start + period:
@@ -279,8 +289,9 @@ def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
 
 
 def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], strategy: str) -> float:
-    """Go from stop to stop; the first phase takes `pct_start` of the time, of three the second as much."""
+    """Interpolate between stops. The first phase takes `pct_start` of the time; the second of three, the same time."""
     ways = list(pairwise(stops))
+    # As in torch's OneCycleLR, phases end one step early: the first value is at step 0.
     ends = [(i + 1) * (pct_start * total - 1.0) for i in range(len(ways) - 1)] + [total - 1.0]
     begin = 0.0
     for end, (first, last) in zip(ends, ways, strict=True):
@@ -302,20 +313,20 @@ class Formula:
     def __call__(
         self, base: float, at: int, span: int | None, initial: float | None = None, group: int = 0
     ) -> float:
-        """Return the value; `initial` is `base` where no other schedule comes before."""
+        """Return the value. `initial` is `base` if no other schedule comes before."""
         point = Point(base, at, span, base if initial is None else initial, group)
         return float(self.function(point, **self.options))
 
 
 class _Named(NamedTuple):
-    """A formula as it is found by a name."""
+    """A formula under a name, and what must be known to build it."""
 
     formula: Callable[..., float]
     needs_end: bool = False
     needs_minimum: bool = False
     restarts: bool = False
     of_momentum: Mapping[str, Any] = {}
-    """Defaults of options that are others where momentum is scheduled."""
+    """Defaults that differ when momentum is scheduled."""
 
 
 _NAMED: Mapping[str, _Named] = {
@@ -353,7 +364,7 @@ _ALIASES = {
     "max_lr": "maximum",
     "lrs": "values",
 }
-"""MMCV's and Detectron's spellings of options → ours."""
+"""Option's name in MMCV or Detectron → our name."""
 _ALIASES_OF_MMENGINE = {
     "eta_min": "minimum",
     "eta_min_ratio": "minimum_ratio",
@@ -365,17 +376,17 @@ _ALIASES_OF_MMENGINE = {
 def make_policy(
     policy: str | Policy, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> Formula:
-    """Return the formula that a policy and its options mean. Case and underscores of a name do not count.
+    """Return the formula for a policy and its options. Case and underscores in a name do not matter.
 
     Args:
-        policy: A name; or a function (base, at, span) → value, which takes no options.
+        policy: A name, or a function (base, at, span) → value, which takes no options.
         options: Under our names or those of the source.
-        name: What is scheduled: momentum has other defaults.
-        span: How many steps or epochs there will be; None where that is open.
+        name: The scheduled value: momentum has other defaults.
+        span: The total number of steps or epochs; None if open-ended.
 
     Raises:
-        UnregisteredNameError: there is no such policy; lists them.
-        ConfigurationError: an option is unknown, missing or impossible, or the policy needs an end.
+        UnregisteredNameError: There is no such policy; lists the known ones.
+        ConfigurationError: An option is unknown, missing or impossible, or the policy needs an end.
     """
     if not isinstance(policy, str):
         if not callable(policy):
@@ -398,12 +409,14 @@ def make_policy(
 def check_options(
     policy: str, options: Mapping[str, Any], name: str = "lr", span: int | None = None
 ) -> dict[str, Any]:
-    """Return all options of a policy under our names, with defaults; raises as `make_policy`."""
+    """Return all options of a policy under our names, with defaults. Raises as `make_policy`."""
+    # 1. Our names, and defaults.
     kind, function = _find(policy, name)
     label = f"the policy {kind.removeprefix(MMENGINE)!r}"
     aliases = _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
     defaults = _NAMED[kind].of_momentum if name == "momentum" else {}
     given = _under_our_names(label, function, options, aliases, defaults)
+    # 2. A minimum can be absolute or relative, but not both.
     minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
     if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
         spellings = [alias for alias, meant in aliases.items() if meant.startswith("minimum")]
@@ -411,10 +424,12 @@ def check_options(
             f"{label} needs exactly one of a minimum and its ratio to the base ({', '.join(spellings)}), got "
             f"{' and '.join(minima) or 'neither'}"
         )
+    # 3. As in MMCV, a single ratio implies the second.
     ratio = given.get("target_ratio")
     if check.is_number(ratio) or (isinstance(ratio, tuple) and len(ratio) == 1):
         [peak] = ratio if isinstance(ratio, tuple) else (ratio,)
         given["target_ratio"] = (peak, peak / 1e5)
+    # 4. Check each option, then how they fit together.
     for key, value in given.items():
         if value is not None:
             _CHECKS.get(key, check.number)(f"{key} of {label}", value)
@@ -424,7 +439,6 @@ def check_options(
 
 
 def _find(policy: str, name: str) -> tuple[str, Callable[..., float]]:
-    """Return a policy's own name and its function."""
     known = {_plainly(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
     kind = known.get(_plainly(policy))
     if kind is None:
@@ -446,9 +460,10 @@ def _under_our_names(
     aliases: Mapping[str, str],
     defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return all options under our names, lists as tuples; `defaults` come before the function's."""
+    """Return all options under our names, lists as tuples; `defaults` take precedence over the function's."""
     _, *parameters = inspect.signature(function).parameters.values()
     given = {one.name: one.default for one in parameters} | dict(defaults)
+    # A formula takes its minimum as one object; users give one of two numbers.
     if given.pop("low", None) is not None:
         given |= {"minimum": None, "minimum_ratio": None}
     check.known(label, options, [*given, *(alias for alias, meant in aliases.items() if meant in given)])
@@ -513,11 +528,11 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "anneal_strategy": partial(check.one_of, choices=tuple(_ANNEAL)),
     "three_phase": check.boolean,
 }
-"""Option → what is checked of it; all others are numbers."""
+"""Option → its check. All other options must be numbers."""
 
 
 def _misfit(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
-    """Say which options contradict one another, the policy or the span; empty if none."""
+    """Return what is contradictory among the options, or with the span; '' if nothing is."""
     if "target_ratio" in given:
         check.number(f"gamma of {label}", given["gamma"], above=0, most=1)
         if len(given["target_ratio"]) != 2:

@@ -1,7 +1,18 @@
-"""Schedules of numbers in parameter groups: of the learning rate, of momentum, of any other.
+"""Schedules of values in parameter groups: the learning rate, momentum, or any other number.
 
-What is written is a function of how many steps or epochs there were, so a schedule resumes from that count alone, and a
-schedule that was made longer or shorter since goes on along its new course.
+A `ScheduleSpec` describes a schedule; a `ParamSchedule` is one bound to an optimizer. It computes its value from a
+count of steps or epochs by a pure formula (`formulas.py`), so it resumes from that count alone, and a run whose end was
+changed continues on the new course.
+
+- Groups keep their proportions: each starts from its own `initial_lr` (or its current value), stored in `GroupValue`.
+- Schedules of the same value form a chain, ordered by their windows. The result of one is the base of the next; a value
+  is written once, by `_write`, for the whole chain. Schedules with different `GroupValue` objects would overwrite each
+  other, which `config.py` refuses.
+- A warm-up multiplies the result. If values change per epoch and the warm-up per step, a `WarmupClock` counts the
+  steps.
+- A metric schedule (`torch_schedule.py`) changes a factor, `GroupValue.scales`, by which later values are multiplied.
+
+Not thread-safe. Nothing here communicates: a Trainer sends the groups' values with its next step.
 """
 
 from __future__ import annotations
@@ -27,29 +38,29 @@ from kvtrainer.errors import (
 from kvtrainer.schedules.formulas import Formula, Policy, make_policy, warmup_factor
 
 MOST_MOMENTUM = 0.999
-"""The most to which a warm-up raises momentum, unless the momentum to come to is greater itself."""
+"""A warm-up raises momentum at most to this, unless the momentum itself is greater."""
 _REMEMBERED = ("lr", "momentum")
-"""Values whose start is kept in the group as well, as torch's schedulers do: 'initial_lr'."""
+"""Values whose start is also stored in the group, as torch's schedulers do: 'initial_lr'."""
 
 
 @runtime_checkable
 class BoundSchedule(Protocol):
-    """A schedule that is tied to an optimizer, as a Trainer advances and saves it."""
+    """A schedule that is bound to an optimizer: the interface through which a Trainer advances and saves it."""
 
     @property
     def by(self) -> str:
-        """When `step` is called: after every 'step' that changed weights, after every 'epoch', or with a 'metric'."""
+        """When to call `step`: after every 'step' that changed weights, after every 'epoch', or with a 'metric'."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise StateMismatchError unless `load_state_dict` can take this; nothing changes."""
+        """Raise StateMismatchError unless `load_state_dict` can load this; nothing changes."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def refuse_second_scheduler(optimizer: object) -> None:
-    """Raise SchedulerInUseError if the optimizer has a lr_scheduler of its own."""
+    """Raise SchedulerInUseError if the optimizer has its own lr_scheduler."""
     own = getattr(getattr(optimizer, "optimizer", None), "lr_scheduler", None)
     if own is not None:
         raise SchedulerInUseError(
@@ -58,14 +69,14 @@ def refuse_second_scheduler(optimizer: object) -> None:
 
 
 class GroupValue:
-    """Read and write one number in the groups of an optimizer; 'momentum' is betas[0] where there are betas.
+    """Reads and writes one value in an optimizer's groups. 'momentum' is betas[0] where a group has betas.
 
-    Groups are looked up anew each time, because loading state replaces them and they may become more.
+    Groups are looked up on each access, because loading a state replaces them and groups may be added.
 
     Raises:
-        ArgumentTypeError: this is no optimizer.
-        GroupValueError: a group has no such number; also a KeyError.
-        SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
+        ArgumentTypeError: `optimizer` is not an optimizer.
+        GroupValueError: A group does not have the value; also a KeyError.
+        SchedulerInUseError: The optimizer has its own scheduler for the learning rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -80,7 +91,7 @@ class GroupValue:
         self._scheduled: dict[int, float] = {}
         """Group → the value that schedules wrote last, before it was scaled."""
         self._scales: dict[int, float] = {}
-        """Group → the factor that `overrule` has made of it."""
+        """Group → the factor that results from `overrule`."""
         self._collect_bases()
 
     def __len__(self) -> int:
@@ -88,7 +99,7 @@ class GroupValue:
 
     @property
     def bases(self) -> list[float]:
-        """The value that each group started from."""
+        """The value from which each group started."""
         self._collect_bases()
         return self._bases
 
@@ -97,14 +108,14 @@ class GroupValue:
         self._bases = list(values)
 
     def check_count(self, values: Sequence[object]) -> None:
-        """Raise StateMismatchError unless a saved state has one value for each group."""
+        """Raise StateMismatchError unless a saved state has one value per group."""
         if len(values) != len(self):
             raise StateMismatchError(
-                f"the state of the schedule of {self.name!r} is one of {len(values)} groups, here there are {len(self)}"
+                f"the saved schedule of {self.name!r} has {len(values)} groups, but the optimizer has {len(self)}"
             )
 
     def read(self, index: int) -> float:
-        """Return the present value in this group."""
+        """Return the current value of this group."""
         group = self.optimizer.param_groups[index]
         if self._is_beta(group):
             return float(group["betas"][0])
@@ -118,12 +129,12 @@ class GroupValue:
         return float(value)
 
     def write(self, index: int, value: float) -> None:
-        """Put a scheduled value into this group, as small as `overrule` made former ones."""
+        """Write a scheduled value to this group, times the factor that results from `overrule`."""
         self._scheduled[index] = value
         self._put(index, value * self._scales.get(index, 1.0))
 
     def overrule(self, index: int, value: float) -> None:
-        """Put a value into this group in place of the present one; what is written later is in proportion."""
+        """Replace the current value of this group; values written later change by the same factor."""
         present = self.read(index)
         if present:
             self._scales[index] = self._scales.get(index, 1.0) * value / present
@@ -131,7 +142,7 @@ class GroupValue:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether a schedule writes the value; `overrule` alone does not count."""
+        """Whether a schedule has written the value; `overrule` does not count."""
         return bool(self._scheduled)
 
     @property
@@ -146,10 +157,10 @@ class GroupValue:
             self.write(index, value)
 
     def indices(self, chosen: Sequence[int | str] | None) -> frozenset[int] | None:
-        """Find the groups that are meant by indices or names; None for all.
+        """Return the indices of groups given by index or name; None means all.
 
         Raises:
-            ConfigurationError: there is no such group.
+            ConfigurationError: There is no such group.
         """
         if chosen is None:
             return None
@@ -171,6 +182,7 @@ class GroupValue:
         group = self.optimizer.param_groups[index]
         if self._is_beta(group):
             group["betas"] = (value, *tuple(group["betas"])[1:])
+        # A tensor may be part of a captured CUDA graph, so it is written in place.
         elif isinstance(group[self.name], Tensor):
             group[self.name].fill_(value)
         else:
@@ -180,6 +192,7 @@ class GroupValue:
         for index in range(len(self._bases), len(self)):
             group, present = self.optimizer.param_groups[index], self.read(index)
             key = f"initial_{self.name}"
+            # After a resume the group has the value that it started from.
             self._bases.append(float(group.get(key, present)))
             if self.name in _REMEMBERED:
                 group.setdefault(key, present)
@@ -190,10 +203,10 @@ class GroupValue:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule before it has an optimizer; the arguments are those of ParamSchedule.
+    """A schedule without an optimizer. The fields are the arguments of ParamSchedule.
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: A field is wrong.
     """
 
     name: str = "lr"
@@ -241,22 +254,22 @@ class ScheduleSpec:
 
     @property
     def span(self) -> int | None:
-        """How many steps or epochs the policy has."""
+        """The length of the policy in steps or epochs; None if open-ended."""
         return None if self.end is None else self.end - self.begin
 
     @property
     def is_driven_by(self) -> str:
-        """What advances it: with `epoch_length` steps, also where its values go by epoch."""
+        """What advances it: with `epoch_length` always steps, even if its values change per epoch."""
         return "step" if self.epoch_length is not None else self.by
 
     @property
     def has_own_warmup_clock(self) -> bool:
-        """Whether values go by epoch, the warm-up by step, and no epoch's length is known."""
+        """Whether values change per epoch and the warm-up per step, with unknown epoch length."""
         return self.warmup is not None and self.is_driven_by == "epoch" and not self.warmup_by_epoch
 
     @property
     def warmup_length(self) -> int:
-        """Length of the warm-up in what advances it. That is steps where it has a clock of its own."""
+        """Length of the warm-up in the unit that advances it; in steps if it has its own clock."""
         per_unit = self.epoch_length if self.epoch_length is not None and self.warmup_by_epoch else 1
         return self.warmup_iters * per_unit if self.warmup is not None else 0
 
@@ -265,33 +278,33 @@ _ARGUMENTS = frozenset(ScheduleSpec.__dataclass_fields__) - {"name", "policy", "
 
 
 class ParamSchedule:
-    """Write a value of an optimizer's groups: at once, and whenever it is advanced.
+    """Writes a value of an optimizer's groups, immediately and whenever it is advanced. Not thread-safe.
+
+    The policy starts from each group's 'initial_lr' (or 'initial_…') if there is one, else from its current value, so
+    groups keep their proportions.
 
     Args:
-        optimizer: Any torch.optim.Optimizer, so also a Trainer, from where the value travels to servers.
-        name: 'lr'; 'momentum', which is betas[0] of the Adams; or any key of the groups that holds a number. Or a
-            ScheduleSpec, which says everything but `after`.
+        optimizer: Any torch.optim.Optimizer, also a Trainer, whose next step sends the value to servers.
+        name: 'lr'; 'momentum', which is betas[0] for Adam and its variants; or any key of the groups with a number. Or
+            a ScheduleSpec, which replaces all arguments but `after`.
         policy: A name (MMCV's or Detectron's: fixed, step, exp, poly, inv, CosineAnnealing, LinearAnnealing,
-            FlatCosineAnnealing, CosineRestart, cyclic, OneCycle, steps_with_lrs, exp_decay); or a function
-            (base, at, span) → value, with how many steps or epochs have passed since `begin`, and end - begin.
-        after: A schedule of the same value to build on: what it gives is where this one starts from, or, if this one
-            ends before it begins, the other way round.
+            FlatCosineAnnealing, CosineRestart, cyclic, OneCycle, steps_with_lrs, exp_decay), or a function (base, at,
+            span) → value, of the steps or epochs since `begin`, and end - begin.
+        after: A schedule of the same value to build on: its result is where this one starts from or, if this one ends
+            before that begins, the other way round.
         by: Whether `step` is called after each 'step' of the optimizer or after each 'epoch' (the default).
-        begin, end: From where up to where it holds. Past the end the value stays what it was last.
-        warmup: None, 'constant', 'linear' or 'exp': the learning rate is multiplied by something that grows from
-            `warmup_ratio` to 1 over `warmup_iters` steps (epochs, if `warmup_by_epoch`), momentum is divided by it.
-        epoch_length: Steps in an epoch. `step` is then called after each step of the optimizer, whatever `by` says.
-            Without it a schedule by epoch whose warm-up goes by step needs `warmup_clock.step()` after each step.
-        groups: The groups to write, by index or by their 'name'; None: all, later ones too.
-        passed: How many steps or epochs are over already; the groups should know their 'initial_lr' then.
-        options: Of the policy, such as gamma, power, min_lr, min_lr_ratio, periods, target_ratio.
-
-    The policy starts from each group's 'initial_lr' (or 'initial_…'), or else from its present value, so groups keep
-    their proportions.
+        begin, end: The window in which it acts. After the end, the last value stays.
+        warmup: None, 'constant', 'linear' or 'exp'. The learning rate is multiplied by a factor that grows from
+            `warmup_ratio` to 1 over `warmup_iters` steps (epochs, if `warmup_by_epoch`); momentum is divided by it.
+        epoch_length: Steps per epoch. With it, `step` is called after each step of the optimizer, whatever `by` is.
+            Without it, a schedule by epoch with a warm-up by step needs `warmup_clock.step()` after each step.
+        groups: The groups to write, by index or 'name'; None: all, including groups added later.
+        passed: How many steps or epochs have already passed; groups should then have their 'initial_lr'.
+        options: Options of the policy, such as gamma, power, min_lr, min_lr_ratio, periods, target_ratio.
 
     Raises:
-        ConfigurationError: an argument is wrong, or a group has no such value.
-        SchedulerInUseError: the Trainer's own lr_scheduler decides the learning rate.
+        ConfigurationError: An argument is wrong, or a group does not have the value.
+        SchedulerInUseError: The Trainer's own lr_scheduler determines the learning rate.
 
         schedule = ParamSchedule(trainer, "momentum", "cyclic", by="step", end=1000, target_ratio=(0.85 / 0.95, 1))
     """
@@ -305,16 +318,18 @@ class ParamSchedule:
         after: ParamSchedule | None = None,
         **options: Any,
     ) -> None:
+        # 1. The description, and the schedule to build on.
         spec = name if isinstance(name, ScheduleSpec) else self.unbound(name, policy, **options)
         if spec is name and options:
-            raise ConfigurationError(f"a ScheduleSpec says everything itself; leave out {', '.join(options)}")
+            raise ConfigurationError(f"a ScheduleSpec contains all arguments; leave out {', '.join(options)}")
         if after is not None and (after.optimizer is not optimizer or after.name != spec.name):
             raise ConfigurationError(
                 f"a schedule of {spec.name!r} can only build on one of the same value of the same optimizer"
             )
+        # 2. The groups and the formula.
         self._spec = spec
         self.target: GroupValue = GroupValue(optimizer, spec.name) if after is None else after.target
-        """What it writes to; schedules that build on one another have the same."""
+        """Where it writes; shared by schedules that build on each other."""
         self._indices = self.target.indices(spec.groups)
         self._formula = spec.formula()
         peaks, num_groups = self._formula.options.get("maximum"), len(self.target)
@@ -323,11 +338,12 @@ class ParamSchedule:
                 f"max_lr has {len(peaks)} values, but there are {num_groups} parameter groups; give one for each, or a "
                 "number"
             )
+        # 3. Insert it into the chain of its value, before schedules that begin after its end, and write.
         self._chain: list[ParamSchedule] = [] if after is None else after._chain
         self._count, self._warm_count = spec.passed, 0
         self._warm_up = Warmup(spec.name)
         self.warmup_clock: WarmupClock | None = WarmupClock(self) if spec.has_own_warmup_clock else None
-        """Counts the steps of a warm-up of a schedule by epoch; None where there is no need of one."""
+        """Counts the steps of the warm-up of a schedule by epoch; None if it does not need one."""
         later = [at for at, one in enumerate(self._chain) if self._precedes(one)]
         self._chain.insert(later[0] if later else len(self._chain), self)
         try:
@@ -338,52 +354,52 @@ class ParamSchedule:
 
     @staticmethod
     def unbound(name: str = "lr", policy: str | Policy = "fixed", **arguments: Any) -> ScheduleSpec:
-        """Return the same schedule without an optimizer, for the Trainer's `schedules`; arguments as of the class."""
+        """Return the schedule without an optimizer, for the Trainer's `schedules`. Takes the same other arguments."""
         own = {key: arguments.pop(key) for key in tuple(arguments) if key in _ARGUMENTS}
         return ScheduleSpec(name, policy, **own, options=arguments)
 
     def unbind(self) -> None:
-        """Let it no longer count in the schedules that build on one another; nothing is written."""
+        """Remove it from the chain of schedules that build on each other; nothing is written."""
         self._chain.remove(self)
 
     @property
     def name(self) -> str:
-        """The key of the value that is scheduled."""
+        """The key of the scheduled value."""
         return self._spec.name
 
     @property
     def by(self) -> str:
-        """'step' or 'epoch': when `step` is to be called."""
+        """When to call `step`: 'step' or 'epoch'."""
         return self._spec.is_driven_by
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that it is bound to."""
+        """The optimizer to which it is bound."""
         return self.target.optimizer
 
     def writes_beside(self, other: ParamSchedule) -> bool:
-        """Return whether both write one value of a group without building on each other."""
+        """Return whether both write the same value of a group without building on each other."""
         if self.target is other.target or self.name != other.name:
             return False
         return self._indices is None or other._indices is None or bool(self._indices & other._indices)
 
     def step(self, count: int | None = None) -> None:
-        """Advance by one step or epoch, or to where `count` of them have passed; writes the value."""
+        """Advance by one step or epoch, or to the given count, and write the value."""
         self._count = self._count + 1 if count is None else check.integer("the count of a schedule", count, 0)
         self._write(is_jump=count is not None)
 
     def step_warmup(self) -> None:
-        """Advance the warm-up alone by a step; writes the value while it lasts."""
+        """Advance only the warm-up by a step, and write the value while it lasts."""
         self._warm_count += 1
         if self._warm_count <= self._spec.warmup_length:
             self._write(is_jump=False)
 
     def last_values(self) -> list[float]:
-        """Return the present value of every group."""
+        """Return the current value of every group."""
         return [self.target.read(index) for index in range(len(self.target))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it is, and where each group started from: plain numbers."""
+        """Return the counts, and the value each group started from, as plain numbers."""
         return {
             "count": self._count,
             "warmup_count": self._warm_count,
@@ -391,16 +407,16 @@ class ParamSchedule:
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError unless it is such a state, of as many groups."""
+        """Raise StateMismatchError unless it is such a state, for the same number of groups."""
         self._read(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, with the policy and the end that this schedule has; writes the value.
+        """Continue from a saved state, with this schedule's own policy and end, and write the value.
 
-        The state of mmengine's scheduler of the same value will do, too.
+        The state of mmengine's scheduler for the same value is accepted, too.
 
         Raises:
-            StateMismatchError: it is no such state, or one of another number of groups; nothing has changed then.
+            StateMismatchError: It is not such a state, or has another number of groups; nothing has changed then.
         """
         self._count, self._warm_count, bases = self._read(state_dict)
         self.target.bases = bases
@@ -417,15 +433,15 @@ class ParamSchedule:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatchError(
-                f"this is no state of a ParamSchedule: {state_dict!r:.120}; load what its state_dict() returned"
+                f"this is not the state of a ParamSchedule: {state_dict!r:.120}; load what its state_dict() returned"
             ) from error
         self.target.check_count(bases)
         return count, warm, bases
 
     def _write(self, is_jump: bool) -> None:
-        """Write the value of all schedules of the chain; of groups that wait for a begin, or are past all ends, not.
+        """Write the result of the whole chain. Groups for which no schedule is within its window are left alone.
 
-        What is past the end has been written before, unless this is a jump.
+        After the end nothing is written, because the last value is in place; except after a jump.
         """
         for index, value in enumerate(self.target.bases):
             if any(one._has(index) and one._is_on(is_jump) for one in self._chain):
@@ -442,7 +458,7 @@ class ParamSchedule:
 
     @property
     def _steps_per_unit(self) -> int:
-        """How often it is advanced in each step or epoch by which its values go."""
+        """How often it is advanced per step or epoch that its values count."""
         return 1 if self._spec.by == "step" else self._spec.epoch_length or 1
 
     @property
@@ -450,16 +466,19 @@ class ParamSchedule:
         return self._count // self._steps_per_unit
 
     def _value(self, index: int, start: float) -> float:
-        """Return what it makes of the value that the schedule before it gives."""
+        """Return the value, given the result of the schedule before it."""
         spec, at = self._spec, self._at
         if not self._has(index) or at < spec.begin:
             return start
+        # 1. How far it is; after the end it stays at the last step.
         passed = at - spec.begin if spec.end is None else min(at, spec.end - 1) - spec.begin
-        if self._formula.restarts:  # from what came before, but for schedules that end before this one begins
+        # 2. The formula. One that restarts ignores schedules that ended before it began.
+        if self._formula.restarts:
             start = self.target.bases[index]
             for one in self._chain[: self._chain.index(self)]:
                 start = start if one._precedes(self) else one._value(index, start)
         value = self._formula(start, passed, spec.span, self.target.bases[index], index)
+        # 3. The warm-up.
         if not spec.warmup_length:
             return value
         is_apart = self.warmup_clock is not None
@@ -477,19 +496,19 @@ def is_of_mmengine(state_dict: Mapping[str, Any]) -> bool:
 
 
 def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
-    """Return how often a schedule was advanced, by the state of mmengine's scheduler.
+    """Return how often a schedule was advanced, according to the state of mmengine's scheduler.
 
-    That one counts epochs or backward passes, a schedule by step updates.
+    mmengine counts epochs or backward passes; a schedule by step counts updates.
 
     Raises:
-        StateMismatchError: it writes another value, or one of the two goes by epoch and the other does not.
+        StateMismatchError: It is for another value, or one of the two counts epochs and the other does not.
     """
     name, by_epoch = state_dict["param_name"], state_dict["by_epoch"]
     if name != schedule.name or by_epoch is not (schedule.by != "step"):
         theirs = "epoch" if by_epoch else "iteration"
         raise StateMismatchError(
-            f"the state is that of a scheduler of {name!r} by {theirs}, the schedule here is one of {schedule.name!r} "
-            f"by {schedule.by}; build the same ones in the same order"
+            f"the state is for a scheduler of {name!r} by {theirs}, but this schedule is for {schedule.name!r} by "
+            f"{schedule.by}; build the same schedules in the same order"
         )
     accumulation = None if by_epoch else getattr(schedule.optimizer, "accumulation", None)
     passes = 1 if accumulation is None else accumulation.counts
@@ -497,7 +516,9 @@ def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
 
 
 class Warmup:
-    """Multiply a value by `warmup_factor`; divide momentum by it, but not up to 1, and warn once where that matters."""
+    """Multiplies a value by `warmup_factor`. Momentum is divided by it, up to a limit, with one warning if that
+    matters.
+    """
 
     def __init__(self, name: str) -> None:
         self._is_of_momentum = name == "momentum"
@@ -512,7 +533,7 @@ class Warmup:
             self._has_warned = True
             warnings.warn(
                 f"the warm-up would raise momentum {value:g} to {value / factor:g}; it is kept at {lifted:g}. A "
-                "warmup_ratio that is further from 0 avoids that. This is said once",
+                "greater warmup_ratio avoids that. This warning appears once",
                 ScheduleWarning,
                 stacklevel=level_of_user(),
             )
@@ -520,7 +541,7 @@ class Warmup:
 
 
 class WarmupClock:
-    """Count the steps of a warm-up of a schedule that goes by epoch; a BoundSchedule beside that one.
+    """Counts the steps of the warm-up of a schedule by epoch; a BoundSchedule of its own.
 
     Its state is empty, because the schedule saves the count.
     """
@@ -537,7 +558,7 @@ class WarmupClock:
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict:
             raise StateMismatchError(
-                f"the clock of a warm-up has no state, so this is that of another schedule: {state_dict!r:.120}"
+                f"the clock of a warm-up has no state, so this is for another schedule: {state_dict!r:.120}"
             )
 
     load_state_dict = check_state_dict

@@ -1,4 +1,4 @@
-"""torch's schedulers as a Trainer advances and saves them. One lowers a value where a metric no longer improves."""
+"""torch's schedulers in the interface of a Trainer, and a schedule that lowers a value when a metric stalls."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
 
 class TorchSchedule:
-    """A scheduler with torch's interface, advanced and saved by a Trainer. It stays as it is.
+    """A scheduler with torch's interface, which a Trainer advances and saves. The scheduler is not changed.
 
     Args:
-        scheduler: Bound to the optimizer already.
-        by: When it is advanced: after each 'step' or 'epoch'; with a 'metric' for ReduceLROnPlateau.
+        scheduler: Already bound to the optimizer.
+        by: When it is advanced: after each 'step' or 'epoch'. For ReduceLROnPlateau always with a 'metric'.
 
     Raises:
-        SchedulerInUseError: the optimizer takes its learning rate from a scheduler of its own.
+        SchedulerInUseError: The optimizer has its own scheduler for the learning rate.
     """
 
     def __init__(self, scheduler: Any, by: str) -> None:
@@ -43,7 +43,7 @@ class TorchSchedule:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that the scheduler is bound to."""
+        """The optimizer to which the scheduler is bound."""
         return self.scheduler.optimizer  # type: ignore[no-any-return]
 
     @property
@@ -54,51 +54,51 @@ class TorchSchedule:
         return frozenset((own, "momentum") if getattr(self.scheduler, "cycle_momentum", False) else (own,))
 
     def step(self, *metric: float) -> None:
-        """Advance it, in one that goes by a metric with that; raises ConfigurationError if that is missing."""
+        """Advance it, with the metric if it needs one. Raises ConfigurationError if that is missing."""
         if self.by == "metric":
             _check_metric(metric)
-        # It warns unless it saw step(); the Trainer has several ways to update.
+        # torch warns if it has not seen optimizer.step(), but a Trainer also updates through other methods.
         self.scheduler.optimizer._opt_called = True
         self.scheduler.step(*metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the scheduler keeps, as far as it is plain: numbers, text and collections; never code."""
+        """Return the plain part of the scheduler's state: numbers, text and collections; never code."""
         return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError if it is the state of another kind of schedule. Some kinds cannot be told apart."""
+        """Raise StateMismatchError if it is for another kind of schedule. Some kinds cannot be distinguished."""
         mine, theirs = (
             {key for key in state if not key.startswith("_")} for state in (self.state_dict(), state_dict)
         )
-        # Versions of torch have some entries more or less.
+        # Versions of torch differ in some entries.
         if (mine - theirs and theirs - mine) or "last_epoch" in mine - theirs:
             raise StateMismatchError(
-                f"this is no state of a {type(self.scheduler).__name__}: {state_dict!r:.120}; load what the "
+                f"this is not the state of a {type(self.scheduler).__name__}: {state_dict!r:.120}; load what the "
                 "state_dict() of one returned"
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand that back to the scheduler. Raises as `check_state_dict`; nothing has changed then."""
+        """Load a state into the scheduler. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
         self.scheduler.load_state_dict({key: _unpacked(value) for key, value in state_dict.items()})
 
 
 class PlateauSchedule:
-    """A schedule that multiplies a value of the groups when a metric stops improving. It acts within a window.
+    """Multiplies a value of the groups when a metric stops improving, within a window.
 
-    torch's ReduceLROnPlateau decides, over groups that stand for those of the optimizer, so momentum is lowered alike.
-    What other schedules write afterwards is lowered in proportion.
+    torch's ReduceLROnPlateau decides, on stand-ins for the optimizer's groups, which works for momentum, too. Values
+    that other schedules write later are lowered by the same factor.
 
     Args:
-        optimizer: Whose groups are written.
-        name: 'lr', 'momentum' or any key of the groups that holds a number.
-        begin, end: From which metric on, counted from 1, and before which it may change the value.
-        minimum: What the value stays at or above; or a list with one for each group.
-        groups: The groups to write, by index or by their 'name'; None: all, later ones too.
-        options: Of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
+        optimizer: The optimizer whose groups are written.
+        name: 'lr', 'momentum' or any key of the groups with a number.
+        begin, end: It acts from the `begin`-th metric on (counted from 1) and before the `end`-th.
+        minimum: Lower bound of the value, or a list with one for each group.
+        groups: The groups to write, by index or 'name'; None: all, including groups added later.
+        options: Those of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
 
     Raises:
-        ConfigurationError: an option is wrong, or a group has no such value.
+        ConfigurationError: An option is wrong, or a group does not have the value.
     """
 
     by = "metric"
@@ -116,7 +116,7 @@ class PlateauSchedule:
     ) -> None:
         self.optimizer = optimizer
         self.target = GroupValue(optimizer, name)
-        """What it lowers: of the schedules of the same value theirs."""
+        """What it lowers; shared with schedules of the same value."""
         self._indices = self.target.indices(groups)
         self._begin, self._end, self._count = begin, end, 0
         self._stand_in = torch.optim.SGD(
@@ -126,20 +126,22 @@ class PlateauSchedule:
         try:
             self._scheduler = ReduceLROnPlateau(self._stand_in, min_lr=lowest, **options)
         except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"a schedule that goes by a metric cannot be made: {error}") from error
+            raise ConfigurationError(f"a schedule by metric cannot be made: {error}") from error
 
     def step(self, *metric: float) -> None:
-        """Take note of the metric's next value. Raises ConfigurationError if there is none."""
+        """Pass the next value of the metric. Raises ConfigurationError if it is missing."""
         _check_metric(metric)
         self._count += 1
         if self._count < self._begin or (self._end is not None and self._count >= self._end):
             return
+        # 1. Copy the present values to the stand-ins; groups may have been added.
         groups = self._stand_in.param_groups
         for _ in range(len(groups), len(self.target)):
             self._stand_in.add_param_group({"params": [torch.zeros(1, device="cpu")]})
         before = [self.target.read(index) for index in range(len(groups))]
         for group, value in zip(groups, before, strict=True):
             group["lr"] = value
+        # 2. Let torch decide, and copy back what it lowered.
         self._scheduler.step(*metric)
         for index, group in enumerate(groups):
             is_mine = self._indices is None or index in self._indices
@@ -152,33 +154,32 @@ class PlateauSchedule:
         return self.target.name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it is, the best metric, and by what the values were lowered: plain numbers."""
+        """Return the progress, the best metric, and the factors by which values were lowered, as plain numbers."""
         state = self._scheduler.state_dict()
         return {"count": self._count, "scales": self.target.scales, **{key: state[key] for key in _PROGRESS}}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError unless it is such a state, of as many groups."""
+        """Raise StateMismatchError unless it is such a state, for the same number of groups."""
         self._read(state_dict)
 
     def _read(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        # mmengine's state lacks the factors. They are only needed where another schedule writes the value.
         if is_of_mmengine(state_dict) and {*_PROGRESS[:3]} <= set(state_dict):
             if self.target.is_scheduled:
                 raise StateMismatchError(
-                    f"mmengine does not save by how much its schedule by a metric has lowered {self.name!r}, which "
-                    "other schedules write here, too; resume without schedules, and set the present value"
+                    f"mmengine does not save by how much its schedule by metric has lowered {self.name!r}, which "
+                    "another schedule writes, too; resume without schedules, and set the present value"
                 )
             count = count_in_mmengine(state_dict, self)
             own = {"count": count, "last_epoch": count, "scales": [1.0] * len(state_dict["_last_value"])}
             state_dict = {**own, **{key: state_dict[key] for key in _PROGRESS[:3]}}
         if set(state_dict) != {"count", "scales", *_PROGRESS}:
-            raise StateMismatchError(
-                f"this is no state of a schedule that goes by a metric: {state_dict!r:.120}"
-            )
+            raise StateMismatchError(f"this is not the state of a schedule by metric: {state_dict!r:.120}")
         self.target.check_count(state_dict["scales"])
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Raises as `check_state_dict`; nothing has changed then."""
+        """Continue from a saved state. Raises as `check_state_dict`; nothing has changed then."""
         state_dict = self._read(state_dict)
         self._count = int(state_dict["count"])
         self.target.scales = state_dict["scales"]
@@ -186,9 +187,9 @@ class PlateauSchedule:
 
 
 def bound_by(one: Any, by: str) -> Any:
-    """Return a scheduler of torch's kind as a TorchSchedule. It goes by `by`, unless it says itself by what.
+    """Wrap a torch scheduler in a TorchSchedule. It is advanced per `by`, unless it has a `by_epoch` of its own.
 
-    What is a BoundSchedule, or no scheduler at all, is returned as it is.
+    A BoundSchedule, or anything that is not a scheduler, is returned unchanged.
     """
     if isinstance(one, BoundSchedule) or not is_scheduler(one):
         return one
@@ -196,7 +197,7 @@ def bound_by(one: Any, by: str) -> Any:
 
 
 def is_scheduler(one: object) -> bool:
-    """Return whether this is bound to an optimizer and used as a scheduler of torch: `step()` alone will do."""
+    """Return whether this is bound to an optimizer and has a torch scheduler's methods; `step` without arguments."""
     if isinstance(one, LRScheduler):
         return True
     if isinstance(one, type | torch.optim.Optimizer) or not hasattr(one, "optimizer"):
@@ -211,7 +212,7 @@ def is_scheduler(one: object) -> bool:
 
 def _check_metric(metric: Sequence[float]) -> None:
     if not metric:
-        raise ConfigurationError("this schedule is advanced with a metric, such as the loss of a validation")
+        raise ConfigurationError("this schedule needs a metric, such as the validation loss: step(metric)")
 
 
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -228,7 +229,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """Write collections as lists, as JSON can hold them. It knows neither tuples nor keys but strings."""
+    """Encode collections as lists for JSON, which has no tuples and no keys other than strings."""
     if isinstance(value, list):
         return [_packed(one) for one in value]
     if isinstance(value, tuple):

