@@ -1,1 +1,1 @@
-"""The options of a step, checked and ready to use."""
+"""The options of a step, checked and ready for use."""

@@ -1,7 +1,15 @@
-"""Loss scales: factors of a loss that save small gradients in half precision, how they adapt, and the option `amp`.
+"""Loss scalers for half precision, how they adapt, and the option `amp`.
 
-`LossScaler` does all of it, with Gluon's numbers; `TorchLossScaler` and `StaticLossScaler` only give it others. Torch's
-computes as torch.amp.GradScaler does, in float32. A saved scale may come from torch, MMCV's LossScaler or this library.
+A scaled loss keeps small float16 gradients above the smallest representable number; the step divides the gradients by
+the scale. `LossScaler` has the whole mechanism, with Gluon's values. `TorchLossScaler` and `StaticLossScaler` only
+change the values; the former computes in float32, as torch.amp.GradScaler does.
+
+Life of a scale: `mark_scaled` when a loss is multiplied, `factor` undoes that in the step, `mark_unscaled` if the loop
+unscaled its gradients itself, and `update` after each step, with a flag that all workers agree on, so that scales stay
+equal. `_carried` holds the scale of the present gradients, because the scale may be replaced in between.
+
+A saved state may come from torch, MMCV's LossScaler, or this library; `_read` recognises it by its keys and returns it
+under torch's names. A state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -23,61 +31,63 @@ _log = logging.getLogger(__name__)
 
 FIRST, LARGEST, LEAST = 2.0**16, 2.0**24, 2.0**-24
 CLEAN_STEPS = 2000
-"""So many steps in a row without an overflow double the scale."""
+"""After this many steps in a row without an overflow the scale doubles."""
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""What torch.amp.GradScaler saves."""
+"""The keys that torch.amp.GradScaler saves."""
 _KIND = "kind"
-"""What our scalers save beside that, unless they are of torch's kind; torch's own load_state_dict passes over it."""
+"""Saved in addition, except by scalers of torch's kind. torch's own load_state_dict ignores it."""
 _GLUON, _STATIC = "gluon", "static"
 _MMCVS = {"cur_scale", "cur_iter", "mode", "last_overflow_iter", "scale_factor", "scale_window"}
-"""What MMCV's LossScaler saves."""
+"""The keys that MMCV's LossScaler saves."""
 _OLD_KINDS = {frozenset({"loss_scale"}): _STATIC, frozenset({"loss_scale", "clean_steps"}): _GLUON}
-"""What our scalers saved before they saved torch's numbers."""
+"""The keys that our scalers saved before they used torch's."""
 
 
 class LossScaler:
-    """A power of two, halved on overflow and doubled after 2000 clean steps in a row.
+    """A power of two that halves on overflow and doubles after 2000 clean steps in a row.
 
-    MXNet's numbers, except that it halves at once; MXNet halves one step late and so overflows twice.
+    The values are MXNet's. MXNet however halves one step late, and so overflows twice.
 
     Args:
-        loss_scale: what to begin with; at most 2^24.
+        loss_scale: The initial value, at most 2^24.
     """
 
     _kind: str | None = _GLUON
-    """`_GLUON`; `_STATIC`; or None, as torch's, of which alone the scale is rounded to float32."""
+    """`_GLUON`, `_STATIC`, or None for torch's, which rounds the scale to float32."""
     _growth, _backoff, _interval = 2.0, 0.5, CLEAN_STEPS
     _least, _most = LEAST, LARGEST
 
     def __init__(self, loss_scale: float = FIRST) -> None:
         self.loss_scale = check.number("a loss scale", loss_scale, LEAST, LARGEST)
-        """The factor of the next loss."""
+        """The factor for the next loss."""
         self.clean_steps = 0
         """Steps without an overflow since the scale last changed."""
         self.min_scale: float | None = None
-        """A floor that was asked for."""
+        """The lower bound that was asked for."""
         self._carried: float | None = None
-        """The scale that the present gradients carry, which may have been replaced since; None of no scaled loss."""
+        """The scale of the present gradients; None if they do not come from a scaled loss. The scale may have changed
+        since.
+        """
         self._is_unscaled = False
 
     @property
     def factor(self) -> float:
-        """The factor that undoes the scale in the present gradients; 1 unless they come from a scaled loss."""
+        """The factor that undoes the scale in the present gradients; 1 if they do not come from a scaled loss."""
         return 1.0 if self._carried is None else 1.0 / self._carried
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the present gradients come from a loss that was scaled; they may have been unscaled since."""
+        """Whether the present gradients come from a scaled loss, even if they were unscaled since."""
         return self._carried is not None or self._is_unscaled
 
     def mark_scaled(self) -> None:
-        """Note that gradients of a scaled loss follow.
+        """Record that gradients of a scaled loss follow.
 
         Raises:
-            ConfigurationError: the gradients that they would be added to were unscaled already.
+            ConfigurationError: The gradients to which they would be added were already unscaled.
         """
         if self._is_unscaled:
             raise ConfigurationError(
@@ -87,16 +97,16 @@ class LossScaler:
         self._carried = self.loss_scale
 
     def mark_unscaled(self) -> None:
-        """Note that the present gradients were multiplied by `factor`."""
+        """Record that the present gradients were multiplied by `factor`."""
         self._is_unscaled |= self._carried is not None
         self._carried = None
 
     def mark_dropped(self) -> None:
-        """Note that there are no gradients any more."""
+        """Record that there are no gradients any more."""
         self._carried, self._is_unscaled = None, False
 
     def update(self, overflow: bool) -> None:
-        """End a step: adapt the scale. `overflow`: whether a gradient was infinite or not a number, on any worker."""
+        """Adapt the scale after a step. `overflow`: whether a gradient was infinite or NaN on any worker."""
         self.mark_dropped()
         if self._kind == _STATIC:
             return
@@ -106,8 +116,8 @@ class LossScaler:
             self.loss_scale = max(self._rounded(before * self._backoff), self._rounded(self._least))
             if before > self._least == self.loss_scale:
                 _log.warning(
-                    "gradients overflow although the loss scale has come down to %g, which is the least; if they still "
-                    "do, look for an infinity or a NaN in the data or the loss",
+                    "gradients overflow although the loss scale has reached its minimum, %g; if that goes on, look for "
+                    "an infinity or a NaN in the data or the loss",
                     self._least,
                 )
         elif self.clean_steps == self._interval:
@@ -116,32 +126,36 @@ class LossScaler:
             self.loss_scale = grown if math.isfinite(grown) else before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that torch.amp.GradScaler can load, with any floor that was asked for and the kind."""
+        """Return plain numbers that torch.amp.GradScaler can load, with the lower bound, if any, and the kind."""
         values = self.loss_scale, self._growth, self._backoff, self._interval, self.clean_steps
         more = {"min_scale": self.min_scale, _KIND: self._kind}
         numbers = dict(zip(_TORCHS, values, strict=True))
         return numbers | {name: value for name, value in more.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the numbers that a scaler of this library, torch's or MMCV's has saved.
+        """Load the state of a scaler of this library, of torch's, or of MMCV's.
 
-        A LossScaler takes the scale and the count of clean steps, of a scaler that is static or adapts as it does. A
-        TorchLossScaler takes the factors too, and a floor unless it has one. The scale of a StaticLossScaler stays: it
-        is an option, not something that was learned. Both of these accept an empty state, which torch's scaler saves
-        while it is disabled; it changes nothing.
+        A LossScaler takes the scale and the count of clean steps, if the saved factors equal its own. A TorchLossScaler
+        also takes the factors, and the lower bound unless it has one. A StaticLossScaler keeps its scale, which is an
+        option and not a result of training. The last two accept an empty state, which torch's disabled scaler saves,
+        and ignore it.
 
         Raises:
-            ConfigurationError: it is something else; nothing has changed then.
+            ConfigurationError: The state is something else; nothing has changed then.
         """
+        # 1. An empty state, or a static scale: nothing to load.
         if self._kind != _GLUON and isinstance(state, Mapping) and not state:
-            _log.info("the saved state of the loss scaler is empty: it goes on with %g", self.loss_scale)
+            _log.info("the saved state of the loss scaler is empty; the scale stays %g", self.loss_scale)
             return
         numbers = {**self.state_dict(), **_read(state)}
         scale, *factors, clean_steps = (numbers[name] for name in _TORCHS)
         if self._kind == _STATIC:
             if scale != self.loss_scale:
-                _log.info("the saved loss scale is %g; the static one of %g stays", scale, self.loss_scale)
+                _log.info(
+                    "the saved loss scale %g is ignored; the static scale stays %g", scale, self.loss_scale
+                )
             return
+        # 2. Gluon's scale has fixed factors and bounds; torch's takes those of the state.
         if self._kind == _GLUON:
             own = self._growth, self._backoff, self._interval
             if tuple(factors) != own:
@@ -161,16 +175,15 @@ class LossScaler:
 
 
 class TorchLossScaler(LossScaler):
-    """A scale that adapts as torch.amp.GradScaler's: it backs off at an overflow, and grows after clean steps.
+    """A scale that adapts as torch.amp.GradScaler's: it shrinks on overflow and grows after clean steps.
 
     Args:
-        init_scale: what to begin with.
-        growth_factor, backoff_factor, growth_interval: as of torch.amp.GradScaler.
-        min_scale: a floor, such as the 1 of MMCV's LossScaler. Without it the floor is 2^-24, below which torch's
-            scale would go on to 0.
+        init_scale: The initial value.
+        growth_factor, backoff_factor, growth_interval: As in torch.amp.GradScaler.
+        min_scale: Lower bound, such as 1 in MMCV's LossScaler. The default is 2^-24; torch's scale could go down to 0.
 
     Raises:
-        ConfigurationError: a number is impossible.
+        ConfigurationError: A number is impossible.
     """
 
     _kind, _most = None, math.inf
@@ -207,23 +220,23 @@ class StaticLossScaler(LossScaler):
 
 
 class Precision(NamedTuple):
-    """What the option `amp` asks for."""
+    """The meaning of the option `amp`."""
 
     dtype: torch.dtype
-    """In which torch.autocast computes what is safe in it."""
+    """The dtype in which torch.autocast computes what is safe in it."""
     scaler: LossScaler | None
-    """None where losses are not scaled, as with bfloat16."""
+    """None if losses are not scaled, as with bfloat16."""
 
 
 def make_precision(amp: Any) -> Precision | None:
-    """Read the option `amp`; None for full precision.
+    """Read the option `amp`; None means full precision.
 
     Args:
-        amp: "dynamic", a number (a loss scale that does not change), or a dict of: `dtype`, "float16" (the default) or
-            "bfloat16"; `loss_scale`, "dynamic" or a number; and the arguments of torch.amp.GradScaler.
+        amp: "dynamic", a number (a constant loss scale), or a dict with `dtype`, "float16" (the default) or "bfloat16";
+            `loss_scale`, "dynamic" or a number; and the arguments of torch.amp.GradScaler.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is something else.
     """
     if amp is None:
         return None
@@ -248,14 +261,14 @@ def make_precision(amp: Any) -> Precision | None:
 
 
 def make_loss_scaler(amp: Any) -> LossScaler | None:
-    """Make the loss scaler that `amp` asks for; None for none.
+    """Return the loss scaler for `amp`, or None if there should not be one.
 
     Args:
-        amp: "dynamic"; a number, whole or not, for a scale that does not change; None; or a dict with arguments of
-            TorchLossScaler and `enabled`. MMCV's older names `mode`, `scale_factor` and `scale_window` are understood.
+        amp: "dynamic"; a number for a constant scale; None; or a dict with arguments of TorchLossScaler and `enabled`.
+            MMCV's older names `mode`, `scale_factor` and `scale_window` are accepted.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is something else.
     """
     amp = check.as_mapping(amp)
     if amp is None:
@@ -269,6 +282,7 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
             f"amp must be 'dynamic', a number (a static loss scale), a dict such as dict(dtype='bfloat16') or "
             f"dict(init_scale=512.0), or None, got {amp!r}"
         )
+    # A dict: translate MMCV's names into torch's, then check what is left.
     given = dict(amp)
     is_enabled = check.boolean("enabled of a loss scaler", given.pop("enabled", True))
     mode = check.one_of("mode of a loss scaler", given.pop("mode", "dynamic"), ("dynamic", "static"))
@@ -286,10 +300,10 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
 
 
 def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
-    """Make a scaler of the kind that has saved this, with its numbers.
+    """Return a scaler of the kind that saved this state, with the saved values.
 
     Raises:
-        ConfigurationError: no scaler saves such a state.
+        ConfigurationError: No scaler saves such a state.
     """
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     kind = state[_KIND] if _KIND in names else _OLD_KINDS.get(names)
@@ -301,7 +315,7 @@ def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
 
 
 def check_scaler_state(scaler: LossScaler, state: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless `scaler.load_state_dict` takes this."""
+    """Raise StateMismatchError unless `scaler.load_state_dict` accepts this state."""
     try:
         copy.deepcopy(scaler).load_state_dict(state)
     except ConfigurationError as error:
@@ -314,7 +328,7 @@ def scaler_of(trainer: object) -> LossScaler:
     """Return the loss scaler of a Trainer.
 
     Raises:
-        AmpNotInitializedError: it has none.
+        AmpNotInitializedError: It has none.
     """
     scaler: LossScaler | None = getattr(trainer, "loss_scaler", None)
     if scaler is None:
@@ -326,12 +340,12 @@ def scaler_of(trainer: object) -> LossScaler:
 
 @torch.no_grad()
 def unscale(trainer: Any) -> None:
-    """Divide the Trainer's gradients by the loss scale now, to clip them. The step will not do it again.
+    """Divide the Trainer's gradients by the loss scale now, for example to clip them. The step does not do it again.
 
-    With several workers call `trainer.allreduce_grads()` before it.
+    With several workers call `trainer.allreduce_grads()` first.
 
     Raises:
-        AmpNotInitializedError: the Trainer has no loss scaler.
+        AmpNotInitializedError: The Trainer has no loss scaler.
     """
     scaler = scaler_of(trainer)
     if scaler.factor != 1.0:
@@ -342,24 +356,24 @@ def unscale(trainer: Any) -> None:
 
 
 def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[bool, float]:
-    """Read what a plain torch.amp.GradScaler wants of the step that it is calling.
+    """Return what a plain torch.amp.GradScaler wants of the step that it is calling.
 
-    An optimizer with `_step_supports_amp_scaling` is always called, and finds the attributes `found_inf` and
-    `grad_scale` (None once unscaled), which the scaler removes afterwards.
+    It always calls the `step` of an optimizer with `_step_supports_amp_scaling`, and passes the attributes `found_inf`
+    and `grad_scale` (None once unscaled), which it removes afterwards.
 
     Returns:
         Whether a gradient overflows, and the factor by which the step multiplies the gradients.
 
     Raises:
-        ConfigurationError: there are several workers, which such a scaler does not ask; or the Trainer scales losses.
+        ConfigurationError: There are several workers, which such a scaler does not ask; or the Trainer scales losses.
     """
     scale, found = vars(trainer)["grad_scale"], vars(trainer)["found_inf"]
     try:
         refuse_second_scaler(trainer)
         if num_workers > 1:
             raise ConfigurationError(
-                f"a torch.amp.GradScaler decides alone, but {num_workers} workers must skip a step together, and keep "
-                "the same scale; use kvtrainer.amp.GradScaler in its place, or the Trainer's option amp='dynamic'"
+                f"a torch.amp.GradScaler decides locally, but {num_workers} workers must skip a step together and keep "
+                "the same scale; use kvtrainer.amp.GradScaler instead, or the Trainer's option amp='dynamic'"
             )
     except ConfigurationError:
         del trainer.found_inf, trainer.grad_scale  # type: ignore[attr-defined]
@@ -368,7 +382,7 @@ def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[boo
 
 
 def refuse_second_scaler(trainer: Any) -> None:
-    """Raise ConfigurationError if the Trainer's options exclude a scaler of the loop."""
+    """Raise ConfigurationError if the Trainer's options exclude a scaler in the training loop."""
     if getattr(trainer, "loss_scaler", None) is not None:
         raise ConfigurationError(
             "the Trainer scales losses itself, because of amp=... or amp.init_trainer; leave out that or the GradScaler"
@@ -376,34 +390,37 @@ def refuse_second_scaler(trainer: Any) -> None:
     accumulation = getattr(trainer, "accumulation", None)
     if accumulation is not None and accumulation.counts > 1:
         raise ConfigurationError(
-            f"the Trainer accumulates {accumulation.counts} backward passes, of which a GradScaler knows nothing; "
+            f"the Trainer accumulates {accumulation.counts} backward passes, but a GradScaler cannot account for that; "
             "build it with amp='dynamic', or without accumulate and call scaler.step(trainer) after as many passes"
         )
 
 
 def _read(state: Any) -> dict[str, Any]:
-    """Return the numbers of a saved state, checked, under torch's names; `scale` is always there."""
+    """Return the checked values of a saved state under torch's names; `scale` is always present."""
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     factors: Any = ()
+    # 1. Ours or torch's; a static scale has no factors.
     if names - {"min_scale", _KIND} == set(_TORCHS):
         kind = check.one_of("kind of a saved loss scaler", state.get(_KIND), (None, _GLUON, _STATIC))
         scale, clean = state["scale"], state["_growth_tracker"]
         if kind != _STATIC:
             factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
+    # 2. MMCV's. It saves the last overflow instead of a count of clean steps.
     elif names == _MMCVS and state["mode"] == "static":
         scale, clean = state["cur_scale"], 0
     elif names == _MMCVS:
         factor = _positive("the saved scale_factor", state["scale_factor"])
         factors = _factors(factor, 1.0 / factor, state["scale_window"])
-        # Before the first overflow that was in iteration -1.
+        # If there was no overflow yet, last_overflow_iter is -1.
         scale, done, overflow = state["cur_scale"], state["cur_iter"], state["last_overflow_iter"]
         if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
             raise ConfigurationError(f"iteration {overflow!r} of {done!r} cannot have been the last overflow")
         clean = (int(done) - int(overflow) - 1) % factors[2]
+    # 3. Written by an old version of this library.
     elif names in _OLD_KINDS:
         scale, clean = state["loss_scale"], state.get("clean_steps", 0)
     else:
-        raise ConfigurationError(f"these are no numbers of a loss scaler: {state!r:.200}")
+        raise ConfigurationError(f"this is not the state of a loss scaler: {state!r:.200}")
     return {
         "scale": _positive("the saved scale", scale),
         "_growth_tracker": check.integer("a saved count of clean steps", clean, 0),

@@ -1,11 +1,15 @@
-"""Options by parameter: MMCV's `paramwise_cfg`, rules, or a function; the groups that follow, and a report of them.
+"""Options per parameter: MMCV's `paramwise_cfg`, rules, or a function; the resulting groups, and a report of them.
 
-Trainer(model, "torch:SGD", {"lr": 0.01, "weight_decay": 1e-4}, paramwise=dict(
-    custom_keys={"backbone": dict(lr_mult=0.1), ".head.": dict(decay_mult=0.0)}, norm_decay_mult=0.0))
+    Trainer(model, "torch:SGD", {"lr": 0.01, "weight_decay": 1e-4}, paramwise=dict(
+        custom_keys={"backbone": dict(lr_mult=0.1), ".head.": dict(decay_mult=0.0)}, norm_decay_mult=0.0))
 
-For each option of a parameter the first rule counts that matches the parameter and says something about the option; a
-rule with `stop` is the last one that is asked. Parameters with the same options share a group, because a group of their
-own for all of them makes every step several times slower.
+`places_in` lists the parameters with the modules that hold them. A `paramwise_cfg` becomes a list of `Rule`s, so there
+is one mechanism: for each option of a parameter, the first rule counts that matches the parameter and sets the option;
+after a rule with `stop` no further rule is asked. Parameters with the same options share a group, because one group per
+parameter would make every step several times slower.
+
+Nothing is changed in the model, and no option is dropped in silence: an unknown option raises, a rule without a match
+warns. `ParamReport` shows what each parameter got, and from which rules.
 """
 
 from __future__ import annotations
@@ -47,14 +51,14 @@ _ORDERS = {
     "mmcv": _MULTIPLIERS,
     "mmengine": tuple(_MULTIPLIERS[at] for at in (0, 1, 2, 4, 3, 5)),
 }
-"""The order in which the kinds of parameters are asked for; mmengine asks for biases before depthwise convolutions."""
+"""The order in which kinds of parameters are tried. mmengine tries biases before depthwise convolutions."""
 CFG_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge", "precedence")
-"""What a paramwise_cfg may have."""
+"""The keys of a paramwise_cfg."""
 
 
 @dataclass(frozen=True)
 class ModuleParameter:
-    """A parameter, and where in its model it is.
+    """A parameter and its place in the model.
 
     `given` goes into a group's "params": the parameter, or the list of its replicas.
     """
@@ -64,11 +68,11 @@ class ModuleParameter:
     given: Any
     holder: Module | None = None
     parent: Module | None = None
-    """The module around the one that holds it; None at the top."""
+    """The module that contains `holder`; None at the top."""
 
     @property
     def own_name(self) -> str:
-        """The last part of the name, such as "bias"."""
+        """The last component of the name, such as "bias"."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -81,21 +85,23 @@ class ModuleParameter:
         """The module that holds it.
 
         Raises:
-            ConfigurationError: only names and parameters are known.
+            ConfigurationError: Only names and parameters are known.
         """
         if self.holder is None:
-            raise ConfigurationError(f"a rule asks of which module {self.name!r} is; give the Module itself")
+            raise ConfigurationError(
+                f"a rule needs the module that holds {self.name!r}; pass the Module itself"
+            )
         return self.holder
 
 
 def places_in(model: Any) -> list[ModuleParameter]:
-    """List a model's parameters in its order, each as often as modules hold it.
+    """Return a model's parameters in order, each once for every module that holds it.
 
-    Takes a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or pairs of names and parameters; in place of
-    a parameter there may be a list of replicas.
+    The model is a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or (name, parameter) pairs. A list of
+    replicas may stand for a parameter.
 
     Raises:
-        ConfigurationError: it is something else, in which parameters have no names.
+        ConfigurationError: It is something else, whose parameters have no names.
     """
     if hasattr(model, "named_replicas"):
         rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
@@ -110,7 +116,7 @@ def places_in(model: Any) -> list[ModuleParameter]:
         kind = type(model).__name__
         raise ConfigurationError(f"rules need names: give a Module, named_parameters() or a dict, not {kind}")
     if isinstance(model, Mapping):
-        named.sort(key=lambda row: str(row[0]))  # as the Trainer takes them
+        named.sort(key=lambda row: str(row[0]))  # the Trainer sorts them, too
     return [
         ModuleParameter(name, given[0] if isinstance(given, Sequence) else given, given)
         for name, given in named
@@ -118,7 +124,7 @@ def places_in(model: Any) -> list[ModuleParameter]:
 
 
 def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
-    """Iterate over a model, what it wraps, and so on. It wraps what is all that it has, under one of these names."""
+    """Yield a model, the model that it wraps, and so on. A wrapper has nothing but one submodule of these names."""
     inner: Module | None = model
     while inner is not None:
         yield inner
@@ -127,7 +133,7 @@ def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Mo
 
 
 def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
-    """Take a module out of what wraps it, such as DistributedDataParallel. It may be one with replicas."""
+    """Return the model inside wrappers such as DistributedDataParallel. It may be one with replicas."""
     if not isinstance(model, Module):
         return model
     inside = list(wrappers(model, names))
@@ -143,7 +149,7 @@ def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[Module
 
 @dataclass(frozen=True)
 class ParamRow:
-    """One parameter; `options` are all that hold for it, `rules` the names of those that decided some."""
+    """One parameter. `options` has all its options, `rules` the names of the rules that set some of them."""
 
     name: str
     parameter: Tensor
@@ -161,13 +167,13 @@ class ParamRow:
 
 @dataclass(frozen=True)
 class ParamReport:
-    """All parameters in the model's order, and the rules that matched none. As a str it is a table."""
+    """All parameters in the model's order, and the rules that matched none. str() gives a table."""
 
     rows: tuple[ParamRow, ...]
     unmatched: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> ParamRow:
-        """Return the row of a parameter. Raises KeyError if there is none of that name."""
+        """Return the row of a parameter. Raises KeyError if the name is unknown."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -180,9 +186,9 @@ class ParamReport:
         return "\n".join(lines)
 
     def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
-        """Return the report with the options that groups have now, of their parameters.
+        """Return the report with the options that the groups have now.
 
-        Replicas, which a Trainer calls "NAME on DEVICE", come after all others, with the rules of NAME.
+        Replicas, which a Trainer calls "NAME on DEVICE", come last, with the rules of NAME.
         """
         decided = {row.name: row.rules for row in self.rows}
         now = {row.name: row for row in rows_of(groups)}
@@ -195,7 +201,7 @@ class ParamReport:
 
 
 def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
-    """Make a row for each parameter of torch's groups; without "param_names" it is called by its position."""
+    """Return a row for each parameter of torch's groups. Without "param_names" its name is its position."""
     rows: list[ParamRow] = []
     for group in groups:
         names = group.get("param_names") or [str(len(rows) + i) for i in range(len(group["params"]))]
@@ -207,7 +213,6 @@ def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
 
 
 def _table(rows: Sequence[ParamRow]) -> str:
-    """Show learning rate, weight decay, and other options that differ, in columns."""
     others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
     differing = [key for key in others if any(_of(row, key) != _of(rows[0], key) for row in rows)]
     columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
@@ -235,19 +240,19 @@ class Rule:
     """Options for the parameters that match.
 
     Args:
-        match: A part of "." and the full name, so that ".bias" is what ends in a part "bias"; a class of modules, or
-            several, that hold the parameter; or a function of its Place.
-        name: What reports call it; by default what it matches.
-        lr_mult: The learning rate is that of the optimizer times this.
-        decay_mult: The weight decay is that of the optimizer times this.
+        match: A part of "." + the full name, so that ".bias" matches a component that begins with "bias"; a class of
+            modules that hold the parameter, or several; or a function of its ModuleParameter.
+        name: The name in reports; by default derived from `match`.
+        lr_mult: Factor for the optimizer's learning rate.
+        decay_mult: Factor for the optimizer's weight decay.
         weight_decay: The weight decay itself.
         extra: Other options of the optimizer, such as {"momentum": 0.5}; also an absolute "lr", and a "name" for the
-            group, by which schedules find it.
-        stop: Whether no later rule counts for what matches. Otherwise later ones may set what this one leaves open.
+            group, through which schedules find it.
+        stop: Whether later rules are ignored for matching parameters. Otherwise they may set what this one does not.
         warn_unmatched: Whether to warn if no parameter matches.
 
     Raises:
-        ConfigurationError: a number is none, or an option is given twice.
+        ConfigurationError: A value is not a number, or an option is set twice.
     """
 
     match: Match
@@ -261,6 +266,7 @@ class Rule:
     warn_unmatched: bool = True
 
     def __post_init__(self) -> None:
+        # 1. The match, and a name for reports.
         is_class = isinstance(self.match, tuple) and all(isinstance(one, type) for one in self.match)
         if not (isinstance(self.match, str) or callable(self.match) or is_class):
             raise ArgumentTypeError(
@@ -268,19 +274,21 @@ class Rule:
             )
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.match))
+        # 2. The values. `extra` may use Gluon's names, such as "wd".
         for what in ("lr_mult", "decay_mult", "weight_decay"):
             if getattr(self, what) is not None:
                 check.number(f"{what} of {self.name}", getattr(self, what))
         extra = check.mapping(f"extra of {self.name}", self.extra, error=ArgumentTypeError)
         object.__setattr__(self, "extra", {ALIASES.get(key, key): value for key, value in extra.items()})
+        # 3. No option may be set in two ways.
         given = [*self.extra, *(["lr"] if self.lr_mult is not None else [])]
         given += ["weight_decay" for value in (self.decay_mult, self.weight_decay) if value is not None]
         twice = sorted({option for option in given if given.count(option) > 1})
         if twice:
-            raise ConfigurationError(f"{self.name} says twice what {' and '.join(twice)} shall be")
+            raise ConfigurationError(f"{self.name} sets {' and '.join(twice)} twice")
 
     def matches(self, place: ModuleParameter) -> bool:
-        """Return whether it is about this parameter. Raises ConfigurationError if that cannot be known."""
+        """Return whether the rule applies to this parameter. Raises ConfigurationError if that cannot be known."""
         if isinstance(self.match, str):
             return self.match in f".{place.name}"
         if isinstance(self.match, type | tuple):
@@ -289,52 +297,54 @@ class Rule:
 
 
 class ParamGroups(NamedTuple):
-    """Parameter groups for an optimizer, and how they came about."""
+    """Parameter groups for an optimizer, and how they were made."""
 
     groups: list[dict[str, Any]]
-    """torch's form, with "param_names"; options that are those of the optimizer are left out."""
+    """torch's form, with "param_names". Options equal to the optimizer's are left out."""
     report: ParamReport
 
 
 def apply_paramwise(
     model: Any, paramwise: Any, base: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> ParamGroups:
-    """Make parameter groups for an optimizer.
+    """Return parameter groups for an optimizer.
 
     Args:
-        model: A Module, or named parameters where no rule asks for modules. In place of a parameter there may be a
-            list of replicas.
-        paramwise: MMCV's paramwise_cfg, see `paramwise_rules`; a list of Rules, of which for each option the first
-            counts; a function of the model that returns groups; None for one group.
+        model: A Module, or named parameters if no rule needs modules. A list of replicas may stand for a parameter.
+        paramwise: MMCV's paramwise_cfg, see `paramwise_rules`; a list of Rules; a function of the model that returns
+            groups; or None for one group.
         base: The options that the user gave the optimizer.
-        defaults: Those that the optimizer has, with its own defaults. Without them the learning rate must be in `base`
-            if anything multiplies it, and options that do not exist go unseen.
+        defaults: The optimizer's options with its own defaults. Without them, `base` must contain the learning rate if
+            a rule multiplies it, and options that do not exist are not noticed.
 
     Raises:
-        ConfigurationError: `paramwise` is wrong, names an option that the optimizer does not have, or decays without a
-            weight_decay in `base`; or a parameter appears twice, without bypass_duplicate.
-        NotInitializedError: a rule asks for the form of a lazy parameter.
+        ConfigurationError: `paramwise` is wrong, sets an option that the optimizer does not have, or multiplies a
+            weight_decay that `base` lacks; or a parameter appears twice, without bypass_duplicate.
+        NotInitializedError: A rule needs the shape of a lazy parameter.
 
     Warns:
-        UnmatchedRuleWarning: a rule or custom key matches no parameter.
-        DuplicateParameterWarning: with bypass_duplicate, parameters that appear more than once.
+        UnmatchedRuleWarning: A rule or custom key matches no parameter.
+        DuplicateParameterWarning: With bypass_duplicate, parameters appear more than once.
     """
     model = unwrapped(model)
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
-        model = list(model)  # an iterator is good for one pass only
+        model = list(model)  # an iterator can only be read once
     options, is_complete = _base_options(base, defaults), bool(defaults)
     paramwise = check.as_mapping(paramwise)
+    # 1. Nothing to do: one group.
     if not paramwise and isinstance(paramwise, Mapping | None):
         return _apply_rules(_distinct(places_in(model)), [], options, is_complete)
+    # 2. MMCV's dict becomes rules.
     if isinstance(paramwise, Mapping):
         rules, places = paramwise_rules(paramwise, base), places_in(model)
         if paramwise.get("precedence") == "mmengine":
             frozen = [place.name for place in places if _is_frozen(place)]
             places = [place for place in places if not _is_frozen(place)]
             if frozen:
-                _log.warning("not in any group, because they are frozen: %s", ", ".join(frozen))
+                _log.warning("left out of all groups, because they are frozen: %s", ", ".join(frozen))
         once = _distinct(places, paramwise.get("bypass_duplicate", False))
         return _apply_rules(once, rules, options, is_complete)
+    # 3. Rules, or a function that returns groups.
     if isinstance(paramwise, Sequence) and all(isinstance(rule, Rule) for rule in paramwise):
         return _apply_rules(_distinct(places_in(model)), paramwise, options, is_complete)
     if callable(paramwise) and not isinstance(paramwise, type):
@@ -345,19 +355,26 @@ def apply_paramwise(
 def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
     """Turn MMCV's paramwise_cfg into rules.
 
-    Keys: custom_keys, {part of "." + name: {lr_mult, decay_mult, and options of the optimizer}}, of which the longest
-    counts, in case of a tie the first in the alphabet; bias_lr_mult (not of norms); norm_decay_mult (batch, instance,
-    group, layer and RMS norms); dwconv_decay_mult (Conv2d with in_channels == groups); bias_decay_mult (neither norms
-    nor those convolutions); flat_decay_mult (what is one-dimensional otherwise); dcn_offset_lr_mult (conv_offset of a
-    deformable convolution of MMCV); bypass_duplicate. A custom key takes its parameters out of all other rules, unless
-    custom_keys_merge=True: then shorter keys, and after them the other rules, decide what longer ones leave open.
-    precedence="mmengine" has bias_decay_mult count for depthwise convolutions too, before dwconv_decay_mult, and for
-    norms without a norm_decay_mult, and frozen parameters are in no group; otherwise those have no rules.
+    Keys:
+
+    - custom_keys: {part of "." + name: {lr_mult, decay_mult, and options of the optimizer}}. The longest matching key
+      counts; of equally long ones the first in alphabetical order. It excludes all other rules, unless
+      custom_keys_merge=True: then shorter keys, and after them the other rules, set what longer keys do not.
+    - bias_lr_mult: biases, except those of norms.
+    - norm_decay_mult: batch, instance, group, layer and RMS norms.
+    - dwconv_decay_mult: Conv2d with in_channels == groups.
+    - bias_decay_mult: biases of neither norms nor such convolutions.
+    - flat_decay_mult: other one-dimensional parameters.
+    - dcn_offset_lr_mult: conv_offset of MMCV's deformable convolutions.
+    - bypass_duplicate: warn, instead of raising, about parameters that appear twice.
+    - precedence: with "mmengine", bias_decay_mult also applies to depthwise convolutions, before dwconv_decay_mult, and
+      to norms without norm_decay_mult; frozen parameters are in no group. Otherwise frozen ones have no rules.
 
     Raises:
-        ArgumentTypeError: `cfg` or its custom_keys is no dict.
-        ConfigurationError: a key is unknown, or a number none; or a decay multiplier has no weight_decay to multiply.
+        ArgumentTypeError: `cfg` or its custom_keys is not a dict.
+        ConfigurationError: A key is unknown, or a value is not a number; or there is no weight_decay to multiply.
     """
+    # 1. Check the keys and switches.
     cfg = check.mapping("paramwise_cfg", cfg, error=ArgumentTypeError)
     check.known("paramwise_cfg", cfg, CFG_KEYS)
     merges = check.boolean("custom_keys_merge", cfg.get("custom_keys_merge", False))
@@ -370,17 +387,20 @@ def paramwise_rules(cfg: Any, base: Mapping[str, Any]) -> list[Rule]:
             raise ArgumentTypeError(
                 f"custom_keys are parts of names, and dicts as dict(lr_mult=0.1), got {got}"
             )
+    # 2. Custom keys, the longest first.
     rules = []
     for key in sorted(custom, key=lambda k: (-len(k), k)):
         own = {name: custom[key][name] for name in ("lr_mult", "decay_mult") if name in custom[key]}
         extra = {option: value for option, value in custom[key].items() if option not in own}
         rules.append(Rule(key, name=f"custom_keys[{key!r}]", extra=extra, stop=not merges, **own))
+    # 3. Kinds of parameters. Each sets one option, so later rules may set others.
     for key in (one for one in _ORDERS[precedence] if one in cfg):
         match = _is_bias if (key, precedence) == ("bias_decay_mult", "mmengine") else _KINDS[key]
         multiplier: dict[str, Any] = {
             "lr_mult" if key.endswith("lr_mult") else "decay_mult": check.number(key, cfg[key])
         }
         rules.append(Rule(match, name=key, stop=False, warn_unmatched=False, **multiplier))
+    # 4. As MMCV does, insist on a weight decay that can be multiplied.
     wanted = [rule.name for rule in rules if rule.decay_mult is not None]
     if wanted and all(base.get(key) is None for key in ("weight_decay", "wd")):
         raise ConfigurationError(f"base_wd should not be None: {', '.join(wanted)} multiplies weight_decay")
@@ -436,7 +456,7 @@ _KINDS: Mapping[str, Callable[[ModuleParameter], bool]] = {
 
 
 def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of a parameter without rules that a group may have."""
+    """Return the options that a group without rules may have."""
     own = {ALIASES.get(key, key): value for key, value in given.items() if value is not None}
     known = defaults or own
     return {**(defaults or {}), **{key: value for key, value in own.items() if key in known}}
@@ -445,16 +465,17 @@ def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) 
 def _apply_rules(
     places: Iterable[ModuleParameter], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
 ) -> ParamGroups:
-    """Make groups of parameters by rules.
+    """Group parameters by rules.
 
     Args:
-        base: The options from which rules start.
-        is_complete: Whether the optimizer has no other options than these.
+        base: The options before rules.
+        is_complete: Whether these are all options that the optimizer has.
     """
     matched: set[int] = set()
     groups: list[dict[str, Any]] = []
     rows = []
     for place in places:
+        # 1. Which rules match, and what each of them adds.
         hits = [rule for rule in rules if rule.matches(place)]
         matched |= {id(rule) for rule in hits}
         options: dict[str, Any] = {}
@@ -467,6 +488,7 @@ def _apply_rules(
             if rule.stop:
                 break
         rows.append(ParamRow(place.name, place.parameter, {**base, **options}, tuple(names)))
+        # 2. Add the parameter to the group with the same options.
         own = {key: value for key, value in options.items() if base.get(key) != value}
         for group in groups:
             if {key: value for key, value in group.items() if key not in _LISTS} == own:
@@ -476,6 +498,7 @@ def _apply_rules(
             groups.append(group)
         group["params"].append(place.given)
         group["param_names"].append(place.name)
+    # 3. A rule without a match is probably a typo.
     unmatched = [rule.name for rule in rules if rule.warn_unmatched and id(rule) not in matched]
     if unmatched:
         warnings.warn(
@@ -487,7 +510,7 @@ def _apply_rules(
 
 
 def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
-    """Return the options that a rule gives. Raises ConfigurationError if the optimizer does not have them."""
+    """Return the options that a rule sets. Raises ConfigurationError if the optimizer does not have them."""
     said = dict(rule.extra)
     if rule.weight_decay is not None:
         said["weight_decay"] = float(rule.weight_decay)
@@ -507,7 +530,7 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
 
 
 def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> list[ModuleParameter]:
-    """Return each parameter where it appears first; `bypass` says if one that appears again is only warned of."""
+    """Return the first place of each parameter. If one appears again: None allows it, True warns, False raises."""
     first: dict[int, ModuleParameter] = {}
     again = []
     for place in places:
@@ -516,7 +539,7 @@ def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> 
             again.append(f"{place.name!r} is {before.name!r}")
     if again and bypass is False:
         text = f"some parameters appear in more than one parameter group: {', '.join(again)}"
-        raise ConfigurationError(f"{text}; with bypass_duplicate=True the first place counts")
+        raise ConfigurationError(f"{text}; bypass_duplicate=True uses only the first place of each")
     if again and bypass:
         warnings.warn(
             f"{', '.join(again)}: skipped where they appear again, since bypass_duplicate=True",
@@ -527,7 +550,7 @@ def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> 
 
 
 def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
-    """Call a user's function for groups, and name their parameters as the model does."""
+    """Call a user's function for groups, and add the parameters' names in the model."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):

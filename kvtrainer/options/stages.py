@@ -1,6 +1,8 @@
-"""The options of the stages of a step, checked before anything is made; limits of gradients; accumulated passes.
+"""Options of the stages of a step, limits of gradients, and gradient accumulation.
 
-What is decided of a gradient is a pure function of numbers that all workers have alike, so all of them decide the same.
+`StageOptions` checks all of a Trainer's stage options, and how they fit together, before anything is built. Decisions
+about a gradient (`GradientLimits.decide`) are pure functions of values that are the same on all workers, so all workers
+decide the same without a message.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ _log = logging.getLogger(__name__)
 
 STAGES = ("clip_grad", "amp", "accumulate", "schedules", "detect_anomalous_params", "on_nonfinite")
 ON_NONFINITE = ("raise", "skip", "ignore")
-"""Answers to a gradient or loss that is infinite or not a number."""
+"""What to do about a gradient or loss that is infinite or NaN."""
 
 _EPSILON = 1e-6
-"""Added to the norm, as torch.nn.utils.clip_grad_norm_ does."""
+"""Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 _KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value": {"type", "clip_value"}}
 
 
 class GradientCheck(NamedTuple):
-    """A gradient's norm, if it was looked at, and the decision about it."""
+    """The measured gradient, if it was measured, and the decision."""
 
     measured: Measured | None = None
     decision: Decision = Decision()
@@ -38,13 +40,13 @@ class GradientCheck(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientLimits:
-    """All that a Trainer checks of the gradient of a step.
+    """Everything that a Trainer checks about the gradient of a step.
 
     Args:
-        max_norm, norm_type: a limit of the norm over all parameters; None for none.
-        clip_value: a limit of every element; None for none.
-        on_nonfinite: one of ON_NONFINITE; None means "skip" where the gradient is measured anyway.
-        has_scaler: whether losses are scaled: then a gradient that overflows skips the step.
+        max_norm, norm_type: Limit of the norm over all parameters; None for no limit.
+        clip_value: Limit of every element; None for no limit.
+        on_nonfinite: One of ON_NONFINITE; None means "skip" if the gradient is measured anyway.
+        has_scaler: Whether losses are scaled; then a gradient that overflows skips the step.
     """
 
     max_norm: float | None = None
@@ -60,31 +62,31 @@ class GradientLimits:
 
     @cached_property
     def checks_finite(self) -> bool:
-        """Whether a gradient that is not finite skips the step."""
+        """Whether a non-finite gradient skips the step."""
         if self.has_scaler or self.on_nonfinite in ("raise", "skip"):
             return True
         return self.clips and self.on_nonfinite is None
 
     @cached_property
     def is_needed(self) -> bool:
-        """Whether the gradient has to be looked at."""
+        """Whether the gradient must be measured."""
         return self.clips or self.checks_finite
 
     @cached_property
     def with_scaler(self) -> GradientLimits:
-        """The same where losses are scaled."""
+        """The same limits with loss scaling."""
         return replace(self, has_scaler=True)
 
     @cached_property
     def guard(self) -> Guard | None:
-        """What a store needs to hold a round until it was decided; None if nothing is checked."""
+        """What a store needs to hold a round until its decision; None if nothing is checked."""
         return Guard(self.norm_type, self.decide) if self.is_needed else None
 
     def decide(self, measured: Measured) -> Decision:
-        """Decide about a gradient.
+        """Return whether to skip a gradient, or how to clip it.
 
-        The coefficient is max_norm / (norm + 1e-6), at most 1, as torch's. A norm that is infinite or not a number
-        cannot be limited; where such a gradient is not to be skipped, it is used as it is.
+        The coefficient is max_norm / (norm + 1e-6), at most 1, as in torch. A norm that is infinite or NaN cannot be
+        limited: the gradient is skipped or, if it should not be, used unchanged.
         """
         is_usable = measured.is_finite and (self.max_norm is None or math.isfinite(measured.norm))
         if not is_usable and self.checks_finite:
@@ -97,7 +99,7 @@ class GradientLimits:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """Plain values by which workers compare their limits; None for none."""
+        """Plain values through which workers compare their limits; None if there are none."""
         if not self.is_needed:
             return None
         return {
@@ -109,15 +111,17 @@ class GradientLimits:
 
 
 def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
-    """Read the options of those names: of `clip_grad` the arguments of torch's functions, `type="value"` for the other.
+    """Read the options of these names: `clip_grad` has the arguments of torch's clip_grad_norm_, or with `type="value"`
+    of clip_grad_value_.
 
     Raises:
-        ArgumentTypeError: `clip_grad` is no dict.
-        ConfigurationError: an entry is unknown, missing or impossible, or two contradict each other.
+        ArgumentTypeError: `clip_grad` is not a dict.
+        ConfigurationError: An item is unknown, missing or impossible, or two contradict each other.
     """
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
         return GradientLimits(on_nonfinite=on_nonfinite)
+    # 1. The kind of limit, and its items.
     what = "clip_grad, such as dict(max_norm=35, norm_type=2),"
     clip_grad = check.mapping(what, clip_grad, error=ArgumentTypeError)
     kind = check.one_of("clip_grad type", clip_grad.get("type", "norm"), tuple(_KEYS))
@@ -128,9 +132,11 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
     limit = check.number(f"{needed} of clip_grad", clip_grad[needed], above=0)
     if kind == "value":
         return GradientLimits(clip_value=limit, on_nonfinite=on_nonfinite)
+    # 2. The kind of norm; configurations without floats write "inf".
     norm_type = clip_grad.get("norm_type", 2.0)
     norm_type = math.inf if norm_type == "inf" else norm_type
     check.number("norm_type of clip_grad", norm_type, above=0, finite=False)
+    # 3. torch's flag means the same as on_nonfinite="raise".
     if check.boolean("error_if_nonfinite of clip_grad", clip_grad.get("error_if_nonfinite", False)):
         if on_nonfinite not in (None, "raise"):
             raise ConfigurationError(
@@ -142,10 +148,10 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What the stages of a step do beside the plain one; the arguments are those of the Trainer.
+    """The options of the stages of a step. The fields are arguments of the Trainer.
 
     Raises:
-        ConfigurationError: an argument is wrong, or two contradict each other.
+        ConfigurationError: A field is wrong, or two contradict each other.
     """
 
     clip_grad: Mapping[str, Any] | None = None
@@ -158,6 +164,7 @@ class StageOptions:
     precision: Precision | None = field(init=False)
 
     def __post_init__(self) -> None:
+        # Each of these raises if its option is wrong.
         limits, precision = make_limits(self.clip_grad, self.on_nonfinite), make_precision(self.amp)
         Accumulation(self.accumulate)
         checked_mode(self.detect_anomalous_params)
@@ -170,14 +177,14 @@ class StageOptions:
                 )
             if limits.on_nonfinite == "raise" and not isinstance(precision.scaler, StaticLossScaler):
                 raise ConfigurationError(
-                    "on_nonfinite='raise' contradicts a dynamic loss scale, which is found by letting gradients "
-                    "overflow now and then; give amp a number, or leave on_nonfinite out"
+                    "on_nonfinite='raise' contradicts a dynamic loss scale, which lets gradients overflow from time to "
+                    "time; give amp a number, or leave on_nonfinite out"
                 )
         object.__setattr__(self, "limits", limits)
         object.__setattr__(self, "precision", precision)
 
     def changed(self, options: Mapping[str, Any]) -> StageOptions:
-        """Change some of the options; schedules are added. Raises ConfigurationError as the constructor."""
+        """Return a copy with some options changed and schedules appended. Raises as the constructor does."""
         check.known("a stage", options, STAGES)
         given = dict(options)
         given["schedules"] = [*self.schedules, *given.get("schedules", ())]
@@ -185,16 +192,16 @@ class StageOptions:
 
 
 class Accumulation:
-    """Counts backward passes in windows of `counts`, each of which ends in one update.
+    """Counts backward passes in windows of `counts`; each window ends in one update.
 
-    The sum of a window's gradients is that of the mean loss. With the total known, the last window may be shorter: its
-    losses are divided by how many there are, and the last pass of all ends it.
+    The accumulated gradient is that of the mean loss. If the total is known, the last window may be shorter: its losses
+    are divided by its own length, and the very last pass ends it.
 
     Args:
-        counts: backward passes per update.
+        counts: Backward passes per update.
 
     Raises:
-        ConfigurationError: it is not an int of at least 1.
+        ConfigurationError: It is not an int of at least 1.
     """
 
     def __init__(self, counts: Any = 1) -> None:
@@ -202,24 +209,24 @@ class Accumulation:
         self.done = 0
         """Backward passes so far."""
         self.total: int | None = None
-        """How many there will be in all, if that is known."""
+        """The total number of backward passes, if known."""
         self.in_window = 0
-        """Those since the last update."""
+        """Backward passes since the last update."""
 
     def set_progress(self, done: int, total: int | None) -> None:
-        """Go on after `done` backward passes of `total`; a window that was begun then begins anew.
+        """Continue after `done` of `total` backward passes. An incomplete window starts over.
 
         Raises:
-            ConfigurationError: the numbers are impossible.
+            ConfigurationError: The numbers are impossible.
         """
         for name, number in (("done", done), ("in all", 0 if total is None else total)):
             check.integer(f"backward passes {name}", number)
         if done < 0 or (total is not None and total < max(done, 1)):
-            raise ConfigurationError(f"{done} backward passes of {total} cannot have been made")
+            raise ConfigurationError(f"{done} of {total} backward passes is impossible")
         if done % self.counts:
             _log.warning(
-                "going on after %d backward passes, which is within a window of %d: the gradients of the first %d are "
-                "not there",
+                "resuming after %d backward passes, within a window of %d: the gradients of its first %d passes are "
+                "missing",
                 done,
                 self.counts,
                 done % self.counts,
@@ -228,29 +235,29 @@ class Accumulation:
 
     @property
     def divisor(self) -> int:
-        """The divisor of the next loss: the length of the window of its backward pass."""
+        """The divisor of the next loss: the length of its window."""
         if self.total is None:
             return self.counts
         rest = self.total % self.counts
         return rest if rest and self.total - rest <= self.done < self.total else self.counts
 
     def count(self) -> None:
-        """Note a backward pass."""
+        """Count a backward pass."""
         self.done += 1
         self.in_window += 1
 
     @property
     def pending(self) -> int:
-        """Backward passes of a window that is not full."""
+        """The number of backward passes in an incomplete window."""
         return 0 if self.is_boundary else self.in_window
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the window is full."""
+        """Whether the window is complete."""
         return self.counts == 1 or self.done % self.counts == 0 or self.done == self.total
 
     def end_early(self) -> int:
-        """Let the next backward pass begin a window; returns how many there were in the one that was begun."""
+        """End the window, so that the next backward pass begins one; returns how many passes it had."""
         if not self.is_boundary:
             self.done += -self.done % self.counts
         passes, self.in_window = self.in_window, 0

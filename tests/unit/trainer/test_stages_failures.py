@@ -308,7 +308,7 @@ def test_going_on_within_a_window_is_said(caplog: pytest.LogCaptureFixture) -> N
         accumulation.set_progress(8, 20)
         assert not caplog.records
         accumulation.set_progress(6, 20)
-    assert "within a window of 4: the gradients of the first 2 are not there" in caplog.text
+    assert "within a window of 4" in caplog.text
 
 
 @pytest.mark.parametrize(("done", "total"), [(-1, None), (5, 4), (0, 0), (0.5, 4), (2, 4.5), (None, 4)])
