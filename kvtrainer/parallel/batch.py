@@ -1,4 +1,4 @@
-"""A batch on the devices of one process: how it is split, and the losses of its parts."""
+"""Split a batch over the devices of one process, and combine the losses of its parts."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from kvtrainer.errors import BackwardTwiceError, ConfigurationError
 
 
 class PerReplica(list[Any]):
-    """Parts of a batch on the devices of the replicas, one for each; None where a replica gets nothing.
+    """Parts of a batch, one per replica and on its device; None where a replica gets none.
 
-    Also what a loop makes itself when it has a part for each replica already.
+    A loop may also create one itself, if it already has a part for each replica.
 
     Attributes:
-        shares: the part of the whole that each is; None where that is not known.
+        shares: The fraction of the batch in each part; None if unknown.
     """
 
     shares: list[float] | None = None
 
 
 def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerReplica:
-    """Split the tensors in a batch along an axis and move each part to its device.
+    """Split the tensors of a batch along an axis and move each part to its device.
 
-    The batch may be a tensor or numpy array, or tuples, lists and mappings of them, nested as one likes. Anything else,
-    and tensors without axes, go to every device as they are. Parts differ in length by one at most, the first ones are
-    the longer ones, and gradients flow back through them; mappings become dicts. With fewer entries than devices the
-    last devices get None.
+    The batch may be a tensor or NumPy array, or tuples, lists and mappings of them, nested to any depth. Anything else,
+    and 0-d tensors, go to every device unchanged. The lengths of parts differ by at most one, longer ones first.
+    Gradients flow back through the parts. Mappings become dicts. If there are fewer entries than devices, the last
+    devices get None.
 
     Raises:
-        ConfigurationError: tensors differ in length along the axis, or have no entry.
+        ConfigurationError: Tensors differ in length along the axis, or have no entries.
     """
     sizes = dict(_sizes(batch, axis, "the batch"))
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{path} has {size}" for path, size in sizes.items())
         raise ConfigurationError(
-            f"the tensors of a batch differ in length along axis {axis}: {lengths}; leave what all replicas share out "
-            "of the batch, or give a PerReplica"
+            f"the tensors of a batch differ in length along axis {axis}: {lengths}; remove what all replicas share "
+            "from the batch, or pass a PerReplica"
         )
     if not sizes:
         return PerReplica(to_device(batch, device) for device in devices)
@@ -64,6 +64,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _to(one: Tensor, device: torch.device) -> Tensor:
+    # Only copies from pinned memory are asynchronous; elsewhere non_blocking is unsafe or useless.
     return one.to(device, non_blocking=one.device.type == "cpu" and device.type == "cuda" and one.is_pinned())
 
 
@@ -83,13 +84,14 @@ def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same structure with `call` of every tensor in it."""
+    """Return the same structure with `call` applied to every tensor."""
     if isinstance(batch, Tensor):
         return call(batch)
     if isinstance(batch, np.ndarray):
         return call(torch.from_numpy(batch))
     if isinstance(batch, Mapping):
         return {key: _mapped(value, call) for key, value in batch.items()}
+    # A named tuple takes its fields as separate arguments.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(value, call) for value in batch))
     if isinstance(batch, list | tuple):
@@ -98,13 +100,14 @@ def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
 
 
 class ReplicaLosses(list[Tensor]):
-    """One loss of each replica that got data, multiplied by its share: their sum is the mean loss of the batch.
+    """The loss of each replica that got data, times its share: their sum is the mean loss of the batch.
 
-    A list, so it goes wherever a list of losses does: `trainer.backward`, `amp.scale_loss`, `GradScaler.scale`.
+    It is a list, so it can be used wherever a list of losses can: `trainer.backward`, `amp.scale_loss`,
+    `GradScaler.scale`.
 
     Args:
-        losses: scalars, each on its device.
-        outputs: what the replicas' loss functions returned, unscaled.
+        losses: Scalars, each on its device.
+        outputs: What the replicas' loss functions returned, unscaled.
     """
 
     def __init__(self, losses: Iterable[Tensor] = (), outputs: Sequence[Any] | None = None) -> None:
@@ -113,10 +116,10 @@ class ReplicaLosses(list[Tensor]):
         self._is_used = False
 
     def backward(self, factor: float | Tensor = 1.0) -> None:
-        """Compute the gradients of all replicas, of the losses times `factor`; they add to those that there are.
+        """Compute the gradients of all replicas, for the losses times `factor`, and add them to the present ones.
 
         Raises:
-            BackwardTwiceError: there was a backward pass of these losses; nothing has happened then.
+            BackwardTwiceError: These losses already had a backward pass; nothing has happened then.
         """
         self.mark_used()
         factors = [factor.to(loss.device) if isinstance(factor, Tensor) else factor for loss in self]
@@ -126,22 +129,24 @@ class ReplicaLosses(list[Tensor]):
         )
 
     def mark_used(self) -> None:
-        """Note that a backward pass of these losses begins. Raises BackwardTwiceError if there was one."""
+        """Record that the backward pass begins. Raises BackwardTwiceError if there was one."""
         if self._is_used:
-            raise BackwardTwiceError("these gradients were computed already; call forward_losses(batch) anew")
+            raise BackwardTwiceError(
+                "these gradients were already computed; call forward_losses(batch) again"
+            )
         self._is_used = True
 
     @property
     def total(self) -> Tensor:
-        """The mean loss of the batch: the sum of the scaled losses, without graphs, on the first one's device."""
+        """The mean loss of the batch: the detached sum of the scaled losses, on the first one's device."""
         return torch.stack([loss.detach().to(self[0].device) for loss in self]).sum()
 
 
 def total_of(output: Any, replica: int) -> Tensor:
-    """Make one scalar of what a loss function returned: a loss, or several in a mapping or list, which are added.
+    """Return the scalar loss in a loss function's result: a loss, or a mapping or list of losses to add.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: It is something else.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
         return output.reshape(())
@@ -152,5 +157,5 @@ def total_of(output: Any, replica: int) -> Tensor:
         return sum(totals[1:], start=totals[0])
     got = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     raise ConfigurationError(
-        f"the loss of replica {replica} must be a scalar, or some in a dict or list; got {got}. Pass a loss_fn"
+        f"the loss of replica {replica} must be a scalar, or scalars in a dict or list; got {got}. Pass a loss_fn"
     )

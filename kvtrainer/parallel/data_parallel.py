@@ -1,4 +1,18 @@
-"""One model on several devices of this process: replicas, their losses, and which one is saved and evaluated."""
+"""`DataParallel`: one model on several devices of this process, trained through one Trainer.
+
+Unlike torch.nn.DataParallel, the replicas persist: each device keeps a full copy of the model. `forward_losses` splits
+a batch, runs every replica on its part, and weights each loss with its part's share, so that the sum of the gradients
+is that of the mean loss. The Trainer then sums the gradients over replicas (`replicas.py`), updates once, and copies
+the weights to all of them.
+
+Invariants:
+
+- Parameters and buffers have the names of the plain model; `state_dict`, `named_parameters` and `parameters` are those
+  of replica 0. The replicas are kept outside of torch's registry of submodules for that reason.
+- Every parameter of a replica knows its DataParallel (`ReplicaInfo`), so a Trainer notices if it gets only one replica.
+- Replicas stay on their devices; `to()` may change the dtype only.
+- Running statistics differ between replicas; those of replica 0 are saved.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +45,31 @@ Device = torch.device | str | int
 
 
 class DataParallel(Module):
-    """Train a model on several devices at once. Given to a Trainer, parameter i of all replicas is one.
+    """Trains a model on several devices at once. A Trainer treats parameter i of all replicas as one parameter.
 
         model = kvtrainer.DataParallel(net, ["cuda:0", "cuda:1"])
         trainer = kvtrainer.Trainer(model, "sgd", {"learning_rate": 0.1})
         losses = model.forward_losses((x, y), lambda replica, part: loss_fn(replica(part[0]), part[1]))
         trainer.update_params(losses)
 
-    Every replica normalises with, and keeps, its own running statistics; those of replica 0 are saved. Parameters are
-    called as in the model itself, without a prefix, by `named_parameters`, `state_dict` and the Trainer.
+    Every replica normalises with its own running statistics; those of replica 0 are saved. `named_parameters`,
+    `state_dict` and the Trainer use the names of the plain model, without a prefix.
 
     Args:
-        module: the model, which becomes replica 0 and of which the others are copies; or a function without arguments
-            that builds one, called once for each device. Replica 0's weights count.
-        devices: of the replicas, in order. One may occur several times.
-        target: position in `devices` of the replica that evaluates.
-        mode: "train"; or "forward" and "test", which build only the target's replica and compute no gradients, "test"
-            in evaluation mode.
-        loss_scale_by_replicas: whether each replica's loss is multiplied by its share of the batch, 1/n where the parts
-            are equally long, so that the sum of the gradients is that of the mean loss, and `trainer.step()` divides
-            by the number of workers alone. Without, the sum is one of sums.
-        reducer: how the Trainer sums gradients over replicas; as of the kvstore 'device'.
-        batch_axis: along which batches are split.
+        module: The model, which becomes replica 0 and is copied for the others; or a function without arguments that
+            builds it, called once per device. All replicas start with the weights of replica 0.
+        devices: The devices of the replicas, in order. One may occur several times.
+        target: The position in `devices` of the replica used for evaluation.
+        mode: "train"; "forward" or "test" build only the target's replica and compute no gradients, "test" in
+            evaluation mode.
+        loss_scale_by_replicas: Whether each replica's loss is multiplied by its share of the batch (1/n for equal
+            parts). The sum of the gradients is then that of the mean loss, and `trainer.step()` divides by the number
+            of workers only. Otherwise losses are just summed.
+        reducer: How the Trainer sums gradients over replicas; as for the kvstore 'device'.
+        batch_axis: The axis along which batches are split.
 
     Raises:
-        ConfigurationError: an argument is wrong, or replicas that were built differ.
+        ConfigurationError: An argument is wrong, or the replicas that were built differ.
     """
 
     module: Module
@@ -73,6 +87,7 @@ class DataParallel(Module):
         batch_axis: int = 0,
     ) -> None:
         super().__init__()
+        # 1. Check the arguments.
         places = _checked_devices(devices, target)
         self.mode = check.one_of("the mode", mode, ("train", "forward", "test"))
         self.devices = places if mode == "train" else [places[target]]
@@ -82,10 +97,12 @@ class DataParallel(Module):
         make_reducer(reducer, self.devices)
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
+        # 2. Build the replicas.
         built = _replicas(module, self.devices)
-        # Outside of torch's registry of submodules: parameters and statistics are those of replica 0.
+        # Set through __dict__, not as submodules, so that parameters and buffers are those of replica 0 only.
         self.__dict__["replicas"] = tuple(built)
         self.module = built[0]
+        # 3. Make them equal, and mark their parameters.
         self.broadcast()
         self._enter()
         if mode == "test":
@@ -95,7 +112,7 @@ class DataParallel(Module):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of each replica's loss where all have equally long parts."""
+        """The factor of each replica's loss if all parts are equally long."""
         return 1.0 / len(self.replicas) if self._policy.are_scaled else 1.0
 
     @property
@@ -109,12 +126,12 @@ class DataParallel(Module):
             yield rows[0][0], [parameter for _, parameter in rows]
 
     def with_replicas(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Make groups for a Trainer of groups of replica 0's parameters: each becomes a list of replicas."""
+        """Turn groups of replica 0's parameters into groups for a Trainer, with a list of replicas per parameter."""
         rows = {id(replicas[0]): (name, replicas) for name, replicas in self.named_replicas()}
         found = []
         for group in groups:
             if any(id(p) not in rows for p in group["params"]):
-                raise ConfigurationError("a group has a parameter that is none of replica 0's")
+                raise ConfigurationError("a group has a parameter that does not belong to replica 0")
             options = {name: value for name, value in group.items() if name != "param_names"}
             found.append({**options, "params": [rows[id(p)] for p in group["params"]]})
         return found
@@ -124,9 +141,10 @@ class DataParallel(Module):
         return scatter(batch, self.devices, self.batch_axis)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the replicas that got a part of the batch, in training. They are a list.
+        """In training, return the list of outputs of the replicas that got a part of the batch.
 
-        In evaluation mode, and where no gradients are computed: the output of the target's replica for all of it.
+        In evaluation mode, or if built without gradients, return the output of the target's replica for the whole
+        batch.
         """
         if self.mode != "train" or not self.training:
             args, kwargs = to_device((args, kwargs), self.devices[self.target])
@@ -141,21 +159,24 @@ class DataParallel(Module):
         """Compute the loss of every replica for its part of the batch, times its share.
 
         Args:
-            batch: is scattered; a PerReplica has a part for each replica already, and then the shares are equal.
-            loss_fn: called with a replica and its part; returns a scalar, or a dict or list of scalars, which are
-                added. None: the replica itself, called with what is in the part.
+            batch: It is scattered. A PerReplica already has a part for each replica; without `shares` they count
+                equally.
+            loss_fn: Called with a replica and its part; returns a scalar, or a dict or list of scalars to add. By
+                default the replica itself is called with its part.
 
         Raises:
-            ConfigurationError: this was built without gradients; the batch cannot be split; or there is no loss.
+            ConfigurationError: This was built without gradients; the batch cannot be split; or there is no loss.
         """
         if self.mode != "train":
             raise ConfigurationError(
                 f"the DataParallel was built with mode={self.mode!r}, without gradients; build one with 'train'"
             )
+        # 1. A part for each replica; some may get none.
         parts = batch if isinstance(batch, PerReplica) else self.scatter(batch)
         if len(parts) != len(self.replicas) or all(part is None for part in parts):
             wanted = f"a part, or None, for each of {len(self.replicas)} replicas, and one part at least"
             raise ConfigurationError(f"a PerReplica needs {wanted}; got {len(parts)}")
+        # 2. Run the replicas, and weight each loss with its share.
         here = [at for at, part in enumerate(parts) if part is not None]
         outputs = self._call(parts, loss_fn or _call_with)
         losses = [total_of(output, at) for at, output in zip(here, outputs, strict=True)]
@@ -166,19 +187,19 @@ class DataParallel(Module):
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Give all replicas the parameters and statistics of replica 0; needed after writing to those."""
+        """Copy the parameters and buffers of replica 0 to all replicas; needed after a write to those of replica 0."""
         for replica in self.replicas[1:]:
             for source, target in zip(_tensors_of(self.module), _tensors_of(replica), strict=True):
                 target.copy_(source)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return replica 0's, under the names in the model itself."""
+        """Return the state of replica 0, under the names of the plain model."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load into all replicas, as torch's. A Trainer whose weights are in a store then needs `set_data()`."""
+        """Load a state into all replicas. If a store has the weights, call the Trainer's `set_data()` afterwards."""
         if assign:
             raise ConfigurationError(
                 "assign=True would give replica 0 parameters that no Trainer knows; leave it out"
@@ -186,22 +207,22 @@ class DataParallel(Module):
         try:
             return self.module.load_state_dict(state_dict, strict=strict)
         finally:
-            self.broadcast()  # also of a state that fits in parts only, because torch has loaded those
+            self.broadcast()  # even after an error, since torch has loaded the parts of the state that fit
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Parameter]]:
-        """Replica 0's."""
+        """Yield those of replica 0."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Replica 0's."""
+        """Yield those of replica 0."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> DataParallel:
-        """Do as torch's, for all replicas."""
+        """Set the mode of all replicas."""
         if mode and self.mode == "test":
             raise ConfigurationError("the DataParallel was built with mode='test'; build one with 'train'")
         self.training = mode
@@ -210,23 +231,24 @@ class DataParallel(Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
-        """Do as torch's, for all replicas."""
+        """Set it for all replicas."""
         for replica in self.replicas:
             replica.requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as torch's, for all replicas."""
+        """Zero or drop the gradients of all replicas."""
         for replica in self.replicas:
             replica.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> DataParallel:
-        """Initialise replica 0 as torch does; the others equal it then."""
+        """Apply a function to replica 0 as torch does, and copy the result to the others."""
         self.module.apply(fn)
         self.broadcast()
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DataParallel:
+        # Try the function on empty tensors first, so that a refused move changes nothing.
         before = [p.device for replica in self.replicas for p in _tensors_of(replica)]
         trial = [fn(torch.empty(0, device=device)).device for device in dict.fromkeys(before)]
         if trial != list(dict.fromkeys(before)):
@@ -243,7 +265,7 @@ class DataParallel(Module):
         self._enter()
 
     def _call(self, parts: PerReplica, call: Callable[[Module, Any], Any]) -> list[Any]:
-        """Call the replicas that have a part: at once on distinct CUDA devices, elsewhere one after the other."""
+        """Call the replicas that have a part: in threads on distinct CUDA devices, otherwise one after another."""
         rows = zip(self.replicas, parts, self.devices, strict=True)
         here = [(replica, part, device) for replica, part, device in rows if part is not None]
         devices = [device for _, _, device in here]
@@ -252,7 +274,7 @@ class DataParallel(Module):
         is_on, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
 
         def with_autocast(replica: Module, part: Any) -> Any:
-            # parallel_apply's threads take over whether autocast is on, but not to which dtype.
+            # parallel_apply's threads inherit whether autocast is enabled, but not its dtype.
             with torch.autocast("cuda", dtype, enabled=is_on):
                 return call(replica, part)
 
@@ -260,7 +282,7 @@ class DataParallel(Module):
         return parallel_apply(threaded, [()] * len(here), devices=devices)
 
     def _enter(self) -> None:
-        """Let the parameters say where they belong."""
+        """Mark every parameter as a replica of this DataParallel."""
         if len(self.replicas) > 1:
             membership = ReplicaInfo(self, self._policy)
             for replica in self.replicas:
@@ -277,19 +299,19 @@ def build_data_parallel_model(
     train: bool = True,
     **options: Any,
 ) -> DataParallel:
-    """Build a DataParallel as Detectron does, on devices or the first CUDA devices.
+    """Build a DataParallel as Detectron does, on given devices or on the first CUDA devices.
 
     Args:
-        model: or a function that builds it for one device.
-        devices: by default those of `num_gpus`; without that all CUDA devices, or else the CPU.
-        target_gpu_id: position in the list of devices of the one that alone is used where there is no training.
-        only_build_forward_pass: build one replica that computes no gradients.
-        train: otherwise build one replica in evaluation mode.
-        **options: as of DataParallel.
+        model: The model, or a function that builds it for one device.
+        devices: By default the first `num_gpus` CUDA devices; without that all CUDA devices, or else the CPU.
+        target_gpu_id: The position in the list of devices of the only one that is used without training.
+        only_build_forward_pass: Build one replica that computes no gradients.
+        train: If false, build one replica in evaluation mode.
+        **options: Other arguments of DataParallel.
 
     Raises:
-        ConfigurationError: as of DataParallel; or there are fewer CUDA devices.
-        ArgumentTypeError: nothing takes an option.
+        ConfigurationError: As in DataParallel; or there are fewer CUDA devices.
+        ArgumentTypeError: An option does not exist.
     """
     own = [*inspect.signature(build_data_parallel_model).parameters][:-1]
     said = ("module", "devices", "target", "mode")
@@ -302,7 +324,8 @@ def build_data_parallel_model(
 
 
 def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
-    """Make a module for each device. A given module is the first of them, and the others are its copies."""
+    """Return a module for each device. A given module becomes the first, and is copied for the others."""
+    # 1. Build or copy.
     if isinstance(module, Module):
         built = [module, *(copy.deepcopy(module) for _ in devices[1:])]
     elif callable(module):
@@ -312,6 +335,7 @@ def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.dev
                 built.append(module())
     else:
         built = [module]
+    # 2. They must be initialized, of the same architecture, and share no parameters.
     if wrong := [type(one).__name__ for one in built if not isinstance(one, Module)]:
         raise ConfigurationError(
             f"a DataParallel needs a Module or a function that builds one, got {wrong[0]}"
@@ -332,7 +356,7 @@ def _tensors_of(module: Module) -> Iterator[Tensor]:
 
 
 def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
-    """Return the devices, CUDA's with their numbers. Raises ConfigurationError."""
+    """Return the devices with explicit CUDA indices. Raises ConfigurationError."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(f"devices must be a list of at least one device, got {devices!r}")
     check.integer(f"the target, a position in {len(devices)} devices,", target, 0, len(devices) - 1)
@@ -347,7 +371,7 @@ def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.devic
 
 
 def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> Sequence[Device]:
-    """Find the devices that a list, a number of CUDA devices, or neither means. Raises ConfigurationError."""
+    """Return the devices given by a list, a number of CUDA devices, or neither. Raises ConfigurationError."""
     if devices is not None and num_gpus is not None:
         raise ConfigurationError(f"give devices or num_gpus, not both; got {devices!r} and {num_gpus!r}")
     if devices is not None:
@@ -377,7 +401,7 @@ def _check_same_model(first: Module, other: Module, what: str) -> None:
 
 
 def _call_with(replica: Module, part: Any) -> Any:
-    """Call a replica with its part: a tuple or list as positional arguments, a dict as keywords."""
+    """Call a replica with its part: a tuple or list gives positional arguments, a dict keyword arguments."""
     if isinstance(part, dict):
         return replica(**part)
     return replica(*part) if isinstance(part, tuple | list) else replica(part)

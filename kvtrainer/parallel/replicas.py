@@ -1,6 +1,7 @@
-"""Parameters that are on several devices of one process: how replicas must agree, what they are called, and their sums.
+"""Parameters with replicas on several devices of one process: their groups, checks, and reducers.
 
-Equally long tensors of all devices are summed in an order, and with a library, that is chosen by name.
+A reducer replaces the first of several equally long tensors by their sum. Its name selects the library and the order of
+additions, and therefore the bits of the result.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from kvtrainer.errors import ConfigurationError
 AUTO = "auto"
 FLAT = "flat"
 REDUCERS = (AUTO, "nccl", "tree", FLAT, "coalesced")
-"""Names of reducers."""
+"""The names of reducers."""
 
 _BUFFER = 10 * 1024 * 1024
-"""Bytes that are summed at a time by `coalesced`; torch's own number."""
+"""Bytes that `coalesced` sums at a time; torch's own value."""
 _TREE_SIZES = (2, 4, 8)
 
 COPIES = "_copies"
-"""The key of a group, until it becomes one of torch's, for lists of parameters: one for each device but the first."""
+"""Key of a group, before it has torch's form: lists of parameters, one per device but the first."""
 
 MEMBERSHIP = "_kvtrainer_membership"
-"""The attribute of a parameter that is a replica in a DataParallel."""
+"""Attribute of a parameter that is a replica in a DataParallel."""
 
 
 class ReplicaPolicy(NamedTuple):
-    """How the replicas of a Trainer's parameters are treated."""
+    """How a Trainer treats the replicas of its parameters."""
 
     reducer: str = AUTO
     are_scaled: bool = False
-    """Whether each gradient carries its replica's share, so that their sum is a mean already."""
+    """Whether each gradient is already weighted with its replica's share, so that their sum is a mean."""
     may_lack: bool = False
-    """Whether a parameter may have a gradient on some devices only."""
+    """Whether a parameter may have a gradient on only some devices."""
     must_agree: bool = False
-    """Whether replicas that have updates of their own are a mistake."""
+    """Whether it is an error to update replicas separately."""
 
 
 LISTS = ReplicaPolicy()
-"""Of lists of replicas."""
+"""The policy for lists of replicas that a user passes."""
 
 
 class ReplicaInfo:
-    """Mark a parameter as one replica of several in a DataParallel. Copies and pickles of the parameter lose it."""
+    """Marks a parameter as a replica in a DataParallel. Copies and pickles of the parameter lose the mark."""
 
     def __init__(self, data_parallel: object, policy: ReplicaPolicy) -> None:
         self._data_parallel = weakref.ref(data_parallel)
@@ -59,7 +60,7 @@ class ReplicaInfo:
 
     @property
     def policy(self) -> ReplicaPolicy | None:
-        """The policy of the DataParallel; None when that is gone."""
+        """The policy of the DataParallel; None if it no longer exists."""
         return None if self._data_parallel() is None else self._policy
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -67,7 +68,7 @@ class ReplicaInfo:
 
 
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
-    """Return the policy of the replicas in these groups. They may have COPIES yet, or be torch's."""
+    """Return the policy for the replicas in these groups, which may still have COPIES, or torch's form."""
     replicas = (p for group in groups for p in group["params"] if hasattr(p, MEMBERSHIP))
     return next(filter(None, map(_policy, replicas)), LISTS)
 
@@ -78,14 +79,19 @@ def _policy(parameter: Tensor) -> ReplicaPolicy | None:
 
 
 def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
-    """Check that all replicas are distinct, alike, and on the same devices. Raises ConfigurationError otherwise.
+    """Check that all replicas are distinct, of the same shape and dtype, and on the same devices.
 
     Args:
-        parameters: by name, the replicas of each; those that are one are distinct.
+        parameters: By name, the replicas of each.
+
+    Raises:
+        ConfigurationError: They are not.
     """
+    # 1. The usual case: no replicas at all.
     are_alone = {*map(len, parameters.values())} == {1}
     if are_alone and not any([hasattr(p, MEMBERSHIP) for (p,) in parameters.values()]):
         return
+    # 2. The replicas of each parameter: not shared, and equal in form.
     seen: set[int] = set()
     for name, replicas in parameters.items():
         ids = {id(p) for p in replicas}
@@ -108,6 +114,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
             raise ConfigurationError(f"the replicas of parameter {name!r} differ: {', '.join(forms)}")
     if are_alone:
         return
+    # 3. All parameters must have the same devices, in the same order.
     lists = {name: [str(p.device) for p in replicas] for name, replicas in parameters.items()}
     (first, expected), *others = lists.items()
     for name, devices in others:
@@ -117,20 +124,20 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def devices_of(groups: Sequence[Mapping[str, Any]]) -> list[torch.device]:
-    """List the device of each replica, of groups that have COPIES yet."""
+    """Return the device of each replica, from groups that still have COPIES."""
     group = next(group for group in groups if group["params"])
     return [of_device[0].device for of_device in [group["params"], *group.get(COPIES, ())]]
 
 
 def device_names(devices: Sequence[torch.device]) -> list[str]:
-    """Name the places of replicas by device. Where that is not enough, the place's number is added."""
+    """Return a name for each replica: its device, with the replica's number if devices occur twice."""
     if len(set(devices)) == len(devices):
         return [str(device) for device in devices]
     return [f"{device} (replica {at})" for at, device in enumerate(devices)]
 
 
 def spread(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a group into torch's form: the first replicas of all its parameters, then those on the other devices."""
+    """Return a group in torch's form: the first replicas of all its parameters, then those on the other devices."""
     spread = {name: value for name, value in group.items() if name != COPIES}
     if copies := group.get(COPIES, ()):
         names, labels = group["param_names"], device_names(devices_of([group]))
@@ -141,7 +148,7 @@ def spread(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def flat_sum(parts: Sequence[Tensor]) -> None:
-    """Fold from the left: everything is brought to the first device and added there, in the order of devices."""
+    """Add from left to right on the first device, in the order of devices."""
     total = _wide(parts[0])
     for other in parts[1:]:
         total.add_(other.to(total.device, total.dtype))
@@ -150,10 +157,10 @@ def flat_sum(parts: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def tree_sum(parts: Sequence[Tensor]) -> None:
-    """Add pairs, then pairs of pairs, on 2, 4 or 8 devices; a left fold on any other number of them.
+    """Add pairs, then pairs of pairs, on 2, 4 or 8 devices; from left to right for other numbers.
 
-    So device 0 takes 1 while 2 takes 3, and then 0 takes 2. Four devices of which only pairs reach each other add in
-    the same order. Source: caffe2's muji.
+    On four devices, 0 adds 1 and 2 adds 3, then 0 adds 2. The order is the same if only these pairs can access each
+    other's memory. Source: caffe2's muji.
     """
     if len(parts) not in _TREE_SIZES:
         flat_sum(parts)
@@ -169,7 +176,7 @@ def tree_sum(parts: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def coalesced_sum(parts: Sequence[Tensor]) -> None:
-    """Add with torch.cuda.comm on distinct CUDA devices; elsewhere a left fold of one buffer after the other."""
+    """Add with torch.cuda.comm on distinct CUDA devices; elsewhere from left to right, one buffer at a time."""
     if are_distinct_cuda([part.device for part in parts]):
         wide = [[_wide(part)] for part in parts]
         [total] = comm.reduce_add_coalesced(wide, parts[0].device.index, _BUFFER)  # type: ignore[no-untyped-call]
@@ -182,21 +189,21 @@ def coalesced_sum(parts: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def nccl_sum(parts: Sequence[Tensor]) -> None:
-    """Add with NCCL's all-reduce between distinct CUDA devices of this process; its order is NCCL's own."""
+    """Add with NCCL's all-reduce between distinct CUDA devices of this process, in an order that NCCL chooses."""
     wide = [_wide(part) for part in parts]
     nccl.all_reduce(wide)  # type: ignore[no-untyped-call]
     _write(wide[0], parts[0])
 
 
 def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy to one target after the other."""
+    """Copy to one target after another."""
     for target in targets:
         target.copy_(source)
 
 
 @torch.no_grad()
 def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy with torch.cuda.comm between distinct CUDA devices. Elsewhere it copies to one after the other."""
+    """Copy with torch.cuda.comm between distinct CUDA devices; elsewhere to one target after another."""
     if are_distinct_cuda([source.device, *(target.device for target in targets)]):
         comm.broadcast(source, out=list(targets))  # type: ignore[no-untyped-call]
     else:
@@ -204,10 +211,10 @@ def copy_at_once(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 class Reducer(NamedTuple):
-    """Sums what is on several devices. Half precision accumulates in float32."""
+    """Sums and broadcasts over devices. Half precision accumulates in float32."""
 
     sum: Callable[[Sequence[Tensor]], None]
-    """Replaces the first of several contiguous 1-d tensors by the sum of all; the others' values are lost."""
+    """Replaces the first of several contiguous 1-d tensors by the sum of all; the values of the others are lost."""
     broadcast: Callable[[Tensor, Sequence[Tensor]], None]
     """Copies a tensor to several others of its shape and dtype."""
 
@@ -221,7 +228,7 @@ _KINDS = {
 
 
 def check_reducer(name: object) -> str:
-    """Return the name if a reducer is called so. Raises ConfigurationError."""
+    """Return the name if it is a reducer's. Raises ConfigurationError."""
     return check.one_of("the reducer", name, REDUCERS)
 
 
@@ -232,19 +239,19 @@ def make_reducer(
 ) -> Reducer:
     """Return the reducer of that name for these devices.
 
-    "auto" is the tree where CUDA devices reach each other's memory, as caffe2's muji decides it, and else "flat".
+    "auto" is the tree if CUDA devices can access each other's memory in the way caffe2's muji requires, else "flat".
 
     Args:
-        can_access: whether a CUDA device, by index, reaches another one's memory.
+        can_access: Whether a CUDA device, by index, can access another one's memory.
 
     Raises:
-        ConfigurationError: no reducer has that name, or "nccl" is asked for where it cannot run.
+        ConfigurationError: There is no reducer of that name, or "nccl" cannot run here.
     """
     check_reducer(name)
     if name == "nccl" and not are_distinct_cuda(devices):
         places = ", ".join(map(str, devices))
         raise ConfigurationError(
-            f"reducer='nccl' needs a CUDA device of its own for every replica, not {places}; use 'tree' or 'flat'"
+            f"reducer='nccl' needs a separate CUDA device for every replica, got {places}; use 'tree' or 'flat'"
         )
     if name == "nccl" and not hasattr(torch._C, "_nccl_all_reduce"):
         raise ConfigurationError("reducer='nccl' needs a torch that was built with NCCL; use 'coalesced'")
@@ -254,12 +261,12 @@ def make_reducer(
 
 
 def is_left_fold(name: str) -> bool:
-    """Return whether this reducer always adds from left to right on the CPU. Without a choice it does."""
+    """Return whether this reducer always adds from left to right on the CPU; "auto" does."""
     return name in (AUTO, FLAT)
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Return whether all devices are CUDA's, and none occurs twice."""
+    """Return whether all devices are CUDA devices, and none occurs twice."""
     return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
 
 
@@ -276,6 +283,7 @@ def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, 
 
 
 def _wide(part: Tensor) -> Tensor:
+    # Half-precision sums are accumulated in float32.
     return part.float() if part.dtype.itemsize < 4 else part
 
 
