@@ -1,4 +1,4 @@
-"""Set up, build, save and resume a training run alike over every kvstore.
+"""Set up, build, save and resume a training run in the same way over every kvstore.
 
 strategy = kvtrainer.strategy.Strategy(kvstore="device", work_dir="run")
 model, trainer = strategy.prepare(net, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)))

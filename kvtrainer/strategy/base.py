@@ -1,4 +1,16 @@
-"""Set a process up for training: environment, names, random numbers, log; and make and save the parts of a run."""
+"""`BaseStrategy`: sets a process up for training, and builds the parts of a run.
+
+A strategy has three phases. Its constructor sets up the environment (launcher, limits, torch.distributed, random
+seeds), agrees with the other workers on the run's name, and creates the log. `prepare`, which subclasses define, builds
+model, Trainers and schedules through the `build_…` methods. After that, state dicts are exchanged with the parts, and
+checkpoints are read and written by the subclass.
+
+Each step is a method that a subclass may override; the names and signatures are mmengine's, so that code for its
+strategies works. What can be done without a strategy lies in `environment.py`, `parts.py` and `checkpoint.py`.
+
+Construction is collective: workers agree through `Agreement`, which a subclass creates in `_meet`. What rank 0 decides
+(timestamp, seed, latest checkpoint) is broadcast, never computed by each worker.
+"""
 
 from __future__ import annotations
 
@@ -40,25 +52,24 @@ _RUN = ("epoch_length", "max_epochs", "max_iters")
 
 @uncompiled
 class BaseStrategy(ABC):
-    """A strategy that sets up a process, and prepares, saves and resumes a model. Trainers and schedules go with it.
+    """Base of strategies: sets a process up, and prepares, saves and resumes a model with its Trainers and schedules.
 
-    Making one is collective: every worker makes it, with the same arguments. Each part of a run is made by a method
-    that a subclass may override.
+    Construction is collective: every worker does it, with the same arguments.
 
     Args:
-        work_dir: Where checkpoints and logs go; made if it is missing.
-        experiment_name: What the run is called, with the time; None: the time alone.
+        work_dir: The folder for checkpoints and logs; created if missing.
+        experiment_name: The name of the run, to which the time is added; None for the time alone.
         env_kwargs: launcher, cudnn_benchmark, mp_cfg, dist_cfg, resource_limit and randomness; see `_setup_env`.
-        log_kwargs: of `build_logger`.
+        log_kwargs: Arguments of `build_logger`.
         auto_scale_lr: enable, base_batch_size, count_accumulation; see `parts.scale_learning_rates`.
     """
 
-    # These are there once `prepare` has made them.
+    # These exist once `prepare` has created them.
     model: nn.Module
     optim_wrapper: Trainer | TrainerDict
     param_schedulers: Schedules
     kvstore: str | KVStoreBase | None = "device"
-    """A store for all Trainers, or the name of one that each makes for itself where it needs it."""
+    """A store for all Trainers, or the name of one that each Trainer creates if it needs it."""
 
     def __init__(
         self,
@@ -69,6 +80,7 @@ class BaseStrategy(ABC):
         log_kwargs: Mapping[str, Any] | None = None,
         auto_scale_lr: Mapping[str, Any] | None = None,
     ) -> None:
+        # 1. Check all arguments before anything is set up.
         env, log = (dict(check.as_mapping(one) or {}) for one in (env_kwargs, log_kwargs))
         check_arguments("env_kwargs", self._setup_env, env)
         check_arguments("mp_cfg", environment.set_multi_processing, env.get("mp_cfg") or {})
@@ -76,13 +88,15 @@ class BaseStrategy(ABC):
         self._prepared = False
         self._auto_scale_lr = None if auto_scale_lr is None else dict(check.as_mapping(auto_scale_lr))
         self.dispatch_kwargs: dict[str, Any] = {}
-        """Facts about the loop, as `prepare` was told them."""
+        """Facts about the training loop, as passed to `prepare`."""
+        # 2. Set the process up, and agree with the other workers.
         self._work_dir = os.path.abspath(work_dir)
         os.makedirs(self._work_dir, exist_ok=True)
         self._agreement = Agreement()
         self._rank, self._world_size = 0, 1
         self._env_kwargs = env
         self._setup_env(**env)
+        # 3. Name the run, and create its log.
         name = f"{experiment_name}_{self._timestamp}" if experiment_name is not None else self._timestamp
         self._experiment_name = self._agreement.broadcast(name.encode()).decode()
         self._log_dir = os.path.join(self._work_dir, self._timestamp)
@@ -96,7 +110,7 @@ class BaseStrategy(ABC):
 
     @property
     def log_dir(self) -> str:
-        """The directory of this run in `work_dir`; its name is the time."""
+        """The folder of this run in `work_dir`, named after the time."""
         return self._log_dir
 
     @property
@@ -110,22 +124,22 @@ class BaseStrategy(ABC):
 
     @property
     def distributed(self) -> bool:
-        """Whether there may be other workers: a launcher started this one, or the store knows several."""
+        """Whether there may be other workers: a launcher started this one, or the store has several."""
         return self._distributed
 
     @property
     def seed(self) -> int:
-        """The seed of this rank's random numbers."""
+        """The seed of this rank's random number generators."""
         return self._seed
 
     @property
     def rank(self) -> int:
-        """This worker's number, as the kvstore has it."""
+        """This worker's rank in the kvstore."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """How many workers the kvstore has."""
+        """The number of workers in the kvstore."""
         return self._world_size
 
     @property
@@ -135,7 +149,7 @@ class BaseStrategy(ABC):
 
     @property
     def randomness(self) -> dict[str, Any]:
-        """How random numbers began: seed (None if none was given), diff_rank_seed, deterministic."""
+        """How the generators were seeded: seed (None if none was given), diff_rank_seed, deterministic."""
         return dict(self._randomness)
 
     def _setup_env(
@@ -151,13 +165,14 @@ class BaseStrategy(ABC):
         """Set the process up.
 
         Args:
-            launcher: One of `environment.LAUNCHERS`; None: what the environment says.
-            cudnn_benchmark: Whether cuDNN tries which algorithm is fastest.
-            mp_cfg: mp_start_method and opencv_num_threads; None leaves multiprocessing and threads alone.
-            dist_cfg: for `_setup_distributed`.
-            resource_limit: How many files may be open at least.
-            randomness: seed (None: one for all ranks), diff_rank_seed (False) and deterministic (False).
+            launcher: One of `environment.LAUNCHERS`; None to infer it from the environment.
+            cudnn_benchmark: Whether cuDNN searches for the fastest algorithms.
+            mp_cfg: mp_start_method and opencv_num_threads; None changes neither processes nor threads.
+            dist_cfg: Arguments of `_setup_distributed`.
+            resource_limit: The minimum number of files that may be open.
+            randomness: seed (None: rank 0 draws one for all), diff_rank_seed (False) and deterministic (False).
         """
+        # 1. This process: launcher, checks, threads, limits.
         self._launcher = environment.infer_launcher(os.environ) if launcher is None else launcher
         check.one_of("launcher", self._launcher, environment.LAUNCHERS)
         randomness, mp_cfg = check.as_mapping(randomness), check.as_mapping(mp_cfg)
@@ -167,6 +182,7 @@ class BaseStrategy(ABC):
         if mp_cfg is not None:
             environment.set_multi_processing(**mp_cfg, is_distributed=self._launcher != environment.NONE)
         environment.raise_file_limit(resource_limit)
+        # 2. The other processes, unless the script has joined them already.
         self._distributed = self._launcher != environment.NONE
         options = dict(check.as_mapping(dist_cfg) or {})
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -175,28 +191,28 @@ class BaseStrategy(ABC):
         self._agreement = self._meet()
         self._rank, self._world_size = self._agreement.rank, self._agreement.size
         self._distributed = self._distributed or self.world_size > 1
+        # 3. What all workers must have in common: the time, and the seed.
         now = time.strftime(TIME, time.localtime())
         self._timestamp = self._agreement.broadcast(now.encode()).decode()
         self._set_randomness(**(randomness or {}))
 
     def _setup_distributed(self, *args: Any, **kwargs: Any) -> None:
-        """Join the processes of a launched job, or of dist_cfg's world_size. Not where there is a process group."""
+        """Join the processes of a launched job, or of dist_cfg's world_size, if there is no process group yet."""
         return None
 
     def _meet(self) -> Agreement:
-        """Return how the workers of the job come to agree; called once, after `_setup_distributed`."""
+        """Return how the workers of the job agree. Called once, after `_setup_distributed`."""
         return self._agreement
 
     def _set_randomness(
         self, seed: int | None = None, diff_rank_seed: bool = False, deterministic: bool = False
     ) -> None:
-        """Let random numbers begin anew.
+        """Seed the random number generators.
 
         Args:
-            seed: From 0 up to 2^32 - 1; None: rank 0 draws one.
-            diff_rank_seed: Whether every rank adds its number to the seed, for example to draw other noise than its
-                neighbours.
-            deterministic: As of `environment.begin_randomness`.
+            seed: From 0 to 2^32 - 1; None: rank 0 draws one.
+            diff_rank_seed: Whether every rank adds its number to the seed, for example for different noise.
+            deterministic: As in `environment.begin_randomness`.
         """
         shared = environment.check_seed(seed)
         self._randomness: dict[str, Any] = {"seed": shared, "diff_rank_seed": diff_rank_seed}
@@ -217,22 +233,23 @@ class BaseStrategy(ABC):
         distributed: bool = False,
         file_handler_cfg: Mapping[str, Any] | None = None,
     ) -> logging.Logger:
-        """Make the logger of the run, to the terminal and to a file; a former one of its name is closed.
+        """Create the run's logger, which writes to the terminal and a file. A former logger of the same name is closed.
 
-        Rank 0 writes what `log_level` lets through; the others write errors to the terminal. The arguments are those of
+        Rank 0 logs from `log_level` on; the others log errors to the terminal only. The arguments are those of
         mmengine's MMLogger.
 
         Args:
-            log_file: None: in `log_dir`, named after the time.
-            name: of the logger; None: the experiment's.
-            logger_name: What lines call the logger, in place of `name`.
-            distributed: Whether every rank has a file, with its rank in the name; else rank 0 alone.
+            log_file: Path of the file; None: in `log_dir`, named after the time.
+            name: The name of the logger; None: the experiment's.
+            logger_name: Overrides `name`.
+            distributed: Whether every rank has a file, with its rank in the name; otherwise only rank 0.
             file_handler_cfg: The `type` of the file's handler, a name in logging or logging.handlers such as
                 'RotatingFileHandler', and its options, such as maxBytes.
 
         Raises:
-            ConfigurationError: the level or the handler is not known, or the file cannot be written.
+            ConfigurationError: The level or the handler is unknown, or the file cannot be written.
         """
+        # 1. Check the level, and close what a former run left.
         make_handler = environment.file_handler(file_handler_cfg, file_mode)
         level = log_level if isinstance(log_level, int) else logging.getLevelName(log_level.upper())
         if not isinstance(level, int):
@@ -241,6 +258,7 @@ class BaseStrategy(ABC):
         environment.close_logger(logger)
         logger.setLevel(level)
         logger.propagate = False
+        # 2. The terminal, and a file for rank 0 or for every rank.
         handlers: list[logging.Handler] = [logging.StreamHandler()]
         handlers[0].setLevel(level if self.rank == 0 else max(level, logging.ERROR))
         if self.rank == 0 or distributed:
@@ -248,18 +266,19 @@ class BaseStrategy(ABC):
             path = f"{base}_rank{self.rank}{ending}" if self.rank else base + ending
             try:
                 os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-                # Appending lets it open again what others close, as torch.compile's own set-up of logging does.
+                # torch.compile closes handlers when it sets up logging; in mode 'a' they reopen without loss.
                 handlers.append(make_handler(path))
             except (OSError, TypeError, ValueError) as error:
                 text = f"cannot write the log to {path!r}: {error}"
                 raise file_error(ConfigurationError, text, error, path) from error
+        # 3. Attach the handlers, once none of them can fail.
         for handler in handlers:
             handler.setFormatter(logging.Formatter(_LINE, "%Y/%m/%d %H:%M:%S"))
             logger.addHandler(handler)
         return logger
 
     def collect_env(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Describe what the process runs on, and how it was set up."""
+        """Return a description of the system, and one of how the process was set up."""
         given = {name: value for name, value in self._env_kwargs.items() if name != "randomness"}
         job = {"Distributed launcher": self.launcher, "Distributed training": self.distributed}
         job["GPU number"] = self.world_size
@@ -269,8 +288,8 @@ class BaseStrategy(ABC):
         """Return the model, or build it from a dict with the `type` of a registered one.
 
         Raises:
-            ArgumentTypeError: it is neither.
-            UnregisteredNameError: there is no such model.
+            ArgumentTypeError: It is neither.
+            UnregisteredNameError: There is no such model.
         """
         built = model if isinstance(model, nn.Module) else check.as_mapping(model)
         built = MODELS.build(built) if isinstance(built, Mapping) else built
@@ -279,9 +298,9 @@ class BaseStrategy(ABC):
         return built
 
     def _init_model_weights(self, model: nn.Module) -> nn.Module:
-        """Let the model initialise its weights if it can, and share those of rank 0. Buffers are shared, too.
+        """Call the model's `init_weights`, if it has one, and copy weights and buffers of rank 0 to all workers.
 
-        Not with init_weights_for_test_or_val=False in dispatch_kwargs, for a model that is loaded next.
+        Skipped with init_weights_for_test_or_val=False in dispatch_kwargs, for a model that is loaded next.
         """
         if self.dispatch_kwargs.get("init_weights_for_test_or_val", True):
             init = getattr(model, "init_weights", None)
@@ -291,18 +310,18 @@ class BaseStrategy(ABC):
         return model
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
-        """Bring the model to where it is trained; the base leaves it where it is."""
+        """Move the model to where it is trained. The base class leaves it where it is."""
         return model
 
     def compile_model(self, model: nn.Module, compile: bool | Mapping[str, Any] | None = False) -> nn.Module:
-        """Let torch.compile compile a method of the model, in place; the names of its weights stay as they are.
+        """Compile a method of the model with torch.compile, in place. The names of its weights do not change.
 
         Args:
-            compile: False or None leaves the model as it is, and so does disable=True; a dict has the method, `target`
-                ('forward'), and options of torch.compile.
+            compile: False, None or disable=True leaves the model unchanged. A dict has `target`, the method (by default
+                'forward'), and options of torch.compile.
 
         Raises:
-            ConfigurationError: the model has no such method, or `compile` is something else.
+            ConfigurationError: The model has no such method, or `compile` is something else.
         """
         compile = check.as_mapping(compile)
         if not isinstance(compile, bool | Mapping | None):
@@ -317,7 +336,7 @@ class BaseStrategy(ABC):
             model.compile(**options)
         else:
             setattr(model, target, torch.compile(getattr(model, target), **options))
-        self.logger.info("%s of the model is compiled: the first iterations will be slow", target)
+        self.logger.info("%s of the model will be compiled: the first iterations are slow", target)
         return model
 
     def build_optim_wrapper(
@@ -327,7 +346,7 @@ class BaseStrategy(ABC):
         return parts.build_trainers(optim_wrapper, model, self.kvstore)
 
     def _scale_lr(self) -> None:
-        """Scale learning rates as `auto_scale_lr` says."""
+        """Scale learning rates according to `auto_scale_lr`."""
         self._trainer()
         micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
         parts.scale_learning_rates(self._auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
@@ -338,13 +357,14 @@ class BaseStrategy(ABC):
         optim_wrapper: Trainer | TrainerDict,
         default_args: Mapping[str, Any] | None = None,
     ) -> Schedules:
-        """Build schedules, which the Trainer, or each of several, then advances.
+        """Build schedules, which the Trainer (or each of several) then advances.
 
         Args:
-            scheduler: One or a list, as a Trainer's `schedules`. With several Trainers also a dict by their names.
-            default_args: max_epochs, max_iters and epoch_length, for those that do not say where they end; read only.
-                None: as far as dispatch_kwargs has them. There they count backward passes; schedules by step count
-                updates, so they are divided by the passes that one Trainer accumulates.
+            scheduler: A schedule or a list, as in a Trainer's `schedules`. With several Trainers also a dict by their
+                names.
+            default_args: max_epochs, max_iters and epoch_length, for schedules without an end; not changed. None takes
+                those of dispatch_kwargs, which count backward passes; since schedules by step count updates, they are
+                divided by the passes that one Trainer accumulates.
 
         Returns:
             The schedules of the Trainer, or of each by name.
@@ -352,15 +372,19 @@ class BaseStrategy(ABC):
         if not isinstance(optim_wrapper, Trainer | TrainerDict):
             kind = type(optim_wrapper).__name__
             raise ArgumentTypeError(f"schedules need the Trainer whose values they change, got {kind}")
+        # 1. The length of the run, in updates.
         if default_args is None:
             run = {name: self.dispatch_kwargs[name] for name in _RUN if name in self.dispatch_kwargs}
             passes = optim_wrapper.accumulation.counts if isinstance(optim_wrapper, Trainer) else 1
             if passes > 1 and isinstance(run.get("max_iters"), int):
-                run["max_iters"] = -(-run["max_iters"] // passes)  # a last, shorter window is an update, too
+                run["max_iters"] = -(
+                    -run["max_iters"] // passes
+                )  # rounded up: a short last window is an update, too
             if passes > 1 and isinstance(run.get("epoch_length"), int):
                 whole, rest = divmod(run["epoch_length"], passes)
-                run["epoch_length"] = whole if not rest else None  # the epoch does not end with an update
+                run["epoch_length"] = whole if not rest else None  # None: epochs do not end with an update
             default_args = run
+        # 2. Build all of them before any Trainer gets one.
         build = partial(self._build_param_scheduler, default_args=default_args)
         made: Schedules = {}
         if isinstance(optim_wrapper, Trainer):
@@ -368,7 +392,7 @@ class BaseStrategy(ABC):
         else:
             given = schedules_by_optimizer(scheduler, optim_wrapper)
             made = {name: build(one, optim_wrapper[name]) for name, one in given.items()}
-        self.logger.debug("schedules that do not say their end have that of %s", dict(default_args))
+        self.logger.debug("schedules without an end of their own use %s", dict(default_args))
         if isinstance(optim_wrapper, Trainer):
             optim_wrapper.configure(schedules=made)
         elif isinstance(made, dict):
@@ -379,21 +403,20 @@ class BaseStrategy(ABC):
     def _build_param_scheduler(
         self, scheduler: Any, optim_wrapper: Trainer, default_args: Mapping[str, Any]
     ) -> list[BoundSchedule]:
-        """Build the schedules of one Trainer, before it has them."""
         made = build_param_schedules(scheduler, optim_wrapper, default_args)
         assert isinstance(made, list)
         return made
 
     def model_state_dict(self) -> dict[str, Any]:
-        """Return the model's weights and buffers on the CPU, without wrappers' names."""
+        """Return the model's weights and buffers on the CPU, under the names of the unwrapped model."""
         state = parts.unwrapped(self.model).state_dict()
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def optim_state_dict(self) -> dict[str, Any]:
-        """Return the state_dict of the Trainer, or of each by name; blocks while state is fetched.
+        """Return the state_dict of the Trainer, or of each by name. Blocks while state is fetched from servers.
 
         Raises:
-            ArgumentTypeError: there is no Trainer.
+            ArgumentTypeError: There is no Trainer.
         """
         return self._trainer().state_dict()
 
@@ -410,34 +433,34 @@ class BaseStrategy(ABC):
         strict: bool = False,
         revise_keys: ReviseKeys = WITHOUT_WRAPPER,
     ) -> LoadReport:
-        """Load weights into the model; what does not fit is logged, and returned. See `parts.load_weights`."""
+        """Load weights into the model. What does not fit is logged and returned. See `parts.load_weights`."""
         report = parts.load_weights(self.model, state_dict, strict, revise_keys)
         if report:
             self.logger.warning("the model and the checkpoint do not match: %s", report)
         return report
 
     def load_optim_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `optim_state_dict` gave; call it on every worker."""
+        """Load the result of `optim_state_dict`; call it on every worker."""
         self._trainer().load_state_dict(dict(state_dict))
 
     def load_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Take over what `scheduler_state_dict` gave.
+        """Load the result of `scheduler_state_dict`.
 
         Raises:
-            StateMismatchError: as `check_scheduler_state_dict`; nothing has changed then.
+            StateMismatchError: As in `check_scheduler_state_dict`; nothing has changed then.
         """
         for schedule, state in self._scheduled(state_dict):
             schedule.load_state_dict(state)
 
     def check_scheduler_state_dict(self, state_dict: Any) -> None:
-        """Raise StateMismatchError unless `load_scheduler_state_dict` can take this; override both.
+        """Raise StateMismatchError unless `load_scheduler_state_dict` can load this. Subclasses override both.
 
-        It is of other Trainers then, or of another number or kind of schedules.
+        It does not fit if it is for other Trainers, or for another number or kind of schedules.
         """
         self._scheduled(state_dict)
 
     def _scheduled(self, state_dict: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Pair every schedule with its state, which fits."""
+        """Pair every schedule with its state, and check that the state fits."""
         self._trainer()
         schedules = {name: list(one.schedules) for name, one in self._trainers.items()}
         rows = pair_schedules(schedules.get("", schedules), state_dict)
@@ -446,7 +469,6 @@ class BaseStrategy(ABC):
         return rows
 
     def _wrapper(self) -> Trainer | TrainerDict | None:
-        """Return what was built to train the model, if anything."""
         return getattr(self, "optim_wrapper", None)
 
     def _trainer(self) -> Trainer | TrainerDict:
@@ -457,19 +479,19 @@ class BaseStrategy(ABC):
 
     @property
     def _trainers(self) -> Mapping[str, Trainer]:
-        """All Trainers; a single one has the name ''."""
+        """All Trainers by name; the name of a single one is ''."""
         wrapper = self._wrapper()
         return {} if wrapper is None else {"": wrapper} if isinstance(wrapper, Trainer) else wrapper
 
     def _prepared_components(self) -> Any:
-        """Return what `prepare` does: the model, or a list of the parts that there are."""
+        """Return the result of `prepare`: the model, or a list of the parts that exist."""
         names = ("model", "optim_wrapper", "param_schedulers")
         there = [getattr(self, name) for name in names if hasattr(self, name)]
         return there[0] if len(there) == 1 else there
 
     @abstractmethod
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a model, and what trains it, ready; see `Strategy.prepare`."""
+        """Prepare a model and what trains it; see `Strategy.prepare`."""
 
     @abstractmethod
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -477,7 +499,7 @@ class BaseStrategy(ABC):
 
     @abstractmethod
     def resume(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Go on from a checkpoint; see `Strategy.resume`."""
+        """Continue from a checkpoint; see `Strategy.resume`."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -486,14 +508,14 @@ class BaseStrategy(ABC):
     def load_or_resume(
         self, *, load_from: Path | None = None, resume: bool | Path = False
     ) -> dict[str, Any] | None:
-        """Load weights, or go on from a checkpoint, or neither; collective.
+        """Load weights, or continue from a checkpoint, or do neither. Collective.
 
         Args:
-            load_from: A checkpoint whose weights are loaded, or that is resumed from if `resume` is True.
-            resume: A checkpoint; or True: `load_from`, else the latest one in `work_dir`, if there is any.
+            load_from: A checkpoint whose weights are loaded, or from which to resume if `resume` is True.
+            resume: A checkpoint; or True for `load_from`, else the latest one in `work_dir`, if there is any.
 
         Returns:
-            What else was in the checkpoint; None where there was none.
+            The other contents of the checkpoint; None if none was loaded.
         """
         if isinstance(resume, str | os.PathLike):
             return self.resume(os.fspath(resume))
@@ -510,7 +532,7 @@ class BaseStrategy(ABC):
         return None if load_from is None else self.load_checkpoint(os.fspath(load_from))
 
     def close(self) -> None:
-        """Close the Trainers and the log, also where one raises; idempotent."""
+        """Close the Trainers and the log, even if one of them raises. Idempotent."""
         with ExitStack() as stack:
             # A later strategy may have a log of the same name.
             stack.callback(environment.close_logger, self.logger, self._log_handlers)

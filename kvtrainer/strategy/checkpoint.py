@@ -1,6 +1,15 @@
-"""Checkpoints: their file, written whole or not at all and read without running code; and what fits a Trainer.
+"""Checkpoint files, and how their parts are loaded into Trainers and schedules.
 
-States of Trainers and schedules are plain values there.
+A checkpoint is a dict, written by torch.save, with 'state_dict' (weights), 'optimizer', 'param_schedulers', 'ranks'
+(random number states, and each rank's own optimizer states) and 'meta'. It contains tensors and plain values only, so
+it can be read with `weights_only=True`: nothing in it is run as code.
+
+- Writing is atomic (`replacing`): readers see the old file or the new one, and a crash leaves the old one.
+- A checksum over tensors, values and structure is stored in 'meta' and verified on reading. For files of other
+  programs, or of old versions, the zip archive's CRC of each record is verified instead.
+- Loading has two phases: `fit_states` and `pair_schedules` check that everything fits, and return what to call. Only
+  then is anything changed, so a checkpoint that does not fit changes nothing, on any worker.
+- `pack_tree` and `unpack_tree` use the same restricted format for messages between workers.
 """
 
 from __future__ import annotations
@@ -42,37 +51,40 @@ _log = logging.getLogger(__name__)
 
 MapLocation = str | torch.device | Callable[..., Any] | None
 LAST = "last_checkpoint"
-"""The file in the work directory that says which checkpoint is the latest."""
+"""File in the work directory with the path of the latest checkpoint."""
 WEIGHTS, OPTIMIZER, SCHEDULERS, META = "state_dict", "optimizer", "param_schedulers", "meta"
 RANKS = "ranks"
-"""A part with an entry for each rank: the state of its random numbers, and its own share of optimizers' states."""
+"""Part with an entry per rank: the states of its random number generators, and its own share of optimizer states."""
 _FORMAT, _CHECKSUM = "kvtrainer_format", "kvtrainer_checksum"
-"""In the meta of a file: the number of its format, and the checksum of all else. One without the other is damage."""
+"""Keys in meta: the format's number, and the checksum of everything else. One without the other means damage."""
 _ARCHIVE = b"PK\x03\x04"
-"""The first bytes of a file of torch.save, unless it is one of torch before 1.6."""
+"""The first bytes of a torch.save file, since torch 1.6."""
 _FOLDER = 0x10
 """The bit in the attributes of an archive's record that marks a folder."""
 _WITH_CHECKSUM = 2
-"""The number of the format that has a checksum; files of the first one have neither mark."""
+"""Number of the format with a checksum; files in the first format have neither key."""
 _SCALER = "loss_scaler"
 _SCHEDULES = "schedules"
-"""The part of a Trainer's states that a checkpoint has in a place of its own."""
+"""The part of a Trainer's states that a checkpoint stores separately."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[str, Any]:
-    """Read a checkpoint, if it is as it was written; nothing in it is run as code.
+    """Read a checkpoint and verify that it is as it was written. Nothing in it is run as code.
 
-    Its own checksum says so. In files without one, of others and of older releases, those do that torch.save writes.
+    It is verified through its own checksum or, in files of other programs and older releases, through the CRCs that
+    torch.save writes.
 
     Args:
         filename: A path, or an https:// address, whose file is kept in torch.hub's folder.
-        map_location: As of torch.load; 'default' means the current device.
+        map_location: As in torch.load; 'default' means the current device.
 
     Raises:
-        ConfigurationError: the file is to come from a place that is not supported.
-        StateFileError: it cannot be read, was damaged or changed since it was written, or holds something else.
+        ConfigurationError: The address has an unsupported scheme.
+        StateFileError: The file cannot be read, was damaged or changed since it was written, or contains something
+            else.
     """
+    # 1. Read the file. Damaged files make torch.load raise many kinds of errors.
     where: Any = current_device() if map_location == "default" else map_location
     path = _local_path(filename)
     try:
@@ -82,10 +94,11 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
             f"cannot load {filename!r}: it holds more than tensors and plain values, or is damaged ({error!s:.300}). "
             "If you trust it, load it with torch.load(weights_only=False) once and save its 'state_dict' again"
         ) from error
-    except Exception as error:  # damaged files make torch.load raise errors of many kinds
+    except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)[:300]
         text = f"cannot load {filename!r}: {reason or type(error).__name__}"
         raise file_error(StateFileError, text, error, filename) from error
+    # 2. Verify the contents.
     if not isinstance(found, Mapping):
         raise StateFileError(f"cannot load {filename!r}: it holds a {type(found).__name__}, no checkpoint")
     content = dict(found)
@@ -95,26 +108,26 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
 
 
 def _has_its_checksum(content: dict[str, Any], filename: str) -> bool:
-    """Check the checksum, and take it out of the meta; False if there is none. Raises StateFileError if it is wrong."""
+    """Verify the checksum and remove it from meta. Return False if it is missing; raises if it is wrong."""
     meta = content.get(META)
     if not isinstance(meta, Mapping) or not {_FORMAT, _CHECKSUM} & set(meta):
         return False
     content[META] = rest = {name: value for name, value in meta.items() if name != _CHECKSUM}
     try:
         fits = meta.get(_CHECKSUM) == tree_checksum(content)
-    except (TypeError, ValueError, RuntimeError, RecursionError):  # we never wrote such values
+    except (TypeError, ValueError, RuntimeError, RecursionError):  # values that we never write
         fits = False
     if not fits:
         raise StateFileError(
-            f"cannot load {filename!r}: its contents do not have the checksum that was saved with them; if you changed "
-            f"them, take {_FORMAT!r} and {_CHECKSUM!r} out of its 'meta', too"
+            f"cannot load {filename!r}: its contents do not match the checksum that was saved with them; if you "
+            f"changed them, remove {_FORMAT!r} and {_CHECKSUM!r} from its 'meta', too"
         )
     del rest[_FORMAT]
     return True
 
 
 def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None:
-    """Check what torch.save notes of each record and torch.load does not look at. Raises StateFileError."""
+    """Verify the CRC of each record, which torch.load does not. Raises StateFileError."""
     is_noted, damaged = False, None
     try:
         with open(path, "rb") as file:
@@ -122,31 +135,31 @@ def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None
         if is_archive:
             with zipfile.ZipFile(path) as archive:
                 records = archive.infolist()
-                is_noted = any(record.CRC for record in records)  # that can be switched off in torch
-                # What is marked as a folder torch takes for read, and gives whatever is in the memory.
+                is_noted = any(record.CRC for record in records)  # torch can be told not to write CRCs
+                # torch does not read a record that is marked as a folder, and returns uninitialized memory for it.
                 folders = (record.filename for record in records if record.external_attr & _FOLDER)
                 damaged = next(folders, None) or (archive.testzip() if is_noted else None)
-    except Exception as error:  # zipfile raises many kinds
+    except Exception as error:  # zipfile raises many kinds of errors
         damaged = str(error)
     if damaged is not None:
         raise StateFileError(f"cannot load {filename!r}: it was damaged since it was written ({damaged})")
     meta = content.get(META)
     if not is_noted or (isinstance(meta, Mapping) and "kvtrainer" in meta):
-        why = "" if is_noted else ", nor any of its parts, so that damage to it would not be noticed"
+        why = "" if is_noted else " or of its parts, so damage would not be noticed"
         _log.warning("%r has no checksum of its contents%s; save_checkpoint writes one", filename, why)
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
-    """Write the file, or replace the one that is there, in one stroke; blocks until it is on the disk.
+    """Write the file, or replace an existing one atomically. Blocks until it is on the disk.
 
-    Folders that are missing are made. A checksum goes into its meta.
+    Missing folders are created. A checksum is added to the meta.
 
     Args:
-        checkpoint: Plain values, as `plain_copy` gives them.
+        checkpoint: Plain values, as returned by `plain_copy`.
 
     Raises:
-        ConfigurationError: its meta is no dict.
-        StateFileError: it cannot be written; what was there before is unchanged.
+        ConfigurationError: Its meta is not a dict.
+        StateFileError: It cannot be written; the existing file is unchanged.
     """
     path = os.path.realpath(path_to_write(filename))
     meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
@@ -154,13 +167,13 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     content[META][_CHECKSUM] = tree_checksum(content)
     with _naming(f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as file:  # of a name torch.save would put that into each record
+        with replacing(path) as file:  # given a path, torch.save would store its name in each record
             torch.save(content, file)
 
 
 @contextmanager
 def _naming(what: str, filename: str) -> Iterator[None]:
-    """Let something be done with a file; raise StateFileError, which says what could not be done."""
+    """Turn errors of a block that handles a file into a StateFileError, whose text says what failed."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -168,16 +181,16 @@ def _naming(what: str, filename: str) -> Iterator[None]:
 
 
 def note_last(work_dir: str, filename: str) -> None:
-    """Say in the work directory that this checkpoint is the latest. Raises StateFileError."""
+    """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
     with _naming(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:
         file.write(noted.encode())
 
 
 def find_last(work_dir: str) -> str | None:
-    """Find the latest checkpoint of a work directory, also if that was moved since; None where there is none.
+    """Return the latest checkpoint of a work directory, even if that was moved since; None before the first one.
 
-    Raises StateFileError if what says it cannot be read.
+    Raises StateFileError if the record of it cannot be read.
     """
     path = os.path.join(work_dir, LAST)
     with _naming(f"read in {path!r} which checkpoint is the latest", path):
@@ -188,13 +201,14 @@ def find_last(work_dir: str) -> str | None:
             return None
     if not noted or os.path.exists(noted):
         return noted or None
+    # The folder was moved: look for the end of the path below it.
     parts = noted.split(os.sep)
     moved = (os.path.join(work_dir, *parts[at:]) for at in range(1, len(parts)))
     return next((name for name in moved if os.path.exists(name)), noted)
 
 
 def path_to_write(filename: str) -> str:
-    """Return the path on this host at which a checkpoint is written. Raises ConfigurationError."""
+    """Return the local path at which a checkpoint is written. Raises ConfigurationError for other addresses."""
     scheme, path = _parted(filename)
     if scheme not in ("", "file"):
         raise ConfigurationError(f"checkpoints are written to files, not to {filename!r}; give a path")
@@ -202,7 +216,7 @@ def path_to_write(filename: str) -> str:
 
 
 def _parted(filename: str) -> tuple[str, str]:
-    """Return the scheme of an address, empty of a path, and the rest."""
+    """Return the scheme of an address ('' for a path), and the rest."""
     if not isinstance(filename, str | os.PathLike):
         raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
     scheme, mark, rest = os.fspath(filename).partition("://")
@@ -210,14 +224,14 @@ def _parted(filename: str) -> tuple[str, str]:
 
 
 def _local_path(filename: str) -> str:
-    """Return the path of a file on this host; fetch it first if it is elsewhere."""
+    """Return the local path of a file; download it first if necessary."""
     scheme, path = _parted(filename)
     if scheme in ("", "file"):
         return path
     if scheme != "https":
         why = "is unprotected" if scheme == "http" else "is of no kind that is supported"
         raise ConfigurationError(f"{filename!r} {why}; give a path or an https:// address")
-    # Other addresses may end in the same name.
+    # Different addresses may end in the same name, so the cached file has a digest of the address.
     base = os.path.basename(urlsplit(filename).path) or "checkpoint"
     mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
     path = os.path.join(torch.hub.get_dir(), "checkpoints", f"{mark}-{base}")
@@ -229,7 +243,7 @@ def _local_path(filename: str) -> str:
 
 
 def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
-    """Return a checkpoint; a file of weights alone becomes one."""
+    """Return a checkpoint; a dict of tensors is taken as the weights of one."""
     if isinstance(found.get(WEIGHTS), Mapping):
         return found
     if found and all(isinstance(value, Tensor) for value in found.values()):
@@ -241,7 +255,7 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
 
 
 def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
-    """Return a part of a checkpoint. Raises CheckpointKeyError, which says what there is."""
+    """Return a part of a checkpoint. Raises CheckpointKeyError, with the parts that exist."""
     if part not in checkpoint:
         there = ", ".join(map(repr, checkpoint))
         raise CheckpointKeyError(f"{filename!r} has no {part!r}, only {there}; missing='warn' takes these")
@@ -249,20 +263,22 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
 
 
 def plain_copy(value: Any, where: str) -> Any:
-    """Copy into plain dicts, lists, tuples and CPU tensors. `torch.load(weights_only=True)` reads those.
+    """Copy into plain dicts, lists, tuples and CPU tensors, which `torch.load(weights_only=True)` can read.
 
     Args:
-        where: what to call the value in an error.
+        where: What to call the value in an error.
 
     Raises:
-        ConfigurationError: there is something in it that is neither a tensor nor plain; says where.
+        ConfigurationError: It contains something that is neither a tensor nor plain; the message says where.
     """
+    # 1. Tensors and plain values. Subclasses of tensors become plain ones.
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise ConfigurationError(f"{where} is a tensor of layout {value.layout}; save it as to_dense()")
         return value.detach().to("cpu").as_subclass(Tensor)
     if type(value) in (*_PLAIN, bytes):
         return value
+    # 2. Collections. Exact types: a subclass may carry state that would be lost.
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in _PLAIN:
@@ -279,15 +295,15 @@ def plain_copy(value: Any, where: str) -> Any:
 
 
 def tree_checksum(value: Any) -> str:
-    """Compute the checksum of a `plain_copy`: of tensors and plain values alike, and of their structure.
+    """Return the checksum of a `plain_copy`: of its tensors, values and structure.
 
-    Raises TypeError, ValueError or RecursionError if it is no such copy.
+    Raises TypeError, ValueError or RecursionError if it is not one.
     """
     return checksum(*_taken_apart(value))
 
 
 def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by number, and the rest as JSON with these numbers in it."""
+    """Return the tensors by number, and the rest as JSON that refers to them by number."""
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
@@ -306,31 +322,31 @@ def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def pack_tree(value: Any) -> bytes:
-    """Encode plain values and tensors for another worker; `unpack_tree` gives a `plain_copy` of them back."""
+    """Encode plain values and tensors for another worker; `unpack_tree` returns a `plain_copy` of them."""
     packed = io.BytesIO()
     torch.save(_with_memory_of_its_own(plain_copy(value, "what a worker tells")), packed)
     return packed.getvalue()
 
 
 def _with_memory_of_its_own(value: Any) -> Any:
-    """Copy the tensors of a `plain_copy`: torch.save writes all of the memory that a view is of."""
+    """Copy the tensors of a `plain_copy`, because torch.save writes the whole storage of a view."""
     return map_tree(lambda one: one.contiguous().clone() if isinstance(one, Tensor) else one, value)
 
 
 def unpack_tree(data: bytes) -> Any:
-    """Decode the value that `pack_tree` encoded; nothing in it is run as code."""
+    """Decode the result of `pack_tree`; nothing in it is run as code."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def own_states(trainer: Trainer) -> dict[str, Any]:
-    """Return what only this worker has of a Trainer's states, without its schedules."""
+    """Return the part of a Trainer's states that only this worker has, without schedules."""
     mine = trainer.export_own_states()
     extra = {name: value for name, value in mine.extra.items() if name != _SCHEDULES}
     return {"extra": extra, "tensors": mine.tensors}
 
 
 def common_states(trainer: Trainer) -> dict[str, Any]:
-    """Return what all workers have in common of a Trainer's states; blocks while a store is asked."""
+    """Return the part of a Trainer's states that all workers share. Blocks while a store is asked."""
     saved, mine = trainer.export_saved_states(), trainer.export_own_states()
     rest = {
         "extra": {name: value for name, value in saved.extra.items() if name not in mine.extra},
@@ -346,19 +362,20 @@ def common_states(trainer: Trainer) -> dict[str, Any]:
 
 
 def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
-    """Check that a Trainer can take states over, and return what lets it do so.
+    """Check that states can be loaded into a Trainer. Return a function that loads them.
 
     Args:
-        common: As of `common_states`; or the state_dict of torch's optimizer of the same kind, or of mmengine's wrapper
+        common: From `common_states`; or the state_dict of torch's optimizer of the same kind, or of mmengine's wrapper
             of one.
-        own: As of `own_states`.
+        own: From `own_states`.
 
     Raises:
-        StateMismatchError: they belong to another model or optimizer; says how. Nothing has changed.
+        StateMismatchError: They are for another model or optimizer; the message says how. Nothing has changed.
     """
+    # The state_dict of a torch optimizer.
     if "param_groups" in common and "state" in common:
         given, scaler = dict(common), trainer.loss_scaler
-        scale = given.pop(_SCALER, None)  # as mmengine's AmpOptimWrapper saves it
+        scale = given.pop(_SCALER, None)  # saved by mmengine's AmpOptimWrapper
         trainer.check_state_dict(given)
         if scale and scaler is not None:
             check_scaler_state(scaler, scale)
@@ -369,6 +386,7 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
                 scaler.load_state_dict(scale)
 
         return take_over
+    # Our own format: what is common, and what this rank has alone.
     with readable("the state of an optimizer"):
         both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
         saved = rebuilt({**common, **both})
@@ -377,10 +395,10 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
 
 
 def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-    """Pair schedules with their states: lists of both, or dicts of lists by the names of several optimizers.
+    """Pair schedules with their states; both are lists, or dicts of lists by the names of several optimizers.
 
     Raises:
-        StateMismatchError: there are other optimizers, or another number of schedules.
+        StateMismatchError: There are other optimizers, or another number of schedules.
     """
     wanted: Any = Mapping if isinstance(schedules, Mapping) else list | tuple
     if not isinstance(states, wanted):
@@ -399,12 +417,14 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Let a part of a checkpoint be looked at; that it is something else is a StateMismatchError, which names it."""
+    """Run a block that reads a part of a checkpoint. Unexpected contents raise StateMismatchError, which names the
+    part.
+    """
     try:
         yield
     except KVStoreError:
         raise
-    except Exception as error:  # what others wrote, or a callback made, may be anything
+    except Exception as error:  # files of other programs, or a callback, may contain anything
         raise StateMismatchError(
-            f"the checkpoint does not fit: {what} makes no sense ({type(error).__name__}: {error}); nothing has changed"
+            f"the checkpoint does not fit: {what} cannot be read ({type(error).__name__}: {error}); nothing has changed"
         ) from error

