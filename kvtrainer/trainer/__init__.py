@@ -1,3 +1,3 @@
-"""The Trainer, and what it is made of: the pipeline of a step, groups, state, joining and saving."""
+"""The Trainer and its parts: the pipeline of a step, parameter groups, optimizer state, joining and saving."""
 
 from kvtrainer.trainer.trainer import Trainer as Trainer

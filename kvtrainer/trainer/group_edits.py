@@ -1,9 +1,9 @@
-"""What a script has made of the parameter groups by editing them, checked.
+"""Parameter groups that a script has edited: check them, and name their parameters.
 
-`param_groups` is a public list of dicts. Finetuning callbacks append parameters to a group, densification of point
-clouds replaces them, and others move one to another group or take one out; torch's optimizers read the lists in every
-step. A Trainer has laid the parameters out in flat memory, so it compares the lists with what it has laid out, and
-where they differ lays everything out again.
+`param_groups` is a public list of dicts, which torch's optimizers read in every step. Finetuning callbacks append
+parameters to a group, densification of point clouds replaces them, and other code moves or removes them. A Trainer
+keeps parameters in flat memory, so it compares the lists with its layout and, where they differ, lays everything out
+again.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from kvtrainer.types import Group
 
 
 def read_edited(groups: ParameterGroups) -> list[Group]:
-    """Return what each of the edited groups has to hold.
+    """Return what each of the edited groups must contain: "params", "param_names", and missing options.
 
-    That is "params" as a list, "param_names", and the options that are missing.
-
-    A parameter that was there keeps its name. One that takes the place of another, which is in no group any more, is
-    called as that was; any other new one by the name that the script gives it, or by an unused number.
+    A known parameter keeps its name. One that replaces another, which is in no group any more, takes its name. Any
+    other gets the name that the script gives it, or an unused number.
 
     Raises:
-        ConfigurationError: they cannot be trained, for one that is no leaf tensor, or is there twice; or there is none.
+        ConfigurationError: The parameters cannot be trained: one is not a leaf tensor or appears twice, or there are
+            none.
     """
     options, members = [], []
     for at, group in enumerate(groups.live):
         if not isinstance(group, dict) or "params" not in group:
             raise ConfigurationError(
-                f"parameter group {at} has no list of 'params' any more; put one there, or take the group out of "
-                "param_groups"
+                f"parameter group {at} no longer has a list of 'params'; add one, or remove the group from param_groups"
             )
         missing = groups.is_new(group) and groups.defaults.keys() - group.keys()
         options.append(_with_defaults(group, groups) if missing else {})
         params = group["params"]
         members.append(named_members([params] if isinstance(params, Tensor) else params))
+    # Nothing has been changed so far, so a refused edit can be corrected.
     _check_members(groups, [list(given.parameters) for given in members])
     names = _names_of(groups, members)
     return [
@@ -56,7 +55,7 @@ def read_edited(groups: ParameterGroups) -> list[Group]:
 
 
 def _with_defaults(group: Group, groups: ParameterGroups) -> Group:
-    """Return the options of a group that a script has put there, with the defaults."""
+    """Return the options of a group that a script has added, completed with the defaults."""
     given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {**groups.defaults, **with_checked_options(given, groups.optimizer)}
 
@@ -73,24 +72,24 @@ def _check_members(groups: ParameterGroups, members: Sequence[Sequence[Any]]) ->
                 )
             if id(p) in seen:
                 raise ConfigurationError(
-                    f"a parameter of shape {list(p.shape)} is twice in the parameter groups, in group {seen[id(p)]} "
-                    f"and in group {at}; leave it in one place"
+                    f"a parameter of shape {list(p.shape)} is in the parameter groups twice, in group {seen[id(p)]} "
+                    f"and in group {at}; remove one of them"
                 )
             seen[id(p)] = at
     if not seen:
         raise ConfigurationError(
-            "the parameter groups have no parameters any more, so there is nothing to train"
+            "the parameter groups no longer have any parameters, so there is nothing to train"
         )
     changed = former.keys() ^ seen.keys()
     if any(is_row_sparse(p) for own in (*groups.trained, *members) for p in own if id(p) in changed):
         raise ConfigurationError(
-            "row-sparse parameters decide about the Trainer's store, and cannot come to the parameter groups or leave "
-            "them; put back what was there, or build a new Trainer"
+            "row-sparse parameters determine the Trainer's store, so they cannot be added to or removed from parameter "
+            "groups; restore the groups, or build a new Trainer"
         )
 
 
 def _names_of(groups: ParameterGroups, members: Sequence[Named]) -> list[list[str]]:
-    """Name the parameters of each group."""
+    # 1. Names of parameters that are still there.
     rows = zip(groups.names, groups.trained, strict=True)
     kept = {id(p): name for names, own in rows for name, p in zip(names, own, strict=True)}
     present = {id(p) for given in members for p in given.parameters}
@@ -98,6 +97,7 @@ def _names_of(groups: ParameterGroups, members: Sequence[Named]) -> list[list[st
     count = len(kept)
     found: list[list[str]] = []
     for at, (own_names, given, _) in enumerate(members):
+        # 2. "param_names" counts if the script has kept it in step with "params".
         listed = groups.live[at].get("param_names", ())
         if len(listed) != len(given):
             listed = groups.names[at] if at < len(groups.names) else ()
@@ -105,10 +105,11 @@ def _names_of(groups: ParameterGroups, members: Sequence[Named]) -> list[list[st
         for place, p in enumerate(given):
             name = kept.get(id(p))
             if name is None:
+                # 3. A new parameter: its given name, else that of the one it replaces, else a number.
                 wanted = own_names[place]
                 if wanted in taken:
                     raise ConfigurationError(
-                        f"two parameters are called {wanted!r}; give each a name of its own"
+                        f"two parameters have the name {wanted!r}; give each a different name"
                     )
                 if wanted is None and place < len(listed) and str(listed[place]) not in taken:
                     wanted = str(listed[place])

@@ -1,4 +1,17 @@
-"""Parameter groups: made of what the Trainer was given; their numbers, read at every step; and counts of updates."""
+"""Parameter groups: built from what a Trainer was given, and read at every step.
+
+`collect` brings any form of parameters (module, dict, list, torch groups, replicas) into torch's form; `make_groups`
+adds options, checked by the optimizer's own constructor, under torch's names. `ParameterGroups` then owns the live
+list.
+
+- The groups are the source of truth for options. Each step reads them (`options`) and sends them to the store if they
+  have changed; an unchanged result is the same object, which makes the comparison cheap.
+- One list serves everyone: a torch instance, the optimizer made for joint updates, and the Trainer share it (`bind`),
+  so that schedulers bound to any of them work.
+- `trained` is the layout in memory. Where the live lists differ, `group_edits.py` checks the edits first.
+- `UpdateCounter` counts updates per key, as MXNet does, for schedulers and bias corrections.
+- Replicas follow the first replicas of all parameters in "params"; until a group has torch's form they are in COPIES.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +41,13 @@ from kvtrainer.types import Group
 NOTES = frozenset(
     {"name", "initial_lr", "initial_momentum", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
-"""Keys of a group that are no options: a label, and what torch's schedulers keep there."""
+"""Keys of a group that are not options: a label, and values that torch's schedulers store there."""
 _LISTS = frozenset({"params", "param_names", COPIES})
 _NUMBERS = frozenset({"lr", "weight_decay", "momentum", "betas"})
-"""What must be finite in the groups of any optimizer."""
+"""Options that must be finite for every optimizer."""
 _GREATEST = torch.finfo(torch.float32).max
 _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
-"""Types of options that travel as they are."""
+"""Types of options that are sent unchanged."""
 
 
 class Named(NamedTuple):
@@ -42,22 +55,22 @@ class Named(NamedTuple):
 
     names: Sequence[str | None]
     parameters: Sequence[Tensor | Sequence[Tensor]]
-    """Each one, or a list of its replicas."""
+    """Each is a parameter, or a list of its replicas."""
     are_given: bool
-    """Whether the caller gave names, as to torch's optimizers; those of a module are not given."""
+    """Whether the caller gave the names, as to torch's optimizers; a module's own do not count."""
 
 
 class ParameterGroups:
-    """A Trainer's groups and the optimizer of their options. What the groups say of options is the truth.
+    """A Trainer's groups, and the optimizer to which their options belong.
 
     Args:
-        names: of the parameters of each group, without replicas.
-        optimizer: its numbers are the defaults of the groups.
-        instance: the torch optimizer that shares the groups, if there is one.
+        names: Names of the parameters of each group, without replicas.
+        optimizer: Its hyper-parameters are the defaults of the groups.
+        instance: The torch optimizer that shares the groups, if there is one.
     """
 
     live: list[Group]
-    """The groups as torch has them, with replicas; for an instance, its own."""
+    """The groups in torch's form, with replicas; an instance's own list, if there is one."""
 
     def __init__(
         self, names: list[list[str]], optimizer: Optimizer, instance: torch.optim.Optimizer | None
@@ -67,41 +80,38 @@ class ParameterGroups:
         self.instance = instance
         self.counts = UpdateCounter(optimizer)
         self.made: torch.optim.Optimizer | None = None
-        """The torch optimizer that was made for an update of all parameters together."""
+        """The torch optimizer that was created for joint updates of all parameters."""
         self.defaults = dict(optimizer.hyper)
         self.trained: list[list[Tensor]] = []
-        """The parameters of each group, with replicas, as they were laid out; scripts may have edited `live` since."""
+        """The parameters of each group, with replicas, as laid out; scripts may have edited `live` since."""
         self._known: list[Group] = []
         self._option_names: Sequence[str] | None = None if is_foreign(optimizer) else option_names(optimizer)
-        """None of a torch class that we do not know, whose groups may have any entries."""
+        """None for an unknown torch class, whose groups may have any entries."""
         self._last: dict[str, Any] = {}
-        """What `options` has returned last."""
+        """The last result of `options`."""
 
     def bind(self, live: list[Group]) -> None:
-        """Go on with this list of groups, everywhere."""
+        """Use this list of groups from now on, for every optimizer that shares it."""
         self.live = live
         for shown in (self.instance, self.made):
             if shown is not None:
                 shown.param_groups = live
-        # With several groups the optimizer shows the defaults.
+        # With a single group the optimizer shows its values, otherwise the defaults.
         self.optimizer.hyper = live[0] if len(live) == 1 else dict(self.defaults)
 
     def set_trained(self, names: list[list[str]]) -> None:
-        """Note that the present parameters are laid out, under these names."""
+        """Record that the present parameters are laid out, under these names."""
         self.names = names
         self.trained = [list(group["params"]) for group in self.live]
         self._known = list(self.live)
 
     def follow_instance(self) -> None:
-        """Take over the groups of the torch instance, if any. Loading a state_dict makes new ones."""
+        """Adopt the groups of the torch instance, if there is one; its load_state_dict creates a new list."""
         if self.instance is not None and self.instance.param_groups is not self.live:
             self.bind(self.instance.param_groups)
 
     def are_edited(self) -> bool:
-        """Return whether the groups differ from those that were laid out.
-
-        They may have other parameters, or the same ones in other places.
-        """
+        """Return whether the groups have other parameters than were laid out, or in another order."""
         if len(self.live) != len(self.trained):
             return True
         # This runs in every step: one comparison of identities per parameter, without a Python frame for each.
@@ -116,26 +126,27 @@ class ParameterGroups:
         return False
 
     def is_new(self, group: Group) -> bool:
-        """Return whether a group was not there when the parameters were laid out."""
+        """Return whether a group was added since the parameters were laid out."""
         return not any(group is known for known in self._known)
 
     def options(
         self, memory: Memory, coming: Sequence[bool] | None, stages: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Read the numbers of the update that comes: per group its options, per parameter multipliers that are not 1.
+        """Read the hyper-parameters of the coming update: options per group, and multipliers other than 1 per
+        parameter.
 
-        The form is the one of `kvstore_server.engine.agreed`. If nothing has changed since the last call it is the same
-        object, which nobody changes; else they are checked.
+        The form is that of `kvstore_server.engine.agreed`. If nothing has changed since the last call the result is the
+        same object, which must not be modified; otherwise the values are checked.
 
         Args:
-            coming: as of `UpdateCounter.apply`.
-            stages: what else workers must have alike.
+            coming: As in `UpdateCounter.apply`.
+            stages: Further options that must be the same on all workers.
 
         Raises:
-            SchedulerInUseError: the optimizer has a lr_scheduler, and somebody else has set a learning rate.
-            ConfigurationError: a number is not one that the optimizer takes, or there is nothing that a multiplier
-                could multiply.
+            SchedulerInUseError: The optimizer has a lr_scheduler, but a group's learning rate was set by other code.
+            ConfigurationError: The optimizer does not accept a value, or a multiplier has nothing to multiply.
         """
+        # 1. The options of each group, as plain values.
         if self.optimizer.lr_scheduler is not None:
             self.counts.apply(self.live, coming)
         options: dict[str, Any] = {"groups": [], "stages": stages}
@@ -149,15 +160,17 @@ class ParameterGroups:
                 }
             except KeyError as error:
                 raise ConfigurationError(
-                    f"parameter group {len(options['groups'])} has no {error} any more; put it back, or set the "
-                    f"default {self.defaults.get(error.args[0])!r}"
+                    f"parameter group {len(options['groups'])} no longer has {error}; restore it, or set the default "
+                    f"{self.defaults.get(error.args[0])!r}"
                 ) from error
             options["groups"].append(found)
+        # 2. Multipliers, which scripts set as attributes of parameters.
         has_attributes = any(memory.devices[0].tracker.attributes)
         for name in ("lr_mult", "wd_mult"):
             values = [getattr(p, name, None) for p in memory.parameters] if has_attributes else ()
             given = {i: value for i, value in enumerate(values) if value is not None and value != 1}
             options[name] = _checked_multipliers(name, given, memory.names) if given else given
+        # 3. Check what has changed.
         if options != self._last:
             if options["lr_mult"] and not any("lr" in group for group in self.live):
                 raise ConfigurationError(
@@ -170,7 +183,7 @@ class ParameterGroups:
         return self._last
 
     def over(self, device: DeviceMemory) -> list[Group]:
-        """Return the groups with the parameters of one device alone."""
+        """Return the groups with the parameters of one device only."""
         members: list[list[Any]] = [[] for _ in self.live]
         for spec, parameter in zip(device.plan.specs, device.parameters, strict=True):
             members[spec.group].append(parameter)
@@ -181,7 +194,7 @@ class ParameterGroups:
 
     @contextmanager
     def without_replicas(self) -> Iterator[None]:
-        """Leave only first replicas in the groups while it is open. Their state stands for that of all."""
+        """Within the block, groups contain only first replicas, whose state stands for that of all."""
         kept = [{name: group[name] for name in _LISTS & group.keys()} for group in self.live]
         former = self.trained
         self.trained = [members[: len(names)] for members, names in zip(former, self.names, strict=True)]
@@ -191,13 +204,13 @@ class ParameterGroups:
             yield
         finally:
             self.trained = former
-            # Loading puts new groups in the place of these.
+            # torch's load_state_dict may have replaced the groups within the block.
             for group, lists in zip(self.live, kept, strict=True):
                 group.update(lists)
 
 
 class UpdateCounter:
-    """A counter of updates, which sets learning rates by a lr_scheduler. The optimizer may have one, for all groups.
+    """Counts updates, and sets the learning rate of all groups if the optimizer has a lr_scheduler.
 
     As in MXNet, the learning rate of an update is `lr_scheduler(n)`, where n counts from `begin_num_update` and is the
     greatest update count of all keys. Every worker evaluates the scheduler; the counts, and so the rates, are equal.
@@ -207,18 +220,18 @@ class UpdateCounter:
         self._optimizer = optimizer
         optimizer.num_update = optimizer.begin_num_update
         self._behind: dict[int, int] = {}
-        """By how many updates a key is behind the one with most; keys that are not are left out."""
+        """Key → by how many updates it is behind the key with most; others are left out."""
         self._set: float | None = None
 
     def apply(self, groups: Sequence[Group], coming: Sequence[bool] | None) -> None:
-        """Set the learning rate for the update that comes.
+        """Set the learning rate for the coming update.
 
         Args:
-            groups: of all parameters.
-            coming: which keys will be updated; None where other workers decide that too, and every key may be.
+            groups: All groups.
+            coming: Which keys will be updated; None if other workers decide that as well, and any key may be.
 
         Raises:
-            SchedulerInUseError: somebody else has set the learning rate of a group since the last update.
+            SchedulerInUseError: Other code has set a group's learning rate since the last update.
         """
         scheduler = self._optimizer.lr_scheduler
         assert scheduler is not None
@@ -228,6 +241,7 @@ class UpdateCounter:
                 f"the learning rate of a parameter group was set to {foreign[0]!r}, but {scheduler!r} decides it; set "
                 "the scheduler's base_lr or a parameter's lr_mult, or build the Trainer without lr_scheduler"
             )
+        # The count only rises if a key is updated that has the greatest count already.
         leads = coming is None or any(is_in and key not in self._behind for key, is_in in enumerate(coming))
         rate = float(scheduler(self._optimizer.num_update + leads))
         for group in groups:
@@ -235,28 +249,28 @@ class UpdateCounter:
         self._set = rate
 
     def count(self, updated: Sequence[bool]) -> None:
-        """Note that an update of these keys happened."""
+        """Count an update of these keys."""
         if all(updated):
             self._optimizer.num_update += 1
         elif any(updated):
             for key, was_in in enumerate(updated):
                 if not was_in:
                     self._behind[key] = self._behind.get(key, 0) + 1
-            # Where all are behind, none of them leads: the one with most updates was not among these.
+            # If every key is behind, the greatest count has not risen: subtract what they are all behind by.
             least = min(self._behind.values()) if len(self._behind) == len(updated) else 0
             if least:
                 self._behind = {key: count - least for key, count in self._behind.items() if count > least}
             self._optimizer.num_update += 1 - least
 
     def restore_one(self, key: int, updates: int, num_keys: int) -> None:
-        """Do as `restore`, for a key alone."""
+        """As `restore`, for a single key."""
         most = self._optimizer.num_update - self._optimizer.begin_num_update
         if updates != most - self._behind.get(key, 0):
             counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
             self.restore({**counts, key: updates}, num_keys)
 
     def restore(self, updates: Mapping[int, int], num_keys: int) -> None:
-        """Go on after `updates` of each key, without `begin_num_update`; a key that is not there had none."""
+        """Set the number of updates per key, without `begin_num_update`; missing keys have had none."""
         counts = [updates.get(key, 0) for key in range(num_keys)]
         most = max(counts)
         self._optimizer.num_update = self._optimizer.begin_num_update + most
@@ -266,26 +280,25 @@ class UpdateCounter:
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
-    """Tell whether it is a torch class that we do not know. Its groups may have any entries."""
+    """Return whether this is an unknown torch class, whose groups may have any entries."""
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
 def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
     """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
 
-    Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list
-    of parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears more
-    than once counts once, where it appears first. One without a name is called by its position, behind those whose
-    names are `taken`.
+    Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
+    parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears several
+    times counts once, at its first place. One without a name is named by its position, after the names in `taken`.
 
-    In place of a parameter there may be a list of its replicas, one for each device, in the same order of devices for
-    every parameter. "params" then has the first ones, and the group's COPIES those of each further device.
+    A list of replicas may stand for a parameter, one per device, in the same order of devices for every parameter.
+    "params" then has the first replicas, and the group's COPIES those on each further device.
 
     Returns:
         The groups, and whether the caller gave names to any.
 
     Raises:
-        ConfigurationError: anything else, nothing at all, or a name that stands for two parameters.
+        ConfigurationError: Anything else, nothing at all, or a name for two parameters.
     """
     groups, are_given = [], False
     seen: dict[int, Sequence[Any]] = {}
@@ -295,20 +308,21 @@ def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool
         are_given = are_given or named.are_given
         names: list[str] = []
         for name, given in zip(named.names, named.parameters, strict=True):
-            # A single leaf is by far the most frequent, and there may be thousands.
+            # 1. Skip parameters that were seen. Usually this is a plain leaf, and there may be thousands.
             is_leaf = isinstance(given, Tensor) and given.is_leaf
             replicas = (given,) if is_leaf else _replicas(name, given)
             first = id(replicas[0]) if replicas else 0
             if first in seen and list(map(id, seen[first])) == list(map(id, replicas)):
                 continue
+            # 2. Name the parameter.
             at = len(taken) + len(found)
             if name is None:
                 name = unused_number(at, taken, found) if taken else str(at)
             if name in found:
-                raise ConfigurationError(f"two parameters are called {name!r}; give each a name of its own")
+                raise ConfigurationError(f"two parameters have the name {name!r}; give each a different name")
             seen[first] = found[name] = replicas
             names.append(name)
-        # Those of different lengths are refused below.
+        # 3. Regroup replicas by device. Lists of different lengths are refused below.
         num_devices = min([len(found[name]) for name in names], default=0)
         by_device = [[found[name][at] for name in names] for at in range(num_devices)]
         group: Group = {**options, "params": by_device[0] if by_device else [], "param_names": names}
@@ -320,14 +334,14 @@ def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool
 
 
 def unused_number(at: int, *taken: Collection[str]) -> str:
-    """Return the first number from `at` on that none of the collections has as a name."""
+    """Return the first number from `at` on that is not a name in any of the collections."""
     while any(str(at) in names for names in taken):
         at += 1
     return str(at)
 
 
 def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
-    """List the replicas of a parameter. Raises ConfigurationError unless they are leaves."""
+    """Return the replicas of a parameter. Raises ConfigurationError unless they are leaf tensors."""
     is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
     replicas = (given,) if is_one else tuple(given)
     what = "a parameter" if name is None else repr(name)
@@ -342,7 +356,7 @@ def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
 
 
 def _groups(params: Any) -> list[tuple[Group, Named]]:
-    """Split what was given into options and parameters of every group."""
+    """Split what was given into options and parameters of each group."""
     if isinstance(params, Tensor):
         raise ArgumentTypeError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
@@ -403,18 +417,18 @@ def _expected(got: Any) -> str:
 def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
     """Raise ConfigurationError if DistributedDataParallel wraps any of the parameters.
 
-    Nothing in a parameter tells. All objects of the process are looked through, but only where there is a process
-    group, without which nobody can have wrapped anything.
+    A parameter does not know its wrapper, so all objects of the process are searched; but only if there is a process
+    group, without which there cannot be such a wrapper.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     ids = {id(p) for p in parameters}
     if _wrapped_in_ddp(ids):
-        gc.collect()  # a wrapper that nobody uses any more does not count
+        gc.collect()  # unused wrappers do not count
     if found := _wrapped_in_ddp(ids):
         raise ConfigurationError(
             f"{found} of the {len(parameters)} parameters belong to a DistributedDataParallel module, which averages "
-            "gradients over ranks in every backward pass, and the kvstore would sum them once more; give the Trainer "
+            "gradients over ranks in every backward pass; the kvstore would sum them again. Give the Trainer "
             "kvstore=None, or the module without the wrapper"
         )
 
@@ -423,8 +437,8 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
     """Count the parameters of DistributedDataParallel modules among these tensors."""
     kind = torch.nn.parallel.DistributedDataParallel
     things = gc.get_objects()
-    # By type, not by isinstance: some objects run code when they are asked for their class. And by distinct types,
-    # because there are hundreds of thousands of things.
+    # type(), because isinstance() runs code of some objects. Distinct types first, because there are hundreds of
+    # thousands of objects.
     kinds = {found for found in set(map(type, things)) if kind in found.__mro__}
     wrappers = [thing for thing in things if type(thing) in kinds] if kinds else []
     return len(ids & {id(p) for wrapper in wrappers for p in wrapper.module.parameters()})
@@ -433,17 +447,16 @@ def _wrapped_in_ddp(ids: set[int]) -> int:
 def make_groups(
     params: Any, optimizer: Optimizer, given: object, taken: Collection[str] = ()
 ) -> tuple[list[Group], bool]:
-    """Return torch parameter groups, and whether names were given.
-
-    They have names, and options, checked, by torch's keys.
+    """Return parameter groups in torch's form, with names and checked options, and whether names were given.
 
     Args:
-        params: As `collect` takes them, `taken` too.
-        optimizer: What the options are for.
-        given: What the user gave as the optimizer. A torch instance brings its own groups, of the same parameters.
+        params: As in `collect`, like `taken`.
+        optimizer: The optimizer to which the options belong.
+        given: What the user passed as optimizer. A torch instance has its own groups, which must have the same
+            parameters.
 
     Raises:
-        ConfigurationError: parameters or options are wrong.
+        ConfigurationError: Parameters or options are wrong.
     """
     groups, are_given = collect(params, taken)
     _check_finite(optimizer, optimizer.plain_hyper())
@@ -457,12 +470,12 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
     kind = type(instance).__name__
     if any(COPIES in group for group in groups):
         raise ConfigurationError(
-            f"a {kind} instance cannot train replicas, because its groups say nothing of devices; give the Trainer the "
-            "class and its options instead"
+            f"a {kind} instance cannot train replicas, because its groups do not know about devices; give the Trainer "
+            "the class and its options instead"
         )
     if any(set(group) != {"params", "param_names"} for group in groups):
         raise ConfigurationError(
-            f"the {kind} instance brings the options of its groups; give the Trainer the parameters without options"
+            f"the {kind} instance has the options of its groups; give the Trainer the parameters without options"
         )
     names = {
         id(p): name for group in groups for p, name in zip(group["params"], group["param_names"], strict=True)
@@ -470,8 +483,8 @@ def _groups_of(instance: torch.optim.Optimizer, groups: Sequence[Group]) -> list
     its = [p for group in instance.param_groups for p in group["params"]]
     if {id(p) for p in its} != set(names):
         raise ConfigurationError(
-            f"the {kind} instance trains {len(its)} parameters, the Trainer was given {len(names)}, and they are not "
-            "the same ones; give both the same parameters"
+            f"the {kind} instance trains {len(its)} parameters, but the Trainer was given {len(names)}, and they are "
+            "not the same; give both the same parameters"
         )
     return [
         {**group, "param_names": [names[id(p)] for p in group["params"]]} for group in instance.param_groups
@@ -484,13 +497,13 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
     if isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign:
         optimizer.check_foreign(options)
         return {**kept, **check_options(optimizer, options)}
-    # Of the optimizer's own numbers only the names count here, and the pair of betas, of which one may be given.
+    # Only the names of the optimizer's options matter here; except for betas, since a group may set one of the two.
     known = {name: optimizer.hyper[name] if name == "betas" else None for name in option_names(optimizer)}
     options = canonical_options(options, known, optimizer.registered_name)
     if optimizer.lr_scheduler is not None and "lr" in options:
         raise ConfigurationError(
             f"a parameter group has lr={options['lr']!r}, but {optimizer.lr_scheduler!r} decides the learning rate of "
-            "every group; leave it out, and give parameters a lr_mult where theirs shall differ"
+            "every group; leave it out, and set lr_mult on parameters whose rate should differ"
         )
     return {**kept, **check_options(optimizer, options)}
 
@@ -501,7 +514,7 @@ def option_names(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return what is saved of a group: options, plain marks of schedules and scripts; of a foreign class all."""
+    """Return the entries of a group that are saved: options and plain marks of schedules; for a foreign class, all."""
     found = {name: value for name, value in group.items() if name not in _LISTS}
     if is_foreign(optimizer):
         return found
@@ -510,10 +523,10 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Let the optimizer's own constructor look at the options of a group; return them as it takes them.
+    """Check options of a group with the optimizer's own constructor; return them as it converts them.
 
     Raises:
-        ConfigurationError: it does not accept one, or one is not finite.
+        ConfigurationError: It does not accept one, or one is not finite.
     """
     _check_finite(optimizer, options)
     if is_foreign(optimizer) or not options:
@@ -528,22 +541,22 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
 
 
 def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
-    """Say which options of groups that were saved the optimizer does not take; missing ones are none."""
+    """Yield the reasons why the optimizer does not accept options of saved groups. Missing options are accepted."""
     for at, options in enumerate(groups):
         known = {name: plain(options[name]) for name in option_names(optimizer) if name in options}
         try:
             check_options(optimizer.without_scheduler(), known)
         except ConfigurationError as error:
             yield f"the options of group {at} are not valid here: {error}"
-        except Exception as error:  # torch's classes compare before they look what was given
-            yield f"the options of group {at} make no sense ({type(error).__name__}: {error})"
+        except Exception as error:  # torch's classes compare values before they check types
+            yield f"the options of group {at} cannot be read ({type(error).__name__}: {error})"
 
 
 def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
     for name in must_be_finite:
         numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
-        # A server that finds out in the middle of an update cannot go on.
+        # Checked here, because a server that fails in the middle of an update cannot continue.
         most = _GREATEST if name in _NUMBERS else sys.float_info.max
         if any(isinstance(number, float | int) and not abs(number) <= most for number in numbers):
             bound = "" if most > _GREATEST else " in float32"
@@ -553,7 +566,7 @@ def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a number for a tensor of one element or a NumPy number: what can travel."""
+    """Return a plain number for a tensor of one element or a NumPy number; other values are unchanged."""
     if isinstance(value, tuple | list):
         return tuple(plain(item) for item in value)
     if isinstance(value, Tensor):  # torch takes a learning rate of shape (1,), too
@@ -562,7 +575,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_option(name: str, value: Any) -> Any:
-    """Do as `plain`. Raises ConfigurationError for what has a shape, of which no comparison could be made."""
+    """As `plain`, but raises ConfigurationError for a value with a shape, which could not be compared."""
     found = plain(value)
     if getattr(found, "shape", ()):
         raise ConfigurationError(f"{name} must be one value, got {value!r:.80}")
@@ -570,7 +583,6 @@ def _plain_option(name: str, value: Any) -> Any:
 
 
 def _checked_multipliers(attribute: str, given: dict[int, Any], names: Sequence[str]) -> dict[int, float]:
-    """Check multipliers of parameters, by index of the key."""
     found = dict(given)
     for i, value in given.items():
         try:

@@ -1,4 +1,8 @@
-"""`Trainer.join`: a worker without data takes part in the rounds of the others."""
+"""`Trainer.join`: a worker without data takes part in the others' rounds, as in torch's Join context manager.
+
+A worker that leaves the block sends empty contributions until all workers have left it. It applies what the others'
+rounds did: updates, options, schedules and loss scale stay equal on all workers.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def join(pipeline: StepPipeline) -> Iterator[None]:
-    """Let workers take different numbers of steps in the block; errors as of `Trainer.join`."""
+    """Let workers take different numbers of steps in the block. Errors are those of `Trainer.join`."""
     if pipeline.is_in_join:
-        raise ConfigurationError("this Trainer is in a join() block already; leave it first")
+        raise ConfigurationError("this Trainer is already in a join() block; leave it first")
     _check_joinable(pipeline)
     pipeline.is_in_join = True
     try:
@@ -29,17 +33,18 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
 
 
 def _check_joinable(pipeline: StepPipeline) -> None:
-    """Raise ConfigurationError if the store does not know workers without data."""
+    """Raise ConfigurationError if the store does not support workers without data."""
     exchange = pipeline.link.exchange
     if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
-            f"kvstore {pipeline.link.describe()!r} does not know workers without data, so join() is not possible; "
+            f"kvstore {pipeline.link.describe()!r} does not support workers without data, so join() is not possible; "
             "give every worker the same number of batches"
         )
 
 
 def _follow_others(pipeline: StepPipeline) -> None:
-    """Take part in the others' rounds with nothing until no worker has more data."""
+    """Take part in the others' rounds without data until no worker has data left."""
+    # 1. Make the store, even if this worker never had data.
     pipeline.ready()
     pipeline.prepare()
     _check_joinable(pipeline)
@@ -47,17 +52,18 @@ def _follow_others(pipeline: StepPipeline) -> None:
     link.check_whole()
     if exchange is None:
         return
-    # Gradients that no step took are left behind: the loss scale that they carry may be another one afterwards.
+    # 2. Drop gradients that no step has used: the loss scale that they carry may change meanwhile.
     passes = pipeline.accumulation.end_early()
     if passes and pipeline.accumulation.counts > 1:
         _log.warning(
-            "a join() block ends within a window of accumulation: the gradients of %d backward passes are dropped",
+            "a join() block ended within a window of accumulation: the gradients of %d backward passes are dropped",
             passes,
         )
     fresh = memory.fresh()
     for device in memory.devices:
         device.tracker.consume(fresh)
     pipeline.is_bad, pipeline.bad_loss = False, ""
+    # 3. One round after another, until the servers say that all workers have joined.
     is_over = False
     while not is_over:
         link.step_incomplete = True
@@ -67,9 +73,9 @@ def _follow_others(pipeline: StepPipeline) -> None:
             link.step_incomplete = not isinstance(error, Exception)
             raise
         is_over = joined.is_over
-        # Without rounds every worker's schedules go by its own updates, and have gone on since it gave its last.
+        # In asynchronous modes every worker's schedules count its own updates, so options of others are not adopted.
         if joined.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
-            # Go on with the options that were in force last.
+            # Adopt the options that were used in this round; a lr_scheduler computes the rate itself.
             has_scheduler = pipeline.groups.optimizer.lr_scheduler is not None
             groups = unpack_hypers(joined.hyper)["groups"]
             for group, values in zip(pipeline.groups.live, groups, strict=True):
@@ -77,12 +83,13 @@ def _follow_others(pipeline: StepPipeline) -> None:
         if not is_over:
             _follow_round(pipeline, joined.hyper, joined.outcome)
         link.step_incomplete = False
+    # 4. Afterwards the weights count as unchanged by the loop.
     memory.share_weights()
     memory.accept_writes(link.has_weights)
 
 
 def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: RoundResult) -> None:
-    """Do here what a round has done elsewhere, with the options that are in force."""
+    """Repeat locally what a round did on the workers with data, with the options of that round."""
     exchange, memory = pipeline.link.exchange, pipeline.memory
     assert exchange is not None
     updated = None
@@ -90,7 +97,7 @@ def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: RoundResult) ->
         updated = [i not in outcome.left_out for i in range(len(memory.names))]
     memory.devices[0].rows = dict(outcome.rows or {})
     said = unpack_hypers(hyper) if hyper else {}
-    # A scaler that a loop drives is known to workers only while they have data.
+    # Other workers may use a GradScaler, which this worker only knows of through the round's options.
     pipeline.voting = 1.0 if (said.get("limits") or {}).get("checks_finite", False) else None
     try:
         if updated is not None and not exchange.updates_weights:

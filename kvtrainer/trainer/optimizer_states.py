@@ -1,4 +1,18 @@
-"""The state of a Trainer's optimizer, wherever it is kept: in this process or in a store, or on its way to either."""
+"""The state of a Trainer's optimizer, wherever it is: in this process, in a store, or on its way to either.
+
+`OptimizerStates` is the Trainer's view of it, by key. The state has one holder per device:
+
+- a store, if that updates the weights: on servers, in slices, fetched and replaced through `StateHolder`;
+- a `ShardUpdate` in this process, which updates slices of the arenas exactly as a server does, to the bit;
+- a `JointUpdate`, for torch classes of unknown structure: it runs the torch optimizer itself on all parameters.
+
+State may arrive (from a file, or a torch instance) before its holder exists. It is then kept in `_pending`, and handed
+over when the holder is created (`hand_over`). State of parameters that a script took out of the groups is kept in
+`_outside`, and returns with them.
+
+An update that raises leaves weights and state as they were: `Shard` guarantees it for slices; `JointUpdate` takes a
+snapshot before each step and restores it. `StateView` shows the state as torch's optimizers do, in `trainer.state`.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +53,11 @@ from kvtrainer.types import Group
 
 
 class ShardUpdate:
-    """Updates parameters where they lie, by a Shard whose memory they are: with the bits of a server.
+    """Updates parameters in place through a Shard over their memory, with the same bits as on a server.
 
     Args:
         plan: The layout of the arenas.
-        optimizer: Its state is kept here.
+        optimizer: The optimizer; its state is kept in the Shard.
         weights: dtype → the arena.
     """
 
@@ -52,11 +66,11 @@ class ShardUpdate:
         self.optimizer = optimizer
         self._weights = weights
         self._runs: tuple[Mapping[str, Tensor], frozenset[int], list[Run]] | None = None
-        """Where gradients lay the last time, the keys that were left out, and how the Shard takes those."""
+        """The gradients' memory in the last step, the keys left out, and the Shard's plan for these."""
 
     @cached_property
     def shard(self) -> Shard:
-        """Made when it is first used: a Trainer whose store updates the weights needs none."""
+        """Created on first use: a Trainer whose store updates the weights needs none."""
         shard = Shard()
         shard.add(self.plan, 0, self._weights)
         return shard
@@ -71,15 +85,17 @@ class ShardUpdate:
         decision: Decision,
         borrowed: Mapping[int, Tensor],
     ) -> None:
-        """Update weights of `present` keys with scale · gradient. `decision` says how that is limited.
+        """Update weights of `present` keys with scale · gradient, clipped according to `decision`.
 
-        `grads` is used as scratch. Of the keys in `rows` the gradient has only those, and `grads` is zero. Those that
-        are `borrowed` lie elsewhere, are used only if nothing is decided, and left as they are.
+        `grads` is used as scratch memory. Keys in `rows` have gradients only for those rows, and zeros in `grads`.
+        Gradients in `borrowed` are stored elsewhere; they are only used if `decision` changes nothing, and are not
+        modified.
 
         Raises:
-            OptimizerError: a user-defined optimizer raised; weights and state are as before.
-            ConfigurationError: the optimizer cannot update a key of this shape; nothing has changed.
+            OptimizerError: A user-defined optimizer raised; weights and state are as before.
+            ConfigurationError: The optimizer cannot update a key of this shape; nothing has changed.
         """
+        # 1. Which keys take part, and whether the optimizer can update their shapes.
         shard, absent = self.shard, frozenset[int]()
         if not all(present):
             absent = frozenset([key for key, is_in in enumerate(present) if not is_in])
@@ -87,6 +103,7 @@ class ShardUpdate:
             for key, spec in enumerate(self.plan.specs):
                 if present[key]:
                     self.optimizer.check_key(spec.key, spec.shape, hypers[key])
+        # 2. Reuse the plan for the gradients if memory and keys are those of the last step.
         found = {key: some for key, some in rows.items() if present[key]}
         without = absent | found.keys()
         if self._runs is None or self._runs[0] is not grads or self._runs[1] != without:
@@ -107,25 +124,26 @@ class OptimizerStates:
     def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding) -> None:
         self._groups, self._memory, self._link = groups, memory, link
         self.here: list[ShardUpdate | JointUpdate] = []
-        """What updates the parameters on each device in this process; there once they have places."""
+        """What updates the parameters of each device in this process; empty until they are laid out."""
         self._pending: dict[int, State] | None = None
-        """State that has not reached its holder yet."""
+        """State that its holder has not received yet."""
         self._outside: MutableMapping[Tensor, State] = WeakTensorKeyDictionary()
-        """That of parameters which a script took out of the groups."""
+        """State of parameters that a script took out of the groups."""
         self.make_places()
 
     def make_places(self) -> None:
-        """Make what updates in this process, and hand it pending state. Only if parameters have places."""
+        """Create what updates in this process, and pass it pending state, once parameters are laid out."""
         if self._memory.is_settled:
             self.here = [self._update_of(device) for device in self._memory.devices]
             self.hand_over()
 
     def move(self, memory: Memory, states: Mapping[int, State]) -> None:
-        """Go on with other parameters. One that has been here has the state it had.
+        """Continue with other parameters. Those that remain keep their state.
 
         Args:
-            states: What `current` gave, by the former keys.
+            states: The result of `current`, by the former keys.
         """
+        # 1. Which parameters remain, return, or are gone.
         former, joint = self._memory, self.joint
         places = {key: memory.keys[id(p)] for key, p in enumerate(former.parameters) if id(p) in memory.keys}
         gone = [key for key in range(len(former.parameters)) if key not in places]
@@ -137,6 +155,7 @@ class OptimizerStates:
             self._outside[former.parameters[key]] = states.get(key, {})
             if joint is not None:
                 joint.instance.state.pop(former.parameters[key], None)
+        # 2. Replace the memory, and give the new holders the state.
         self._link.leave(former, places)
         former.release(gone)
         self._memory, self.here, self._pending = memory, [], None
@@ -145,30 +164,30 @@ class OptimizerStates:
 
     @property
     def holder(self) -> StateHolder | JointUpdate | None:
-        """Where the state is, of replicas the first one's; None before it has a place, here or in a store."""
+        """Where the state is; for replicas, the first one's. None before it has a place, here or in a store."""
         if self._link.updates_weights:
             return self._link.holder
         return self.here[0] if self.here else None
 
     @property
     def _plan(self) -> Plan:
-        """How the slices lie where the state is."""
+        """The layout of slices where the state is."""
         store = self._link.holder if self._link.updates_weights else None
         return self._memory.plan if store is None else store.plan
 
     @property
     def is_in_store(self) -> bool:
-        """Whether a store has been told of the optimizer already."""
+        """Whether a store has received the optimizer."""
         return self._link.updates_weights and self._link.holder is not None
 
     @property
     def joint(self) -> JointUpdate | None:
-        """The update of all parameters together, if any. It has the state of the optimizer itself."""
+        """The joint update of all parameters, if any, which has the state of the torch optimizer itself."""
         holder = self.holder
         return holder if isinstance(holder, JointUpdate) else None
 
     def current(self, keys: Sequence[int] | None = None) -> Mapping[int, State]:
-        """Fetch the state of those of the keys (None: of all) that were updated; blocks."""
+        """Fetch the state of those keys (None: all) that were updated. Blocks."""
         if self._pending is not None:
             return {key: state for key, state in self._pending.items() if keys is None or key in keys}
         holder = self.holder
@@ -177,7 +196,7 @@ class OptimizerStates:
         return {} if holder is None else export_states(self._plan, holder, keys)
 
     def shown(self) -> Mapping[Tensor, State]:
-        """Fetch the state of updated parameters, before the first update initial ones; blocks."""
+        """Fetch the state of updated parameters; before the first update, initial state. Blocks."""
         if (joint := self.joint) is not None:
             return joint.instance.state
         keys = range(len(self._memory.names))
@@ -186,7 +205,7 @@ class OptimizerStates:
         return {parameter: state for parameter, state in found.items() if state}
 
     def shown_of(self, parameter: Tensor) -> State:
-        """Fetch the state of one parameter as `shown` has it; empty if there is none."""
+        """Fetch the state of one parameter, in the form of `shown`; empty if it has none."""
         key = self._memory.keys.get(id(parameter))
         if key is None:
             return dict(self._outside.get(parameter, {}))
@@ -197,12 +216,10 @@ class OptimizerStates:
         return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter.
-
-        An empty one removes it, also that of a parameter which was taken out of the groups.
+        """Replace the state of one parameter. An empty one removes it, also for a parameter taken out of the groups.
 
         Raises:
-            ConfigurationError: it is not a parameter of this Trainer, or the state is not one of its kind.
+            ConfigurationError: The parameter is not this Trainer's, or the state has another form.
         """
         key = self._memory.keys.get(id(parameter))
         if key is None and not state and parameter in self._outside:
@@ -210,7 +227,7 @@ class OptimizerStates:
             return
         if key is None:
             raise ConfigurationError(
-                "the state of a parameter was assigned that this Trainer does not have; put it into a group first"
+                "state was assigned to a parameter that this Trainer does not have; add it to a group first"
             )
         if (joint := self.joint) is not None:
             joint.instance.state[parameter] = dict(state)
@@ -227,7 +244,7 @@ class OptimizerStates:
         self._groups.counts.restore_one(key, int(float(found.get("step", 0))), len(self._memory.names))
 
     def follow_instance(self) -> None:
-        """Take over the state of a torch instance. It has loaded that, or had it before it came here."""
+        """Adopt the state of a torch instance, which it had before or has loaded since."""
         instance = self._groups.instance
         if instance is not None and instance.state and self.joint is None:
             states = self.read(instance.state_dict())
@@ -235,14 +252,15 @@ class OptimizerStates:
             self.take(states)
 
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, State]:
-        """Take state by key out of a torch state_dict.
+        """Return the state by key from a torch state_dict.
 
         Raises:
-            StateMismatchError: it belongs to another model or to another kind of optimizer, or is no such dict.
+            StateMismatchError: It is for another model or kind of optimizer, or is not a state_dict.
         """
+        # 1. The form: a state_dict, of groups with as many parameters as here.
         if not {"param_groups", "state"} <= state_dict.keys():
             raise StateMismatchError(
-                f"the state must have 'param_groups' and 'state', but has {list(state_dict)!r:.200}; give what "
+                f"the state must have 'param_groups' and 'state', but has {list(state_dict)!r:.200}; pass what "
                 "state_dict() of a Trainer or of a torch optimizer has returned"
             )
         saved, states = state_dict["param_groups"], state_dict["state"]
@@ -253,10 +271,12 @@ class OptimizerStates:
                 f"the state has {len(theirs)} parameter groups of {theirs} parameters, this Trainer has {len(mine)} of "
                 f"{mine}; load the states of the same model with the same groups"
             )
+        # 2. The options must be valid, even if they are adopted later.
         if problems := list(option_problems(saved, self._groups.optimizer)):
             raise StateMismatchError(
                 f"the state does not fit this Trainer, which is unchanged: {'; '.join(problems)}"
             )
+        # 3. Number the states by key, in the order of the groups.
         rows = enumerate((group, at) for group in saved for at in group["params"])
         given, options = {}, {}
         for key, (group, at) in rows:
@@ -264,18 +284,18 @@ class OptimizerStates:
         return read_states(given, options, self._memory.plan, self._groups.optimizer)
 
     def take(self, states: Mapping[int, State]) -> None:
-        """Go on from this state of every key, and from its update counts."""
-        # State as some torch optimizers keep it has no step count.
+        """Continue from this state and update count of every key."""
+        # The state of some torch optimizers has no step count.
         updates = {key: int(float(state.get("step", 1))) for key, state in states.items()}
         self._groups.counts.restore(updates, len(self._memory.names))
         self._pending = dict(states)
         self.hand_over()
 
     def take_jointly(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state_dict of the optimizer that updates all parameters together.
+        """Load the state_dict of the optimizer that updates all parameters jointly.
 
         Raises:
-            StateMismatchError: it does not take it.
+            StateMismatchError: It does not accept it.
         """
         counts: dict[int, int] = {}
         for one in reversed(self.here):
@@ -285,7 +305,7 @@ class OptimizerStates:
         self._groups.counts.restore(counts, len(self._memory.names))
 
     def hand_over(self) -> None:
-        """Let pending state reach its holder, if that is there."""
+        """Pass pending state to its holder, if that exists."""
         if self._pending is not None and self._holders():
             self._give(self._pending)
             self._pending = None
@@ -306,16 +326,16 @@ class OptimizerStates:
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
     def _shown(self, state: State) -> State:
-        """Leave out the store's count where torch's class keeps none.
+        """Leave out the store's step count if torch's class keeps none.
 
-        Its checkpoints would have other keys otherwise.
+        Otherwise its checkpoints would have additional keys.
         """
         optimizer = self._groups.optimizer
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
     def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
-        """Say where the state is kept, with the devices for it: in a store, or here for each replica."""
+        """Return where the state is kept, with the device for it: a store, or one holder per replica here."""
         if self._link.updates_weights:
             return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]
         return [
@@ -323,9 +343,9 @@ class OptimizerStates:
         ]
 
     def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointUpdate:
-        """Make what updates the parameters of one device in this process."""
+        """Create what updates the parameters of one device in this process."""
         groups, optimizer, has_replicas = self._groups, self._groups.optimizer, self._memory.has_replicas
-        # Without a store each replica goes its own way, so nothing can be kept for all of them.
+        # Replicas without a store are updated separately, so there is no state common to all.
         can_join = not self._link.updates_weights and not (has_replicas and self._link.is_alone)
         if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not can_join:
             return ShardUpdate(device.plan, optimizer, device.arena.weights)
@@ -342,7 +362,7 @@ class OptimizerStates:
 
 
 def _check_form(groups: Any, states: Any) -> None:
-    """Raise StateMismatchError unless both have the form of a torch state_dict. It looks at no content."""
+    """Raise StateMismatchError unless both have the form of a torch state_dict. Contents are not checked."""
     is_fit = isinstance(groups, list | tuple) and isinstance(states, Mapping)
     for group in groups if is_fit else ():
         members = group.get("params") if isinstance(group, Mapping) else None
@@ -352,20 +372,20 @@ def _check_form(groups: Any, states: Any) -> None:
     if not is_fit:
         raise StateMismatchError(
             "the state must be a list of 'param_groups', each with a list of numbers or names as its 'params', and a "
-            f"'state' by those, but has {groups!r:.120} and {type(states).__name__}; nothing has changed. Give what "
+            f"'state' by those, but has {groups!r:.120} and {type(states).__name__}; nothing has changed. Pass what "
             "state_dict() of a Trainer or of a torch optimizer has returned"
         )
 
 
 class StateView(Mapping[Tensor, State]):
-    """The optimizer state as torch's optimizers show it, by parameter: fetched when it is read, as copies.
+    """The optimizer state by parameter, as torch's optimizers show it: copies, fetched when it is read.
 
-    A parameter without state has an empty one. To assign one replaces that parameter's, on a server too: do it on every
-    worker. So does `del`, after which the parameter starts afresh, and `clear`, of all of them. It counts as true:
-    torch.distributed.checkpoint would otherwise make some by a step of zeros.
+    A parameter without state has an empty one. Assignment replaces a parameter's state, on a server too: do it on every
+    worker. So do `del`, after which the parameter starts afresh, and `clear`, for all parameters. The view is always
+    true, because torch.distributed.checkpoint would otherwise create state by a step with zero gradients.
 
     Args:
-        states: gives the states of the Trainer as they are now.
+        states: Returns the Trainer's present states.
     """
 
     def __init__(self, states: Callable[[], OptimizerStates]) -> None:
@@ -410,17 +430,17 @@ class StateView(Mapping[Tensor, State]):
 
 
 class JointUpdate:
-    """Updates all parameters by one torch optimizer, as torch runs it: for classes of which nothing is known.
+    """Updates all parameters with one torch optimizer, as torch runs it, for classes of unknown structure.
 
-    Such a class may keep anything in its groups, its attributes and its state. What torch would let it do it may do
-    here too, on the parameters themselves with the reduced gradients in their place.
+    Such a class may keep anything in its groups, attributes and state. It runs on the parameters themselves, with the
+    reduced gradients as their `.grad`, and may do whatever torch lets it do.
 
     Args:
-        device: The parameters, whose data lie in its arena.
+        device: The parameters, whose data are in its arena.
         instance: The optimizer, over these parameters.
-        groups: The groups whose options count.
-        optimizer: Describes the class. Where it has `multi_precision`, half-precision parameters have float32 copies,
-            which are what the class sees.
+        groups: Returns the groups with the present options.
+        optimizer: Describes the class. With its `multi_precision`, the class sees float32 copies of half-precision
+            parameters.
     """
 
     def __init__(
@@ -437,14 +457,14 @@ class JointUpdate:
         self._optimizer = optimizer
         self._counts = [0] * len(device.parameters)
         self.was_undone = False
-        """Whether the last `apply` has broken off, and all is as it was before."""
+        """Whether the last `apply` raised and everything was restored."""
         self._masters: dict[int, Tensor] = {}
         self._wide: dict[int, Parameter] = {}
-        """During a step, by key: what stands in for parameters of half precision."""
+        """During a step, by key: float32 stand-ins for half-precision parameters."""
         self._first = {
             key: cloned(instance.state[p]) for key, p in enumerate(self._parameters) if p in instance.state
         }
-        """What the class made in its constructor."""
+        """State that the class created in its constructor."""
 
     def apply(
         self,
@@ -454,16 +474,16 @@ class JointUpdate:
         decision: Decision,
         again: Callable[[], Any] | None,
     ) -> None:
-        """Update weights of `present` keys with scale · gradient. `decision` says how that is limited.
+        """Update weights of `present` keys with scale · gradient, clipped according to `decision`.
 
-        What raises leaves weights, state and groups as they were. The gathered gradients are used as scratch.
+        If it raises, weights, state and groups are restored. The gathered gradients are used as scratch memory.
 
         Args:
-            hypers: The numbers of each key.
-            again: Evaluates the loss again; None if the script gave no closure for that.
+            hypers: The hyper-parameters of each key.
+            again: Evaluates the loss again; None if the script passed no closure.
 
         Raises:
-            OptimizerError: the optimizer raised.
+            OptimizerError: The optimizer raised.
         """
         with (
             self._undone("the step was not applied"),
@@ -478,10 +498,10 @@ class JointUpdate:
             self._counts[key] += was_in
 
     def set_mode(self, mode: str) -> None:
-        """Call the optimizer's own `train` or `eval`. What raises leaves all as it was.
+        """Call the optimizer's own `train` or `eval`. If it raises, everything is restored.
 
         Raises:
-            OptimizerError: the optimizer raised.
+            OptimizerError: The optimizer raised.
         """
         nothing, live = [False] * len(self._parameters), self._groups()
         with self._undone(f"{mode}() has changed nothing"), self._borrowed(1.0, nothing, Decision()):
@@ -492,16 +512,14 @@ class JointUpdate:
 
     @contextmanager
     def _undone(self, consequence: str) -> Iterator[None]:
-        """Take back what was done while it was open, if that raises; the error of the optimizer says so."""
+        """Restore weights, state and groups if the block raises. The optimizer's error says so."""
         weights = self._device.arena.weights
         former = {dtype: flat.clone() for dtype, flat in weights.items()}
         taken, masters = _Snapshot(self.instance), cloned(self._masters)
         self.was_undone = False
         try:
             yield
-        except (
-            BaseException
-        ) as error:  # an interrupt, too: the next step would apply the same gradients again
+        except BaseException as error:  # also an interrupt: the next step applies the same gradients again
             for dtype, flat in weights.items():
                 flat.copy_(former[dtype])
             self._masters = masters
@@ -514,7 +532,7 @@ class JointUpdate:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what the optimizer itself says, with the options that count; before its first step with a `_room`."""
+        """Copy the optimizer's own state_dict, with the present options; before its first step with a `_room`."""
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
         state: dict[str, Any] = cloned(self.instance.state_dict())
@@ -523,11 +541,13 @@ class JointUpdate:
         return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
 
     def _room(self) -> dict[int, State]:
-        """Find what the first step will keep, by number of the parameter, as room to load into; nothing changes.
+        """Return the entries that the first step will create, by number of the parameter, as a place to load state
+        into.
 
-        It has a count of 0, or where the class keeps none negative zeros, by which loading knows that it is no state.
-        Empty if the class does not take a step of zeros.
+        Nothing changes. The entries have a count of 0, or negative zeros if the class keeps no count; this tells
+        loading that they are no real state. Empty if the class cannot take a step with zero gradients.
         """
+        # 1. Replace the parameters by zeros with zero gradients.
         taken = _Snapshot(self.instance)
         groups = [self._optimizer.with_tensors(group) for group in self.instance.param_groups]
         for group in groups:
@@ -538,24 +558,26 @@ class JointUpdate:
             group["params"] = [Parameter(zeros, p.requires_grad) for zeros, p in rows]
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        # 2. Take a trial step, and restore everything.
         try:
             self.instance.param_groups = groups
             with torch.random.fork_rng(devices=[]):
                 self.instance.step()
             states = cloned(self.instance.state_dict()["state"])
-        except Exception:  # as `trial_state`
+        except Exception:  # the class may need real gradients; `trial_state` does the same
             return {}
         finally:
             taken.restore()
         return {at: _emptied(state) for at, state in states.items() if state}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
-        """Let the optimizer itself take over its state; return how many updates each key has had.
+        """Let the optimizer load its state. Return the number of updates of each key.
 
         Raises:
-            StateMismatchError: it does not take it.
+            StateMismatchError: It does not accept it.
         """
-        # Copied, because torch goes on in the memory of what it is given.
+        # 1. Split the state: the class's own entries, float32 copies, and what its constructor had created. It is
+        # copied first, because torch continues in the memory that it is given.
         states, taken = cloned(dict(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         made_first = {at for key, at in enumerate(order) if key in self._first}
@@ -563,11 +585,12 @@ class JointUpdate:
         own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
         first = {at: cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
-        # Where the count of the store was all that there is, the class has kept nothing.
+        # If there was only the store's count, the class keeps no state for this parameter.
         own = {
             **first,
             **{at: state for at, state in own.items() if at not in order or state or not states[at]},
         }
+        # 2. Load it through the class, which may refuse it.
         try:
             self.instance.load_state_dict({**given, "state": own})
         except Exception as error:
@@ -576,11 +599,12 @@ class JointUpdate:
                 f"{type(self.instance).__name__} does not take this state, which is another model's or another "
                 f"optimizer's: {type(error).__name__}: {error}"
             ) from error
+        # 3. Undo torch's conversions, and adopt counts, copies and options.
         for key, at in enumerate(order):
             self._counts[key] = _count(states[at].get("step", 1)) if states.get(at) else 0
             kept = self.instance.state.get(self._parameters[key])
             if isinstance(kept, dict) and at in own:
-                # Of its count torch knows in which form kernels want that.
+                # "step" stays as torch has converted it, since its kernels require that form.
                 kept.update(
                     {name: _as_given(kept[name], own[at].get(name)) for name in kept if name != "step"}
                 )
@@ -590,9 +614,9 @@ class JointUpdate:
         return dict(enumerate(self._counts))
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Split what its state_dict has beside groups and the state of parameters: what is no tensor, and tensors.
+        """Split what its state_dict has beside groups and parameters' state into plain values and tensors.
 
-        Trees are as `flatten` has them.
+        Nested values are flattened as by `flatten`.
         """
         rest = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
         found = flatten(rest)
@@ -612,7 +636,7 @@ class JointUpdate:
         return found
 
     def put(self, states: Mapping[int, State]) -> None:
-        """Replace the state of every key by what `states` returned; one without an entry starts afresh."""
+        """Replace the state of every key by the result of `states`; one without an entry starts afresh."""
         device = self._device.arena.device
 
         def to_device(leaf: Any) -> Any:
@@ -622,7 +646,7 @@ class JointUpdate:
         for key, parameter in enumerate(self._parameters):
             given, group = cloned(dict(states.get(key, {}))), groups.get(parameter, {})
             self._counts[key] = count = int(given.pop("step", 0))
-            # As torch does it: what may be of one element, too, and its count where kernels read that.
+            # As torch does: everything moves to the device, the count only if kernels read it there.
             is_moved = group.get("capturable") or group.get("fused")
             entries = {
                 name: value if name == OWN_COUNT and not is_moved else map_tree(to_device, value)
@@ -640,7 +664,7 @@ class JointUpdate:
 
     @contextmanager
     def _borrowed(self, scale: float, present: Sequence[bool], decision: Decision) -> Iterator[None]:
-        """While it is open the parameters have the reduced gradients; float32 ones stand in for half precision."""
+        """Within the block, parameters have the reduced gradients, and half-precision ones float32 stand-ins."""
         own_grads = [p.grad for p in self._parameters]
         places = [p.data for p in self._parameters]
         try:
@@ -656,6 +680,7 @@ class JointUpdate:
                     wide.grad = grad
             yield
         finally:
+            # Copy results back, and restore `.grad` and the places of the parameters' data.
             for key, wide in self._wide.items():
                 places[key].copy_(wide.detach())
                 if wide in self.instance.state:
@@ -663,13 +688,13 @@ class JointUpdate:
             self._wide.clear()
             rows = zip(self._parameters, self._device.plan.numels, places, own_grads, strict=True)
             for parameter, numel, place, own_grad in rows:
-                if numel and parameter.data_ptr() != place.data_ptr():  # the class has replaced the data
+                if numel and parameter.data_ptr() != place.data_ptr():  # the class replaced the data
                     place.copy_(parameter.data)
                     parameter.data = place
                 parameter.grad = own_grad
 
     def _stand_in(self, key: int, place: Tensor) -> Parameter:
-        """Make what the optimizer sees of a parameter: itself, or float32 weights of one of half precision."""
+        """Return what the optimizer sees of a parameter: itself, or float32 weights for half precision."""
         parameter = self._parameters[key]
         if not is_half(place):
             return parameter
@@ -684,7 +709,8 @@ class JointUpdate:
 
     @contextmanager
     def _grouped(self, hypers: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Give the optimizer's groups the numbers of this step while it is open. Multipliers are included."""
+        """Within the block, the optimizer's groups have the hyper-parameters of this step, with multipliers."""
+        # 1. Keys of a group with different multipliers need groups of their own.
         live, former = self._groups(), self.instance.param_groups
         members: list[dict[int, list[int]]] = [{} for _ in live]
         for key, spec in enumerate(self._device.plan.specs):
@@ -701,6 +727,7 @@ class JointUpdate:
         self.instance.param_groups = [now for _, now, _ in used]
         try:
             yield
+            # 2. Adopt options that the optimizer has changed itself.
             for (group, now, before), tensors in zip(used, made, strict=True):
                 for name in now.keys() - set(_LISTS):
                     if name not in before or now[name] is not before[name]:
@@ -717,7 +744,7 @@ _LISTS = ("params", "param_names")
 
 
 class _Snapshot:
-    """All that a torch optimizer keeps, to go back to."""
+    """Everything that a torch optimizer keeps, so that it can be restored."""
 
     def __init__(self, instance: torch.optim.Optimizer) -> None:
         self._instance = instance
@@ -736,7 +763,7 @@ class _Snapshot:
 
 
 def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Give state the class's own count of steps again. A store has put its own in that place."""
+    """Restore the class's own step count, which the store's count had replaced."""
     if OWN_COUNT not in state:
         return dict(state)
     entries = {name: value for name, value in state.items() if name not in (OWN_COUNT, "step")}
@@ -744,7 +771,7 @@ def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _emptied(state: State) -> State:
-    """Return entries without what makes them a state; see `_is_room`."""
+    """Return the entries marked as no real state; see `_is_room`."""
     if "step" in state:
         step = state["step"]
         return {**state, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0}
@@ -758,7 +785,7 @@ def _emptied(state: State) -> State:
 
 
 def _is_room(state: Any) -> bool:
-    """Return whether entries are of no step: their count is 0, or there is none and all numbers are negative zeros."""
+    """Return whether entries were made by `_room`: their count is 0, or all numbers are negative zeros."""
     if not isinstance(state, Mapping):
         return False
     if "step" in state:
@@ -768,12 +795,12 @@ def _is_room(state: Any) -> bool:
 
 
 def _as_given(kept: Any, given: Any) -> Any:
-    """Undo what torch's loader does to a state beside copying it to a device.
+    """Undo what torch's load_state_dict does to a state beside copying it to a device.
 
-    It makes everything iterable anew from its items, text too, and gives every tensor the dtype of the parameter.
+    It rebuilds every iterable from its items, even text, and converts every tensor to the dtype of the parameter.
     """
     if isinstance(kept, Tensor) and isinstance(given, Tensor):
-        # A model of the other full precision has made the optimizer keep that.
+        # Between float32 and float64 the conversion is right: the model has another precision now.
         is_wider = {kept.dtype, given.dtype} == {torch.float32, torch.float64}
         is_cast = kept.dtype != given.dtype and kept.shape == given.shape
         return given.detach().to(kept.device, copy=True) if is_cast and not is_wider else kept

@@ -1,8 +1,4 @@
-"""Between a Trainer and its saved states: what is taken out of it, whether states fit, and how they are taken over.
-
-Beside options and the optimizer's state these are the loss scaler, schedules, the count of backward passes and what
-compression has held back.
-"""
+"""Saved states of a Trainer: collect them, check whether they fit, and restore them."""
 
 from __future__ import annotations
 
@@ -30,15 +26,15 @@ _log = logging.getLogger(__name__)
 _OPTIMIZER, _SCALER, _RESIDUALS, _SCHEDULES, _PASSES = (
     "optimizer", "loss_scaler", "residuals", "schedules", "backward_passes"
 )  # fmt: skip
-"""The parts of saved states; `optimizer` is what its own state_dict has beside groups and the state of parameters."""
+"""Parts of saved states. `optimizer` has what its own state_dict contains beside groups and the state of parameters."""
 _CODE = "code"
-"""What a description has instead of the scheduler's if that is a function, which cannot be saved."""
+"""Stands for a scheduler that is a function, which cannot be saved."""
 _ON_SERVERS = ("multi_precision", "begin_num_update")
-"""Numbers of the optimizer that a store learns once, with the optimizer."""
+"""Options that a store gets once, with the optimizer."""
 
 
 def export_own_states(pipeline: StepPipeline) -> SavedStates:
-    """Take out what is of this worker alone; nothing is fetched."""
+    """Return the states that only this worker has; nothing is fetched."""
     extra: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     if pipeline.loss_scaler is not None:
@@ -58,7 +54,7 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
 
 
 def export_states(pipeline: StepPipeline) -> SavedStates:
-    """Take out all that is to be saved; blocks while state is fetched."""
+    """Return all states to be saved. Blocks while they are fetched from servers."""
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared
@@ -70,7 +66,7 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
     ]
     states, parameters = pipeline.states.current(), {}
     for key, spec in enumerate(pipeline.memory.plan.specs):
-        # The step count is a number, so that the file lists it with the parameter.
+        # A plain number, so that the file's header lists the step count with the parameter.
         state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
         parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
     described, num_update = _description(optimizer), optimizer.num_update
@@ -78,7 +74,7 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
 
 
 def check_fit(saved: SavedStates, pipeline: StepPipeline) -> None:
-    """Raise StateMismatchError unless the states fit this Trainer. It names every difference."""
+    """Raise StateMismatchError unless the states fit this Trainer; the message names every difference."""
     problems = [
         *_optimizer_problems(saved.optimizer, pipeline),
         *_parameter_problems(saved, pipeline),
@@ -98,7 +94,7 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
         groups[saved.parameters[name].group]["params"].append(at)
     states = {at: saved.parameters[name].state for at, name in enumerate(names)}
     saved_rest = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
-    # The count is the store's: a class that keeps one of its own has that under another name, unless it keeps none.
+    # "step" is the store's count. A torch class's own count is saved as OWN_COUNT; None if it keeps none.
     return {
         "state": {at: {OWN_COUNT: None, **state} for at, state in states.items() if state},
         "param_groups": groups,
@@ -107,7 +103,8 @@ def as_state_dict(saved: SavedStates, names: Sequence[str]) -> dict[str, Any]:
 
 
 def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
-    """Take over what is not in a state_dict: numbers of the optimizer as a whole, and what other parts have saved."""
+    """Restore what is not in a state_dict: options of the optimizer as a whole, and other parts of the Trainer."""
+    # 1. The optimizer, and its scheduler.
     optimizer = pipeline.groups.optimizer
     for name in ("rescale_grad", "aggregate_num", *_ON_SERVERS):
         setattr(optimizer, name, saved.optimizer.get(name, getattr(Optimizer, name, None)))
@@ -115,17 +112,19 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
     theirs = saved.optimizer.get("lr_scheduler")
     if theirs is None and optimizer.lr_scheduler is not None:
         _log.warning(
-            "the saved states were made without lr_scheduler, so %r is not used", optimizer.lr_scheduler
+            "the states were saved without lr_scheduler, so %r is not used any more", optimizer.lr_scheduler
         )
         optimizer.lr_scheduler = None
     elif theirs not in (None, _CODE, _description(optimizer).get("lr_scheduler")):
         optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
+    # 2. The loss scaler.
     if _SCALER in saved.extra:
         if pipeline.loss_scaler is None:
             pipeline.loss_scaler = scaler_from_state(saved.extra[_SCALER])
         else:
-            # It knows which scale the present gradients carry, and the script may hold on to it.
+            # Keep the object: it knows the scale of the present gradients, and the script may have a reference.
             pipeline.loss_scaler.load_state_dict(saved.extra[_SCALER])
+    # 3. Schedules, counts, and residuals.
     for schedule, state in zip(pipeline.schedules, saved.extra.get(_SCHEDULES, ()), strict=False):
         schedule.load_state_dict(state)
     passes, accumulation = saved.extra.get(_PASSES), pipeline.accumulation
@@ -135,7 +134,7 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals | None:
-    """Return the residuals that were saved; None if there were none."""
+    """Return the saved residuals; None if there are none."""
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
@@ -145,14 +144,14 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals
 
 
 def _section(device: int) -> str:
-    """Name the section of residuals of the replicas on a device (by position)."""
+    """Return the name of the section for residuals of the replicas on a device (by position)."""
     return f"{_RESIDUALS} {device}" if device else _RESIDUALS
 
 
 def _description(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what `Optimizer.spec` has, also where the scheduler is code."""
+    """Return `Optimizer.spec`, also if the scheduler is code."""
     described = optimizer.without_scheduler().spec()
-    # Of a class's own options only its groups, which are saved beside this, must be plain.
+    # Options that are not plain are left out: the groups, which are saved separately, have them.
     described["hyper"] = {name: value for name, value in described["hyper"].items() if is_plain(value)}
     if optimizer.lr_scheduler is not None:
         try:
@@ -170,7 +169,7 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
         theirs, ours = saved.get(name, default), mine.get(name, default)
         if theirs != ours:
             yield (
-                f"{name} is {theirs} in the file and {ours} here, and the optimizer is in the kvstore already, so load "
+                f"{name} is {theirs} in the file and {ours} here, but the kvstore already has the optimizer; load "
                 "before the first step"
             )
     factor = saved.get("rescale_grad")
@@ -187,7 +186,7 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
 
 
 def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Differences of the optimizer's name, parameters, groups, and entries of state."""
+    """Yield differences in parameters, groups, options, and entries of state."""
     groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
@@ -200,13 +199,15 @@ def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[
 
 
 def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Differences of what other parts of the Trainer have saved."""
+    """Yield differences in what other parts of the Trainer have saved."""
+    # 1. The loss scaler, tried on a copy.
     scaler, schedules, accumulation = pipeline.loss_scaler, pipeline.schedules, pipeline.accumulation
     try:
         if _SCALER in saved.extra and scaler_from_state(saved.extra[_SCALER]) and scaler is not None:
             copy.deepcopy(scaler).load_state_dict(saved.extra[_SCALER])
     except ConfigurationError as error:
         yield f"{'the saved loss scaler' if scaler is None else type(scaler).__name__}: {error}"
+    # 2. Schedules.
     has = saved.extra.get(_SCHEDULES, [])
     if not isinstance(has, list) or not all(isinstance(state, dict) for state in has):
         yield f"schedules must be a list of states, the file has {has!r:.80}"
@@ -222,12 +223,14 @@ def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
         own = {name: decode(value) for name, value in saved.extra.get(_OPTIMIZER, {}).items()}
         unflatten({**own, **saved.tensors.get(_OPTIMIZER, {})})
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        yield f"what the optimizer has saved of itself makes no sense ({type(error).__name__}: {error})"
+        yield f"the optimizer's own saved values cannot be read ({type(error).__name__}: {error})"
+    # 3. The count of backward passes.
     passes = saved.extra.get(_PASSES, 0)
     if type(passes) is not int or passes < 0:
         yield f"backward_passes must be a count, the file has {passes!r:.80}"
     elif accumulation.counts > 1 and passes > (accumulation.total or passes):
         yield f"the file was saved after {passes} backward passes, this Trainer has {accumulation.total} in all"
+    # 4. Residuals.
     place = saved.extra.get(_RESIDUALS, {"rank": 0, "num_workers": 0})
     if not isinstance(place, dict) or set(place) - {"devices"} != {"rank", "num_workers"}:
         yield f"residuals need the rank and num_workers of their worker, the file has {place!r:.80}"
@@ -235,7 +238,7 @@ def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
     sections = [members for part, members in saved.tensors.items() if part.startswith(_RESIDUALS)]
     for name, value in (item for members in sections for item in members.items()):
         if name not in shapes:
-            yield f"the file has a residual of {name!r}, which is no parameter here"
+            yield f"the file has a residual of {name!r}, which is not a parameter here"
         elif tuple(value.shape) != shapes[name]:
             here = list(shapes[name])
             yield f"the residual of {name!r} has shape {list(value.shape)} in the file and {here} here"

@@ -1,4 +1,17 @@
-"""The Trainer: what a training script builds, and all that it may ask of it."""
+"""The Trainer: a torch.optim.Optimizer and a Gluon Trainer in one, over any kvstore.
+
+This module is the public interface. The Trainer checks arguments, and delegates to its parts:
+
+- `StepPipeline` (step.py): the stages of a step, from the loss to new weights.
+- `ParameterGroups` (groups.py): parameter groups, and the hyper-parameters of each update.
+- `OptimizerStates` (optimizer_states.py): the optimizer's state, here or in a store.
+- `Binding` (sync/binding.py): the store, and the Trainer's table in it. The store is created at the first step.
+- saving.py, join.py: saved states, and uneven data.
+
+All arguments are checked before anything changes: a constructor that raises leaves parameters as they were. Methods
+that change weights or state are marked `exclusive`: a call from a second thread raises, and does not wait. Options can
+change until the first step (`configure`), parameter groups at any time.
+"""
 
 from __future__ import annotations
 
@@ -48,65 +61,65 @@ _SAVED = "they are saved as they are"
 
 @uncompiled
 class Trainer(torch.optim.Optimizer):
-    """Trains parameters with an optimizer over a kvstore; Gluon's Trainer and a torch.optim.Optimizer in one.
+    """Trains parameters with an optimizer over a kvstore; both Gluon's Trainer and a torch.optim.Optimizer.
 
     Args:
-        params: A Module, a DataParallel, `named_parameters()`, a dict (taken in sorted order of its keys), a list of
-            parameters, or torch parameter groups. With names, as in the second and third of these, groups have
-            "param_names", as those of torch's optimizers have then. Shared parameters count once. All workers must give
-            the same. Those of lazy modules may get their shapes later, in a forward pass before the first step. In
-            place of a parameter there may be a list of its replicas, one for each device, in the same order everywhere.
-        optimizer: A name ("sgd", "adam", …: Gluon's numbers), a torch.optim class or instance, "torch:Adam", or
-            what `kvtrainer.optimizer.create` returns. A torch instance shares its groups, so schedulers bound to it
-            reach the Trainer, and hands its state over at the first use.
-        optimizer_params: Options of the optimizer, under Gluon's or torch's names; None beside an instance. Among
-            Gluon's is `compat`: "mxnet1" for the numbers of MXNet 1.9.1 in place of 2.x's. With a
-            `lr_scheduler` that alone decides the learning rate of all groups.
-        kvstore: A name for `kvtrainer.kvstore.create`, a store object, or None. The store is made at the first
-            step. For one device of a single process a name without "dist" makes none: the update runs in place.
-            "device" and "nccl" sum over the ranks of the torch.distributed group, if there is one.
+        params: A Module, a DataParallel, `named_parameters()`, a dict (in sorted order of its keys), a list of
+            parameters, or torch parameter groups. All workers must pass the same. With names, groups have
+            "param_names", as in torch. Shared parameters count once. Parameters of lazy modules may get their shapes
+            later, in a forward pass before the first step. A list of replicas may stand for a parameter, one per
+            device, in the same order everywhere.
+        optimizer: A name ("sgd", "adam", …: Gluon's), a torch.optim class or instance, "torch:Adam", or the result of
+            `kvtrainer.optimizer.create`. A torch instance shares its groups, so schedulers bound to it work, and passes
+            on its state at the first use.
+        optimizer_params: Options of the optimizer, under Gluon's or torch's names; None with an instance. Gluon's
+            include `compat`: "mxnet1" for the behaviour of MXNet 1.9.1 instead of 2.x. A `lr_scheduler` determines the
+            learning rate of all groups.
+        kvstore: A name for `kvtrainer.kvstore.create`, a store object, or None. The store is created at the first step.
+            With a single device and process, names without "dist" create none: the update runs in place. "device" and
+            "nccl" sum over the ranks of the torch.distributed group, if there is one.
         compression_params: How gradients are compressed on their way to a store: {"type": "2bit", "threshold": 0.5},
             "1bit" with its threshold, {"type": "topk", "ratio": 0.01}, "ternary", "int8", "fp16" or "bf16"; for
-            "dist_sync" and "device". Without a store it has no effect. "pull": "bf16", alone or beside it, has servers
-            that update the weights send them rounded to bfloat16, in half the bytes, while they go on with their own;
-            with another codec, such as "pull": "ternary", they send encoded changes, and what these leave out later.
-        update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", each holding a
-            part of the weights and of the optimizer's state. The store's weights then count; see `set_data`. None
-            means: where the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.
-        paramwise: Options that depend on the parameter: a dict as MMCV's paramwise_cfg, a list of
-            `kvtrainer.Rule`, or a function of the model that returns parameter groups.
-        clip_grad: Limits the norm of the reduced gradient, dict(max_norm=35, norm_type=2), or every element of it,
-            dict(type="value", clip_value=0.1). It is the gradient of the step: unscaled, divided by the batch size,
-            summed over workers and replicas; without synchronous rounds that of every single contribution.
+            "dist_sync" and "device". Without a store it has no effect. "pull": "bf16", alone or in addition, lets
+            servers that update the weights send them rounded to bfloat16, in half the bytes, while they keep full
+            precision; another codec, such as "pull": "ternary", sends encoded changes, with error feedback.
+        update_on_kvstore: Whether the optimizer runs in the store: on the servers of "dist_sync", which each have a
+            part of the weights and of the optimizer's state. The store's weights are then the reference; see
+            `set_data`. None means: if the store can, unless the environment's MXNET_UPDATE_ON_KVSTORE is 0.
+        paramwise: Options per parameter: a dict as MMCV's paramwise_cfg, a list of `kvtrainer.Rule`, or a function of
+            the model that returns parameter groups.
+        clip_grad: Limits the norm of the reduced gradient, dict(max_norm=35, norm_type=2), or each of its elements,
+            dict(type="value", clip_value=0.1). This is the gradient of the step: unscaled, divided by the batch size,
+            summed over workers and replicas; in asynchronous modes that of each contribution.
         amp: Mixed precision for `context` and `backward`: "dynamic", a loss scale, or a dict of `dtype`, `loss_scale`
             and the arguments of torch.amp.GradScaler.
-        accumulate: How many calls of `backward` make one update; their losses are averaged.
-        schedules: What advances with the updates, or with `end_epoch`: ParamSchedules, dicts that describe some,
+        accumulate: The number of `backward` calls per update; their losses are averaged.
+        schedules: Schedules that advance with updates, or with `end_epoch`: ParamSchedules, dicts that describe them,
             torch's learning rate schedulers, or functions that make one for an optimizer.
-        detect_anomalous_params: Whether `backward` reports parameters that do not contribute to the loss: True or
-            "log" logs them as errors, "raise" raises.
-        on_nonfinite: What happens when the loss or the reduced gradient is infinite or not a number: "raise", "skip"
-            the step on every worker, or "ignore". None: "skip" where clip_grad or amp look at the gradient anyway.
-        overlap: Whether gradients go to the servers of "dist_sync", or are summed over the ranks of torch.distributed,
-            during the backward pass, as they become complete, and not only in `step`. The results are the same to the
-            bit; of more than two ranks that share no memory, to rounding. What the loop changes before `step`, by
-            clipping say, is sent a second time.
-        overlap_pull: Has been removed; True raises a ConfigurationError that names `overlap`, and False has no effect.
-        hierarchy: Whether workers of one host sum their gradients in memory, so that with "dist_sync" one gradient of
-            each host goes to the servers, and the new weights come once. Sums are then made within a host first, which
-            can change their last bits; all workers must say the same.
-        zero_copy: Whether parameters show memory that the store writes, that of servers on this host in synchronous
-            rounds. If such a server dies in a round they may then be of two rounds, which the error says. A forked
-            process that reads them sees them move.
+        detect_anomalous_params: Whether `backward` reports parameters on which the loss does not depend: True or "log"
+            logs them as errors, "raise" raises.
+        on_nonfinite: What to do if the loss or the reduced gradient is infinite or NaN: "raise", "skip" the step on
+            every worker, or "ignore". None: "skip" if clip_grad or amp measure the gradient anyway.
+        overlap: Whether gradients are sent to the servers of "dist_sync", or summed over the ranks of
+            torch.distributed, during the backward pass, as they become complete, and not only in `step`. Results are
+            the same to the bit; with more than two ranks that share no memory, up to rounding. Gradients that the loop
+            changes before `step`, for example by clipping, are sent again.
+        overlap_pull: Removed. True raises a ConfigurationError that names `overlap`; False has no effect.
+        hierarchy: Whether workers of one host first sum their gradients in memory, so that with "dist_sync" each host
+            sends one gradient to the servers and receives the weights once. The changed order of additions can change
+            the last bits. All workers must pass the same.
+        zero_copy: Whether parameters may be mapped to memory that a store writes: that of servers on this host, in
+            synchronous rounds. If such a server dies in a round, the weights may mix two rounds, which the error says.
+            A forked process that reads parameters sees them change.
 
-    The data of the parameters move into flat buffers; move the model to its device and dtype before. While the
-    optimizer runs in the store, the weights live there: what the loop writes into a parameter after the first step
-    must be published by `set_data`. The next step raises WeightsWrittenError if it was not, also of writes through
-    `p.data` or NumPy; small ones to more than 8 MiB may be found later, or never, on CUDA and without zero_copy.
-    Several Trainers may have the same dense parameters. Not thread-safe. As a context manager it closes its store.
+    The parameters' data move into flat buffers; move the model to its device and dtype first. While the optimizer runs
+    in the store, the weights are there: what the loop writes to a parameter after the first step must be published with
+    `set_data`. Otherwise the next step raises WeightsWrittenError, also for writes through `p.data` or NumPy; small
+    writes to more than 8 MiB may be noticed later, or never, on CUDA and without zero_copy. Several Trainers may have
+    the same dense parameters. Not thread-safe. As a context manager it closes its store.
 
     Raises:
-        ConfigurationError: an argument is wrong; nothing has been changed then.
+        ConfigurationError: An argument is wrong; nothing has changed then.
 
         trainer = kvtrainer.Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
         loss_fn(net(x), y).backward()
@@ -117,7 +130,7 @@ class Trainer(torch.optim.Optimizer):
     _is_built = False
     _has_warned_of_zeros = False
     _step_supports_amp_scaling = True
-    """Tells torch.amp.GradScaler to call `step` in any case: it is for all workers together to skip it."""
+    """Tells torch.amp.GradScaler to always call `step`, because all workers must skip it together."""
 
     def __init__(
         self,
@@ -142,9 +155,10 @@ class Trainer(torch.optim.Optimizer):
     ) -> None:
         if overlap_pull is not None and overlap_pull is not False:
             raise ConfigurationError(
-                f"overlap_pull={overlap_pull!r:.80}: this option was removed; leave it out, and give overlap=True, "
-                "which has gradients travel during the backward pass"
+                f"overlap_pull={overlap_pull!r:.80}: this option was removed; leave it out, and use overlap=True, "
+                "which sends gradients during the backward pass"
             )
+        # 1. Check the options, and create the optimizer.
         stages = StageOptions(clip_grad, amp, accumulate, schedules, detect_anomalous_params, on_nonfinite)
         options = {} if optimizer_params is None else check.as_mapping(optimizer_params)
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -154,9 +168,10 @@ class Trainer(torch.optim.Optimizer):
         built = create_optimizer(optimizer, **options)
         if built.param_idx2name:
             raise ConfigurationError(
-                "param_idx2name is for a store, whose keys it names; in a Trainer, as in MXNet's, a parameter's own "
-                "wd_mult decides. Leave it out, and set wd_mult = 0 on the parameters that shall not decay"
+                "param_idx2name names the keys of a store; in a Trainer, as in MXNet's, a parameter's own wd_mult "
+                "decides. Leave it out, and set wd_mult = 0 on the parameters that should not decay"
             )
+        # 2. Build the parameter groups.
         self._param_report: ParamReport | None = None
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
@@ -165,6 +180,7 @@ class Trainer(torch.optim.Optimizer):
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
             refuse_parameters_of_ddp(parameters)
+        # 3. Choose the store, and where the optimizer runs. Nothing is created yet.
         selection = select_store(
             kvstore,
             update_on_kvstore,
@@ -180,28 +196,30 @@ class Trainer(torch.optim.Optimizer):
         )
         if selection.updates_weights and isinstance(built, TorchOptimizer):
             spec_for_store(built)  # raises if it cannot travel
+        # 4. Become a torch optimizer over these groups.
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
         groups = [spread(group) for group in groups]
-        if not are_named:  # as in torch: its checkpoints of named and of unnamed groups have other keys
+        if not are_named:  # as in torch, whose checkpoints have other keys with named parameters
             groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
         is_wrapped = hasattr(type(self).step, "hooked")
         super().__init__(groups, self._groups.defaults)
         if not is_wrapped:
-            uncompiled(type(self).step)  # torch has put its wrapper around it, once for the class
+            uncompiled(type(self).step)  # torch wraps `step` once per class, which hides our mark
         if instance is not None:
             # One list of groups for both, so that schedulers bound to the instance reach this optimizer.
             self._groups.live = instance.param_groups
+        # 5. Lay out the parameters. From here on the Trainer works.
         self._pipeline = StepPipeline(self._groups, Binding(selection, zero_copy))
         self._writer: Any = None
-        """What takes numbers of each step."""
+        """Writes scalars of each step; see `log_to`."""
         self._is_built = True
         self._take_options(stages, STAGES, stages.schedules)
         for name, parameter in row_sparse:
             parameter.claim(self, name)
 
     def __repr__(self) -> str:
-        """Show the optimizer, the store and the accumulation, and what torch's show."""
+        """Return torch's text, with the optimizer, the store and the accumulation."""
         shown = super().__repr__()
         if not self._is_built:
             return shown
@@ -221,16 +239,16 @@ class Trainer(torch.optim.Optimizer):
         """Build a Trainer from a configuration in the form of MMCV or mmengine.
 
         Args:
-            model: What is trained; a Module, where the configuration has rules for parameters.
+            model: What to train; a Module, if the configuration has rules for parameters.
             cfg: Sections `optimizer` (with `paramwise_cfg` and `constructor`), `optimizer_config`, `fp16`, `lr_config`,
-                `momentum_config`, `custom_imports`; or `optim_wrapper`; and arguments of the constructor by their
+                `momentum_config`, `custom_imports`; or `optim_wrapper`; and arguments of the constructor under their
                 names. An optimizer's type is torch's; "gluon:sgd" is Gluon's.
-            overrides: arguments of the constructor, which win.
+            overrides: Arguments of the constructor, which take precedence.
 
         Raises:
-            ConfigurationError: something in it is unknown, wrong or said twice; nothing has been changed then.
+            ConfigurationError: Something is unknown, wrong or given twice; nothing has changed then.
         """
-        from kvtrainer.config import check_overrides, trainer_arguments  # built around the Trainer
+        from kvtrainer.config import check_overrides, trainer_arguments
 
         check_overrides(cls, overrides)
         arguments = {**trainer_arguments(model, cfg), **overrides}
@@ -244,13 +262,13 @@ class Trainer(torch.optim.Optimizer):
         """Change options before the first step: those of the constructor, by its names, and two more.
 
         Args:
-            clip_grad, amp, accumulate, detect_anomalous_params, on_nonfinite: as of the constructor.
-            schedules: are added to those that there are.
-            bucket_size_mb: how much one reduction over torch.distributed takes, in MiB; -1: all of a dtype.
-            coalesce: False reduces every parameter by itself there.
+            clip_grad, amp, accumulate, detect_anomalous_params, on_nonfinite: As in the constructor.
+            schedules: Added to the present ones.
+            bucket_size_mb: The size of one reduction over torch.distributed, in MiB; -1 for everything of a dtype.
+            coalesce: False reduces every parameter separately there.
 
         Raises:
-            ConfigurationError: an option is unknown or wrong, or there was a step; nothing has changed then.
+            ConfigurationError: An option is unknown or wrong, or there was a step; nothing has changed then.
         """
         link = self._pipeline.link
         if link.is_started:
@@ -279,37 +297,36 @@ class Trainer(torch.optim.Optimizer):
         *,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Reduce gradients over workers and update the weights; blocks until the new weights are here.
+        """Reduce gradients over workers and update the weights. Blocks until the new weights are here.
 
-        With a batch size b, gradients are summed over workers, each divided by the b of its worker: pass the
-        global batch size for a mean. It may differ from step to step and from worker to worker. Without one they are
-        averaged over workers, as DistributedDataParallel does. Gradients stay readable until the next backward pass,
-        without the loss scale, whoever put that in.
-        Replicas are summed or averaged as workers are, and are equal afterwards; with kvstore=None each has its own
-        update and state. Where backward passes are accumulated, it does nothing until there were enough of them.
+        With a batch size b, gradients are summed over workers, each divided by its worker's b: pass the global batch
+        size for a mean. It may differ between steps and workers. Without one, gradients are averaged over workers, as
+        in DistributedDataParallel. Gradients stay readable until the next backward pass, without the loss scale.
+        Replicas are summed or averaged like workers, and are equal afterwards; with kvstore=None each has its own
+        update and state. While backward passes are being accumulated, `step` does nothing until the window is full.
 
-        Returns the closure's result if there is a closure, and otherwise the StepResult, which is also `last`.
+        Returns the closure's result if there is a closure, otherwise the StepResult, which is also `last`.
 
         Args:
-            batch_size: A positive number, or a tensor of one whole number, which is read on the host; or the closure,
-                as torch's optimizers take it.
-            ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch
-                size they are always left out, save those that were written in place since the last step, as zeros
-                by `zero_grad(set_to_none=False)`; see "What counts as a new gradient" in the documentation.
+            batch_size: A positive number, or a tensor of one integer, which is read on the host; or the closure, as in
+                torch's optimizers.
+            ignore_stale_grad: Leave out parameters without a new gradient instead of raising. Without a batch size they
+                are always left out, except those written in place since the last step, for example by
+                `zero_grad(set_to_none=False)`; see "What counts as a new gradient" in the documentation.
             closure: Called first, with gradients enabled.
 
         Raises:
-            StaleGradientError: a parameter got no gradient since the last step; nothing has changed then.
-            NotInitializedError: a parameter has no shape yet; nothing has changed then.
-            ParameterMovedError: the data of a parameter were replaced; nothing has changed then.
-            WeightsWrittenError: the loop has written weights that the store would replace; see `set_data`.
-            NonFiniteGradientError: a gradient is not finite on any worker, and `on_nonfinite` is "raise"; on every
-                worker, and nothing has changed.
-            KVStoreError: the round failed on every worker; weights and optimizer state are as before.
+            StaleGradientError: A parameter has no new gradient since the last step; nothing has changed then.
+            NotInitializedError: A parameter has no shape yet; nothing has changed then.
+            ParameterMovedError: The data of a parameter were replaced; nothing has changed then.
+            WeightsWrittenError: The loop has written weights that the store would overwrite; see `set_data`.
+            NonFiniteGradientError: A gradient is not finite on some worker, and `on_nonfinite` is "raise". It is raised
+                on every worker, and nothing has changed.
+            KVStoreError: The round failed on every worker; weights and optimizer state are as before.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
-        # A plain torch.amp.GradScaler leaves what it wants in attributes.
+        # A plain torch.amp.GradScaler passes its arguments as attributes of the optimizer.
         scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
         began = time.monotonic()
         result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
@@ -320,37 +337,38 @@ class Trainer(torch.optim.Optimizer):
         return result
 
     def report(self, samples: int = 0, loss: float | None = None) -> None:
-        """Tell servers how this worker is doing, for `kvtop` and other views of the job; costs nothing by itself.
+        """Report this worker's progress to the servers, for `kvtop` and other views of the job. This sends no message.
 
-        Steps and waits are counted anyway. What is told goes along with the next sign of life, within a second.
+        The values travel with the next heartbeat, within a second. Steps and waiting times are counted anyway.
 
         Args:
-            samples: How many more examples were trained on.
+            samples: How many more samples were trained on.
             loss: The present loss.
 
         Raises:
-            ConfigurationError: samples is no whole number of at least 0, or the loss is no number.
+            ConfigurationError: `samples` is not an integer of at least 0, or the loss is not a number.
         """
         if type(samples) is not int or samples < 0 or not (loss is None or check.is_number(loss)):
             raise ConfigurationError(
-                f"report() takes a number of samples and a loss as plain numbers, not {samples!r:.80}, {loss!r:.80}; "
-                "of a tensor that is loss.item()"
+                f"report() takes a number of samples and a loss as plain numbers, got {samples!r:.80}, {loss!r:.80}; "
+                "for a tensor pass loss.item()"
             )
         report = self._pipeline.link.report
         report.samples += samples
         report.loss = report.loss if loss is None else float(loss)
 
     def log_to(self, writer: Any) -> None:
-        """Have rank 0 write numbers of every step to TensorBoard, or to another writer.
+        """Let rank 0 write scalars of every step to TensorBoard or another writer; other workers write nothing.
 
-        Those are the learning rate, the loss that `report` was told, the norm of the gradient where it is measured, the
-        loss scale, and the seconds in the step. Makes the store as `rank` does; other workers write nothing.
+        The scalars are the learning rate, the loss given to `report`, the gradient's norm if it is measured, the loss
+        scale, and the seconds of the step. Creates the store, as `rank` does.
 
         Args:
-            writer: Has `add_scalar(tag, value, step)`, as torch.utils.tensorboard.SummaryWriter; None ends it.
+            writer: An object with `add_scalar(tag, value, step)`, such as torch.utils.tensorboard.SummaryWriter; None
+                stops writing.
 
         Raises:
-            ArgumentTypeError: it has not.
+            ArgumentTypeError: It has no such method.
         """
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise ArgumentTypeError(
@@ -369,18 +387,18 @@ class Trainer(torch.optim.Optimizer):
                 writer.add_scalar(f"train/{name}", value, report.steps)
 
     def wait(self) -> NoReturn:
-        """Raise ConfigurationError: this method was removed with the option `overlap_pull`, for which alone it was."""
+        """Raise ConfigurationError: this method was removed with the option `overlap_pull`, which needed it."""
         raise ConfigurationError(
             "Trainer.wait() was removed together with overlap_pull: when step() returns, the new weights are here; "
             "leave the call out"
         )
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
-        """Make a step for a GradScaler: all workers skip it if gradients overflow on any.
+        """Step for a GradScaler: all workers skip it if gradients overflow on any.
 
         Args:
-            overflows: whether this worker's do.
-            carried: the factor of its loss, which has been taken out of the gradients.
+            overflows: Whether this worker's do.
+            carried: The factor of its loss, by which the gradients were already divided.
         """
         pipeline = self._pipeline
         was_bad, pipeline.voting = pipeline.is_bad, carried
@@ -396,7 +414,7 @@ class Trainer(torch.optim.Optimizer):
         return self.last
 
     def _named_fresh(self) -> list[tuple[str, Tensor]]:
-        """List the parameters, of every device, whose gradients the coming step would use. As `step`, raises."""
+        """Return the parameters, on all devices, whose gradients the coming step would use. Raises as `step`."""
         self._pipeline.follow_groups()
         memory = self._pipeline.memory
         return [
@@ -408,32 +426,33 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def train(self) -> None:
-        """Put the optimizer into the mode of training, if it has modes.
+        """Put the optimizer into training mode, if it has modes.
 
-        Those of the package schedulefree train some weights and evaluate, or save, others: `eval()` puts these into the
-        parameters, and `train()` the former. Call them on every worker, between steps. Other optimizers stay as they
-        are.
+        Optimizers of the package schedulefree train other weights than they evaluate and save: `eval()` puts the latter
+        into the parameters, `train()` the former. Call them on every worker, between steps. Other optimizers are not
+        affected.
 
         Raises:
-            ConfigurationError: the optimizer has modes and runs in a store, or key by key; nothing has changed then.
-            OptimizerError: the optimizer raised; nothing has changed then.
+            ConfigurationError: The optimizer has modes, but runs in a store or key by key; nothing has changed then.
+            OptimizerError: The optimizer raised; nothing has changed then.
         """
         self._pipeline.set_mode("train")
 
     @exclusive
     def eval(self) -> None:
-        """Put the optimizer into the mode of evaluation, if it has modes; see `train`."""
+        """Put the optimizer into evaluation mode, if it has modes; see `train`."""
         self._pipeline.set_mode("eval")
 
     @exclusive
     def allreduce_grads(self) -> None:
-        """Replace every gradient by its sum over workers and replicas. Change it before `update`. Blocks.
+        """Replace every gradient by its sum over workers and replicas. Change it, if you want to, before `update`.
+        Blocks.
 
-        With a loss scaler, gradients that overflow on any worker stay as they are, and `update` skips the step. The
-        gradient is limited by `update`. While backward passes are accumulated it does nothing.
+        With a loss scaler, gradients that overflow on any worker are left unchanged, and `update` skips the step.
+        `update` also clips. While backward passes are being accumulated, this does nothing.
 
         Raises:
-            ConfigurationError: the optimizer runs in the store, which leaves nothing to do in between.
+            ConfigurationError: The optimizer runs in the store, so there is no separate update.
         """
         self._pipeline.allreduce_grads()
 
@@ -441,60 +460,60 @@ class Trainer(torch.optim.Optimizer):
     def update(
         self, batch_size: float | SupportsIndex | None = None, ignore_stale_grad: bool = False
     ) -> StepResult:
-        """Update the weights from the present gradients, after `allreduce_grads`; arguments as of `step`.
+        """Update the weights from the present gradients, after `allreduce_grads`. Arguments are those of `step`.
 
-        Of replicas the gradients on the first device count. Returns how the step ended, which is also `last`.
+        For replicas, the gradients on the first device are used. Returns the result of the step, which is also `last`.
 
         Raises:
-            ConfigurationError: the optimizer runs in the store; or there are replicas that were not summed.
-            StaleGradientError: as `step`.
+            ConfigurationError: The optimizer runs in the store; or replicas were not summed.
+            StaleGradientError: As in `step`.
         """
         return self._pipeline.update(batch_size, ignore_stale_grad)
 
     def join(self) -> AbstractContextManager[None]:
-        """Let workers take different numbers of steps in the block; collective, and it ends on all workers together.
+        """Let workers take different numbers of steps in the block. Collective; it ends on all workers together.
 
             with trainer.join():
                 for x, y in my_batches:
                     loss_fn(net(x), y).backward()
                     trainer.step(batch_size)
 
-        A worker that leaves the block takes part in the others' rounds with nothing, until all have left it; then all
-        have the same weights, update counts and options (those of the lowest rank that had data last) and go on
-        together. `step()` goes on dividing by the number of all workers, joined ones too. Gradients that were not given
-        when the block is left are dropped, and windows of accumulation begin anew. The block needs no
-        other call that all workers make together; `allreduce_grads` and `update` are refused in it, because what the
-        loop does between them cannot be repeated on a worker that has left. With an exception the block is left
-        without waiting, and the others fail when this worker goes.
+        A worker that leaves the block takes part in the others' rounds without data, until all have left. Then all have
+        the same weights, update counts and options (those of the lowest rank that had data last). `step()` keeps
+        dividing by the number of all workers, including joined ones. Gradients not used when the block ends are
+        dropped, and windows of accumulation start over. Collective calls other than `step` are not needed in the block;
+        `allreduce_grads` and `update` are refused, because a worker that has left cannot repeat what the loop does
+        between them. If the block raises, it ends without waiting, and the others fail when this worker leaves the
+        store.
 
         Raises:
-            ConfigurationError: the store cannot do that, or blocks are nested.
-            KVStoreError: as `step`.
+            ConfigurationError: The store does not support it, or blocks are nested.
+            KVStoreError: As in `step`.
         """
         return join(self._pipeline)
 
     @property
     def rank(self) -> int:
-        """Which worker this is, from 0: with `num_workers`, what a DistributedSampler wants to know.
+        """This worker's rank, from 0; with `num_workers`, the arguments of a DistributedSampler.
 
-        Makes the store if it is not there yet; blocks until its servers answer, and raises as `create` does.
+        Creates the store if necessary, blocks until its servers answer, and raises as `create` does.
         """
         return self._pipeline.link.worker()[0]
 
     @property
     def num_workers(self) -> int:
-        """How many workers train together; makes the store as `rank` does."""
+        """The number of workers that train together. Creates the store, as `rank` does."""
         return self._pipeline.link.worker()[1]
 
     @property
     def last(self) -> StepResult | None:
-        """How the last step ended; None before the first one."""
+        """The result of the last step; None before the first one."""
         return self._pipeline.last
 
     # Losses.
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return what the forward pass and the loss belong in: torch.autocast as `amp` says, else nothing."""
+        """Return a context for the forward pass and the loss: torch.autocast according to `amp`, else an empty one."""
         self._pipeline.has_context = True
         precision = self._pipeline.stages.precision
         if precision is None:
@@ -503,23 +522,23 @@ class Trainer(torch.optim.Optimizer):
         return torch.autocast(device.type, precision.dtype)
 
     def backward(self, loss: Any) -> None:
-        """Run a backward pass of the loss, or of several replicas', as the options say. Several are a list or dict.
+        """Run the backward pass of a loss, or of the losses of several replicas in a list or dict, according to the
+        options.
 
-        The loss is multiplied by the loss scale, and divided by the number of backward passes that make one update.
-        `step` undoes the former.
+        The loss is multiplied by the loss scale, which `step` undoes, and divided by the number of accumulated passes.
 
         Raises:
-            ConfigurationError: there is no loss.
-            BackwardTwiceError: these losses of replicas had their backward pass.
-            AnomalousParametersError: a parameter does not contribute to the loss, and that is to raise; nothing has
+            ConfigurationError: There is no loss.
+            BackwardTwiceError: These losses of replicas already had their backward pass.
+            AnomalousParametersError: The loss does not depend on a parameter, and that should raise; nothing has
                 happened then.
         """
         self._pipeline.backward(loss)
 
     def update_params(self, loss: Any, batch_size: float | SupportsIndex | None = None) -> StepResult:
-        """`backward(loss)`, then `step(batch_size)`. The step does nothing until a window of accumulation is full.
+        """`backward(loss)`, then `step(batch_size)`, which does nothing until a window of accumulation is full.
 
-        Without a batch size gradients are averaged over workers; `ignore_stale_grad` holds then. Raises as both do.
+        Without a batch size gradients are averaged over workers, and `ignore_stale_grad` applies. Raises as both do.
         """
         self.backward(loss)
         self.step(batch_size)
@@ -532,8 +551,8 @@ class Trainer(torch.optim.Optimizer):
         if accumulation.pending and not self._has_warned_of_zeros:
             self._has_warned_of_zeros = True
             _log.warning(
-                "zero_grad() drops the gradients of %d backward passes of a window of %d, which reach no weight; call "
-                "it after an update only, or not at all: the Trainer drops gradients that were used. This is said once",
+                "zero_grad() drops the gradients of %d backward passes of a window of %d, which are lost; call it only "
+                "after an update, or not at all: the Trainer drops used gradients itself. This warning appears once",
                 accumulation.pending,
                 accumulation.counts,
             )
@@ -546,14 +565,14 @@ class Trainer(torch.optim.Optimizer):
     def report_anomalies(
         self, loss: Any, mode: bool | str = "log", logger: logging.Logger | None = None
     ) -> None:
-        """Log parameters that a loss does not depend on, or raise; see `kvtrainer.anomalies.report_anomalies`."""
+        """Log parameters on which a loss does not depend, or raise; see `kvtrainer.anomalies.report_anomalies`."""
         self._pipeline.report_anomalies(loss, mode, logger)
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """What the option `amp` or `kvtrainer.amp.init_trainer` sets.
+        """The loss scaler, set by the option `amp` or `kvtrainer.amp.init_trainer`.
 
-        With one, a step in which a gradient overflows on any worker changes nothing on any of them.
+        With one, a step in which a gradient overflows on any worker changes nothing on all of them.
         """
         return self._pipeline.loss_scaler
 
@@ -563,21 +582,22 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def amp_loss_scale(self) -> float:
-        """The factor of the next loss. Raises AmpNotInitializedError before `kvtrainer.amp.init_trainer`."""
+        """The factor for the next loss. Raises AmpNotInitializedError before `kvtrainer.amp.init_trainer`."""
         return scaler_of(self).loss_scale
 
     @property
     def accumulation(self) -> Accumulation:
-        """The count of backward passes; read only."""
+        """The count of backward passes; read-only."""
         return self._pipeline.accumulation
 
     def set_progress(self, iteration: int, max_iterations: int | None = None) -> None:
-        """Set how many backward passes were made before, and how many there are in all.
+        """Set how many backward passes were made before, and how many there are in total.
 
-        With accumulation a last window that is shorter then counts in full, and the last pass of all ends in an update.
+        With accumulation, a shorter last window is then averaged over its own length, and the very last pass ends in an
+        update.
 
         Raises:
-            ConfigurationError: the numbers are impossible.
+            ConfigurationError: The numbers are impossible.
         """
         self._pipeline.accumulation.set_progress(iteration, max_iterations)
 
@@ -585,12 +605,12 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The parameter groups, as torch's optimizers have them; options and parameters are read at every step.
+        """The parameter groups, as in torch's optimizers; options and parameters are read at every step.
 
-        So a script may edit the lists: append a parameter, replace it, take it out, move it, or add a group; where
-        there is a store, on every worker between the same steps, with the limits of `add_param_group`. State goes with
-        a parameter; give that of a replaced one to the new one: `trainer.state[new] = state`. What cannot be trained is
-        a ConfigurationError of the next call, until it is put right.
+        A script may therefore edit the lists: append, replace, remove or move a parameter, or add a group; with a
+        store, on every worker between the same steps, with the limits of `add_param_group`. State stays with a
+        parameter; pass that of a replaced one to the new one: `trainer.state[new] = state`. If something cannot be
+        trained, the following calls raise ConfigurationError until it is corrected.
         """
         return self._groups.live
 
@@ -603,19 +623,19 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; optimizer state and update counts of the others stay.
+        """Add parameters with their own options. Optimizer state and update counts of other parameters are kept.
 
-        Where there is a store, do it on every worker between the same steps: the store gets the new parameters, with
-        rank 0's values, at the next step, which otherwise fails on all workers. State on servers is fetched for that,
-        and the servers keep the memory of the former table. Without synchronous rounds, with row-sparse parameters, and
-        in a third-party store, it is possible before the first step only.
+        With a store, call it on every worker between the same steps: the next step gives the store the new parameters,
+        with rank 0's values, and otherwise fails on all workers. State on servers is fetched for this, and the servers
+        keep the memory of the former table. In asynchronous modes, with row-sparse parameters, and in a third-party
+        store, it is possible only before the first step.
 
         Raises:
-            ConfigurationError: the store does not allow it any more, or an argument is wrong; nothing has changed.
-            WeightsWrittenError: the loop has written weights that the store would replace; nothing has changed.
+            ConfigurationError: The store does not allow it any more, or an argument is wrong; nothing has changed.
+            WeightsWrittenError: The loop has written weights that the store would overwrite; nothing has changed.
         """
         if not self._is_built:
-            # `make_groups` has checked what torch would check of each parameter.
+            # Called by torch's constructor: `make_groups` has already checked everything.
             self.param_groups.append({**self.defaults, **param_group})
             return
         self._pipeline.follow_groups()
@@ -632,16 +652,19 @@ class Trainer(torch.optim.Optimizer):
             raise
 
     def _new_group(self, param_group: Any) -> Group:
-        """Check a group that is to be added, and give it names and options."""
+        """Check a group to be added, and give it names and options."""
+        # 1. Whether parameters can be added at all.
         if not self._pipeline.can_grow():
             raise ConfigurationError(
-                "the parameters are in the kvstore already, and with row-sparse ones, without synchronous rounds and "
-                "in a third-party store no others can follow; add parameter groups before the first step"
+                "the kvstore already has the parameters; in asynchronous modes, with row-sparse parameters, and in a "
+                "third-party store no others can be added. Add parameter groups before the first step"
             )
         if not isinstance(param_group, dict):
             raise ArgumentTypeError(f"a parameter group is a dict, got {type(param_group).__name__}")
+        # 2. The options, and names that are free.
         memory = self._pipeline.memory
         [group], _ = make_groups([param_group], self._groups.optimizer, None, taken=set(memory.names))
+        # 3. Every parameter: dense, on the same devices as the others, and new.
         here = {
             id(p): name
             for device in memory.devices
@@ -654,7 +677,7 @@ class Trainer(torch.optim.Optimizer):
         ]
         for name in [name for name, p in rows if is_row_sparse(p)]:
             raise ConfigurationError(
-                f"parameter {name!r} is row-sparse, which decides about the Trainer's store; give it to the Trainer's "
+                f"parameter {name!r} is row-sparse, which determines the Trainer's store; pass it to the Trainer's "
                 "constructor"
             )
         homes, theirs = [device.parameters[0].device for device in memory.devices], devices_of([group])
@@ -666,53 +689,52 @@ class Trainer(torch.optim.Optimizer):
         twice = [here[id(p)] for _, p in rows if id(p) in here]
         if twice:
             raise ConfigurationError(
-                f"{', '.join(twice)}: in a parameter group already; add each parameter once"
+                f"{', '.join(twice)}: already in a parameter group; add each parameter once"
             )
         return group
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer's kind and numbers; with one parameter group, that group's numbers, live."""
+        """The optimizer's kind and options; with one parameter group, that group's present options."""
         return self._groups.optimizer
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group, before `lr_mult`; that of the last update, if there is a
-        lr_scheduler."""
+        """The first parameter group's learning rate, before `lr_mult`; with a lr_scheduler, that of the last update."""
         optimizer, first = self._groups.optimizer, self.param_groups[0]
         if optimizer.lr_scheduler is not None or "lr" not in first:
             return optimizer.learning_rate
         return float(first["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of every group, from the next step on. The optimizer may run anywhere.
+        """Set the learning rate of every group, from the next step on, wherever the optimizer runs.
 
         Raises:
-            SchedulerInUseError: the optimizer has a lr_scheduler.
+            SchedulerInUseError: The optimizer has a lr_scheduler.
             ConfigurationError: `lr` is not a finite number.
         """
         if self._groups.optimizer.lr_scheduler is not None:
             self._groups.optimizer.set_learning_rate(lr)
         value = check.number("the learning rate", lr)
-        self.learning_rate  # noqa: B018  (an optimizer may have none, which this says)
+        self.learning_rate  # noqa: B018  (raises if the optimizer has none)
         for group in self.param_groups:
             group["lr"] = value
 
     def get_lr(self) -> dict[str, list[float]]:
-        """{"lr": the learning rate of every group}; an empty list of an optimizer without any."""
+        """Return {"lr": the learning rates of all groups}; the list is empty if the optimizer has none."""
         return {"lr": [float(group["lr"]) for group in self.param_groups if "lr" in group]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """{"momentum": that of every group}: betas[0] of the Adams, 0 where there is none."""
+        """Return {"momentum": that of every group}: betas[0] for Adam and its variants, 0 without momentum."""
         rows = self.param_groups
         found = [group["betas"][0] if "betas" in group else group.get("momentum", 0.0) for group in rows]
         return {"momentum": [float(momentum) for momentum in found]}
 
     def describe_params(self) -> ParamReport:
-        """List every parameter with its present options and the rules that decided them; as a str it is a table."""
+        """Return a report of every parameter, its present options, and the rules that set them; str() gives a table."""
         self._pipeline.follow_groups()
         if self._param_report is None:
-            # Groups lack the names where the caller gave none.
+            # Groups have no names if the caller gave none.
             called = {
                 id(p): name
                 for device in self._pipeline.memory.devices
@@ -731,15 +753,15 @@ class Trainer(torch.optim.Optimizer):
         return tuple(self._pipeline.schedules)
 
     def end_epoch(self, metric: float | None = None) -> None:
-        """Advance schedules that go by epoch or by a metric, such as ReduceLROnPlateau.
+        """Advance schedules that count epochs, and those that need a metric, such as ReduceLROnPlateau.
 
         Raises:
-            ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
+            ConfigurationError: A schedule needs a metric, but none was given; nothing has changed then.
         """
         schedules = self._pipeline.schedules
         if metric is None and any(schedule.by == "metric" for schedule in schedules):
             raise ConfigurationError(
-                "a schedule goes by a metric, such as the loss on validation data; call end_epoch(metric)"
+                "a schedule needs a metric, such as the loss on validation data; call end_epoch(metric)"
             )
         for schedule in schedules:
             if schedule.by == "epoch":
@@ -751,10 +773,10 @@ class Trainer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """The optimizer state by parameter, wherever it is, with `state_dict`'s entries.
+        """The optimizer state by parameter, wherever it is, with the entries of `state_dict`.
 
-        A snapshot: it is fetched each time that it is read, and blocks for that; changes of what was read have no
-        effect. `state[parameter] = {...}` replaces the state of one parameter; on servers, do it on every worker.
+        Each access fetches a snapshot, and blocks for that; changes to what was read have no effect. `state[parameter]
+        = {...}` replaces the state of one parameter; with servers, do it on every worker.
         """
         return StateView(self._ready_states)
 
@@ -762,8 +784,8 @@ class Trainer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if self._is_built:
             raise ConfigurationError(
-                "the optimizer's state does not lie in a dict; give it to load_state_dict, or assign that of single "
-                "parameters: trainer.state[parameter] = {...}"
+                "the optimizer's state cannot be replaced as a whole; use load_state_dict, or assign the state of "
+                "single parameters: trainer.state[parameter] = {...}"
             )
 
     def _ready_states(self) -> OptimizerStates:
@@ -772,11 +794,11 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Options and optimizer state in torch's form, wherever the state is kept; blocks while it is fetched.
+        """Return options and optimizer state in torch's form, wherever the state is. Blocks while it is fetched.
 
-        It has neither schedules nor a loss scale; `save_states` has. Any one worker may call it between its steps.
-        Before the first update the entries are there already, with a step count of 0, because
-        torch.distributed.checkpoint loads only into what it finds.
+        Schedules and the loss scale are not included; `save_states` has them. Any single worker may call it between its
+        steps. Before the first update there are entries with a step count of 0, because torch.distributed.checkpoint
+        only loads into existing entries.
         """
         self._pipeline.link.check_whole(_SAVED)
         self._pipeline.ready()
@@ -787,13 +809,13 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over options and optimizer state of a Trainer or a torch optimizer. It must be of the same kind.
+        """Load options and optimizer state of a Trainer or torch optimizer of the same kind.
 
-        Call it on every worker, after building the Trainer. State for a store is handed over when the store is
-        there: now, or at the first step.
+        Call it on every worker, after building the Trainer. State for a store is passed on when the store exists: now,
+        or at the first step.
 
         Raises:
-            ConfigurationError: the state belongs to another model or optimizer; nothing has changed then.
+            ConfigurationError: The state is for another model or optimizer; nothing has changed then.
         """
         found: dict[int, State] = {}
         states = self._ready_states()
@@ -806,7 +828,7 @@ class Trainer(torch.optim.Optimizer):
             return {**given, "state": {}}
 
         former = self.param_groups
-        # As the last hook it sees what the user's hooks made of the dict, before torch rounds the float32 state of
+        # The last hook sees the dict after the user's hooks, but before torch rounds the float32 state of
         # half-precision parameters.
         hook = self.register_load_state_dict_pre_hook(take_states)
         try:
@@ -820,7 +842,7 @@ class Trainer(torch.optim.Optimizer):
         states.take(found)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's load_state_dict puts new groups in the place of the former ones; state has gone its own way.
+        # Called by torch's load_state_dict with new groups; the state was taken by the hook.
         super().__setstate__({})
         self._groups.bind(state["param_groups"])
 
@@ -832,72 +854,72 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save in one file all that another Trainer needs, beside the weights, to go on. It is as if never interrupted.
+        """Save everything that another Trainer needs, beside the weights, to continue as if never interrupted, in one
+        file.
 
-        Optimizer state is in it by the name of the parameter, and the options of every group, wherever the optimizer
-        runs; blocks while state is fetched. Any one worker may save between its steps: no round ends without it, so
-        what it saves belongs to its own last step.
+        The file has the optimizer state by parameter name, and the options of every group, wherever the optimizer runs.
+        Blocks while state is fetched. Any single worker may save between its steps: no round ends without it, so the
+        file belongs to its own last step.
 
         Raises:
-            KVStoreError: a step was interrupted in its update, so weights and state may have only a part of it; `step`
-                says so, too, and `state_dict`. A Trainer without a store saves what there is, and logs that.
-            StateFileError: the file cannot be written; the former one is unchanged.
+            KVStoreError: A step was interrupted in its update, so weights and state may have only a part of it; `step`
+                and `state_dict` raise it, too. A Trainer without a store saves what it has, and logs that.
+            StateFileError: The file cannot be written; the former one is unchanged.
         """
         write_state_file(fname, self.export_saved_states())
 
     @exclusive
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Take over what `save_states` saved, with any kvstore and any number of servers. It may be another job's.
+        """Load the file of `save_states`, with any kvstore and any number of servers; it may be another job's.
 
-        Collective: every worker calls it, between the same steps, with the same file, and it blocks until all have
-        taken it over, or none. It makes the store if the first step has not yet. The numbers in the file win over those
-        that the Trainer was built with; `lr_mult` and `wd_mult` of the parameters stay as they are. The weights are not
-        in the file.
+        Collective: every worker calls it, between the same steps, with the same file. It blocks until all workers have
+        loaded it, or none. It creates the store if necessary. Options in the file replace those with which the Trainer
+        was built; `lr_mult` and `wd_mult` of parameters are kept. The file does not contain weights.
 
         Raises:
-            StateFileError: it cannot be read, or is no file of saved states, or a damaged one.
-            StateMismatchError: it belongs to another model or optimizer; names every difference.
-            RoundAbortedError: another worker cannot read it, or it does not fit there; says which and why.
-            ConfigurationError: several workers have a third-party store, over which they cannot agree.
+            StateFileError: It cannot be read, is not a file of saved states, or is damaged.
+            StateMismatchError: It is for another model or optimizer; names every difference.
+            RoundAbortedError: Another worker cannot read it, or it does not fit there; says which and why.
+            ConfigurationError: Several workers have a third-party store, through which they cannot agree.
             In each case nothing has changed, on any worker.
         """
         with closing(self._pipeline.link.open_agreement()) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
-                self._pipeline.ready()  # what is missing here is said before what is wrong with a file
+                self._pipeline.ready()  # first, so that its errors are not hidden by those of the file
                 saved = read_state_file(fname)
                 self.check_saved_states(saved)
-            # No worker goes on while another one may still replace what is on servers.
+            # No worker continues while another may still replace state on servers.
             with agreement.all_or_none(f"take over the states of {os.fspath(fname)!r}"):
                 self.adopt_saved_states(saved)
 
     def export_saved_states(self) -> SavedStates:
-        """Return what `save_states` saves, as one value; blocks while state is fetched. Raises KVStoreError as that."""
+        """Return what `save_states` saves. Blocks while state is fetched. Raises KVStoreError as that does."""
         self._pipeline.link.check_whole(_SAVED)
         self._pipeline.ready()
         return export_states(self._pipeline)
 
     def export_own_states(self) -> SavedStates:
-        """Return what of `export_saved_states` is this worker's alone, such as residuals; nothing is fetched."""
+        """Return the part of `export_saved_states` that only this worker has, such as residuals; fetches nothing."""
         self._pipeline.link.check_whole(_SAVED)
         return export_own_states(self._pipeline)
 
     def adopt_saved_states(self, saved: SavedStates) -> None:
-        """Take over what `export_saved_states` gave, as `load_states` does; call it on every worker.
+        """Load the result of `export_saved_states`, as `load_states` does; call it on every worker.
 
         Raises:
-            StateMismatchError: it belongs to another model or optimizer, of which nothing has changed; says how.
+            StateMismatchError: It is for another model or optimizer; says how. Nothing has changed.
         """
         self.check_saved_states(saved)
         self.load_state_dict(as_state_dict(saved, self._pipeline.memory.names))
         adopt_rest(saved, self._pipeline)
 
     def check_saved_states(self, saved: SavedStates) -> None:
-        """Raise StateMismatchError unless `adopt_saved_states` can take this."""
+        """Raise StateMismatchError unless `adopt_saved_states` can load this."""
         self._pipeline.ready()
         check_fit(saved, self._pipeline)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError unless `load_state_dict` can take this; not if hooks are to change it first."""
+        """Raise StateMismatchError unless `load_state_dict` can load this; not checked if hooks may change it first."""
         states = self._ready_states()
         if not self._optimizer_load_state_dict_pre_hooks and states.joint is None:
             states.read(state_dict)
@@ -906,35 +928,34 @@ class Trainer(torch.optim.Optimizer):
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store; None where none is needed, and before the first step if it was given by name."""
+        """The store; None if none is needed, and before the first step if it was given by name."""
         return self._pipeline.link.store
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of every parameter this process has."""
+        """The number of copies of every parameter in this process."""
         return len(self._pipeline.memory.devices)
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a step or a `set_data`. A store may then hold other weights than the model."""
+        """Whether there was a step or a `set_data`. A store may then have other weights than the model."""
         return self._pipeline.link.is_started
 
     @exclusive
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
-        """Make rank 0's present weights those of every worker and of the store; collective, between steps; blocks.
+        """Copy rank 0's present weights to every worker and to the store. Collective, between steps. Blocks.
 
-        Of replicas the weights on the first device count, and become those on the others.
-        So training goes on from weights that the loop wrote: loaded, initialised again or edited in place. Optimizer
-        state and update counts stay, of all parameters.
+        Training then continues from weights that the loop has loaded, initialised or edited in place. With replicas,
+        the first device's weights are used, and copied to the others. Optimizer state and update counts are kept.
 
         Args:
-            values: New weights by parameter name, which are written to the parameters first; rank 0's count. Of
-                RowSparseParameters, only those that are named get new values.
+            values: New weights by parameter name, which are first written to the parameters; rank 0's count.
+                RowSparseParameters only get new values if they are named.
 
         Raises:
-            NotInitializedError: a parameter has no shape yet.
+            NotInitializedError: A parameter has no shape yet.
             ConfigurationError: `values` has an unknown name or a wrong shape; nothing has changed then.
-            ParameterMovedError: the data of a parameter were replaced instead of written to.
+            ParameterMovedError: The data of a parameter were replaced instead of written to.
         """
         pipeline = self._pipeline
         pipeline.refuse_in_join("set_data()")
@@ -952,11 +973,12 @@ class Trainer(torch.optim.Optimizer):
         pipeline.memory.accept_writes(pipeline.link.has_weights)
 
     def pull_weights(self) -> dict[Tensor, Tensor]:
-        """Fetch the store's present weights by parameter, if updates count one by one; blocks.
+        """Fetch the store's present weights by parameter, in asynchronous modes. Blocks.
 
-        The parameters here may lack what others gave since, and go on as they are: the next gradient is as old as
-        they are, whatever was pulled. Written into all parameters, the weights count as theirs; to know them again, a
-        copy is kept until the next step. Empty where updates count together, and without row-sparse parameters.
+        The local parameters may lack other workers' latest updates and are not changed, nor does this affect the
+        staleness of the next gradient. If all of the result is written into the parameters, they count as the store's
+        weights; a copy is kept until the next step to detect that. Empty in synchronous modes. Row-sparse parameters
+        are left out.
         """
         link, memory = self._pipeline.link, self._pipeline.memory
         if link.holder is None or not link.updates_weights or link.holder.is_sync:
@@ -970,7 +992,7 @@ class Trainer(torch.optim.Optimizer):
         }
 
     def snapshot(self) -> NoReturn:
-        """Raise ConfigurationError: this method was removed; `p.detach().clone()` of each parameter takes its place."""
+        """Raise ConfigurationError: this method was removed; use `p.detach().clone()` of each parameter."""
         raise ConfigurationError(
             "Trainer.snapshot() was removed; between two steps, copies of the weights by name are "
             "{name: p.detach().clone() for name, p in model.named_parameters()}"
@@ -978,21 +1000,19 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def prefetch(self, row_ids: Any) -> None:
-        """Have the next `step` ask for the row-sparse rows of the next batch; returns at once.
+        """Let the next `step` request the row-sparse rows of the next batch. Returns at once.
 
-        The step asks for all of them together when its round is over, and does not wait for them: they travel while the
-        loop goes on, and `row_sparse_data` takes them. The numbers are those of a run without this call; where
-        contributions count one by one, those of the moment when the step ended. What is kept is one set of rows for
-        each parameter, until the next step; ids that were not named are fetched when they are needed.
+        The step requests them when its round is over, and does not wait: they arrive while the loop continues, and
+        `row_sparse_data` uses them. Values are those of a run without this call; in asynchronous modes, those at the
+        end of the step. One set of rows per parameter is kept until the next step; other ids are fetched when needed.
 
         Args:
-            row_ids: A dict of RowSparseParameters of this Trainer, or their names, and the ids, as of
-                `row_sparse_data`; or the ids, if there is one such parameter alone. They replace those of an earlier
-                call.
+            row_ids: A dict from RowSparseParameters of this Trainer, or their names, to ids as in `row_sparse_data`; or
+                only the ids, if there is a single such parameter. They replace those of an earlier call.
 
         Raises:
-            ConfigurationError: this is no such parameter, or one is there twice, or these are no whole numbers.
-            RowIdError: a table has no such rows.
+            ConfigurationError: This is not such a parameter, or one appears twice, or ids are not integers.
+            RowIdError: A table does not have these rows.
 
         Errors of the store are raised by `row_sparse_data`.
         """
@@ -1001,7 +1021,7 @@ class Trainer(torch.optim.Optimizer):
     def row_sparse_pull(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor:
         """Fetch rows of a row-sparse parameter; see `RowSparseParameter.row_sparse_data`.
 
-        Where gradients are disabled they are only looked at: they make no later gradient seem newer.
+        With gradients disabled this is a mere read: it does not affect the staleness of later gradients.
         """
         key, pipeline = self._key_of(parameter), self._pipeline
         given = pipeline.memory.tables.given.get(key)
@@ -1010,10 +1030,10 @@ class Trainer(torch.optim.Optimizer):
         return pipeline.link.rows.pull(key, ids, torch.is_grad_enabled())
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
-        """Copy rows of a row-sparse parameter where its servers have them; None where they have to be fetched.
+        """Copy rows of a row-sparse parameter from its servers' shared memory; None if they must be fetched instead.
 
         Args:
-            ids: int64, of rows that there are, in any order; a row comes for each.
+            ids: int64, existing rows, in any order; the result has a row for each.
         """
         key, pipeline = self._key_of(parameter), self._pipeline
         if key in pipeline.memory.tables.given:
@@ -1021,7 +1041,7 @@ class Trainer(torch.optim.Optimizer):
         return pipeline.link.rows.read(key, ids, torch.is_grad_enabled())
 
     def _key_of(self, parameter: RowSparseParameter) -> int:
-        """Find the key of a row-sparse parameter, whose rows are there then; makes the store."""
+        """Return the key of a row-sparse parameter, after creating the store, which has its rows."""
         pipeline = self._pipeline
         pipeline.link.check_open()
         pipeline.ready()
@@ -1037,26 +1057,27 @@ class Trainer(torch.optim.Optimizer):
     def profiler(self) -> Profiler:
         """Profiles what this worker and the servers do for this Trainer's parameters.
 
-        Makes the store if the first step has not yet; blocks until the servers answer.
+        Creates the store if necessary, and blocks until the servers answer.
 
         Raises:
-            ConfigurationError: there is no store, or one whose workings are its own.
+            ConfigurationError: There is no store, or one that cannot be profiled.
         """
         return self._pipeline.link.profiler()
 
     @property
     def version(self) -> int:
-        """How many updates are in the weights that this worker has, all workers' together; -1 without a store.
+        """The number of updates in this worker's weights, counting those of all workers; -1 without a store.
 
-        Of several servers the one that had applied most counts.
+        With several servers, the greatest number counts.
         """
         return self._pipeline.link.version
 
     @property
     def staleness(self) -> int:
-        """How many updates others made since the weights of this worker's last gradient. Its update ends the count.
+        """How many updates other workers made since the weights with which this worker computed its last gradient.
 
-        Always 0 with synchronous rounds. Of several servers the one with most counts.
+        Counted up to that gradient's own update. Always 0 in synchronous modes. With several servers, the greatest
+        number counts.
         """
         return self._pipeline.link.staleness
 
@@ -1064,13 +1085,13 @@ class Trainer(torch.optim.Optimizer):
     def server_stats(self) -> list[dict[str, Any]]:
         """Return each server's counters for this Trainer's parameters, in server order; empty without a store.
 
-        One dict for each server: in "tables" is one row, with the round, the version, bytes, and the ranks that the
-        round waits for. Before the first step there is no store yet.
+        Each dict has one row in "tables", with the round, the version, bytes, and the ranks that the round waits for.
+        Before the first step there is no store.
         """
         return self._pipeline.link.stats()
 
     def close(self) -> None:
-        """End training and leave the store; idempotent. Other workers' rounds that need this one then fail."""
+        """End training and leave the store. Idempotent. Rounds of other workers that need this one then fail."""
         self._leave(None)
 
     def __enter__(self) -> Trainer:
@@ -1091,20 +1112,20 @@ class Trainer(torch.optim.Optimizer):
             self._pipeline.link.close(error)
 
     def _warn_of_what_had_no_effect(self) -> None:
-        """Training ends: log what was asked for and never came to anything."""
+        """Log options that have had no effect, when training ends."""
         accumulation = self._pipeline.accumulation
         if accumulation.pending:
             _log.warning(
-                "the gradients of the last %d backward passes reached no weight: %d make an update; set_progress() "
-                "with the number of all lets a shorter window count",
+                "the gradients of the last %d backward passes were not used, because an update needs %d; call "
+                "set_progress() with the total number to update after a shorter last window",
                 accumulation.pending,
                 accumulation.counts,
             )
-        # As far as their states say so.
+        # Not all kinds of schedules have a count in their state.
         told = [one.state_dict() for one in self._pipeline.schedules if one.by == "epoch"]
         waiting = [state for state in told if not state.get("count", state.get("last_epoch", 1))]
         if waiting and self.last is not None:
             _log.warning(
-                "no epoch was ended, so %d schedules that go by epoch never moved; call end_epoch() after each epoch",
+                "end_epoch() was never called, so %d schedules by epoch have not advanced; call it after each epoch",
                 len(waiting),
             )

@@ -1,4 +1,4 @@
-"""Several Trainers under names, as a model with several optimizers needs them: a GAN, say."""
+"""Several Trainers under names, for models with several optimizers, such as a GAN."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvtrainer.types import Group
 
 @uncompiled
 class TrainerDict(Mapping[str, Trainer]):
-    """Trainers by name, which step one by one; a checkpoint holds the state of all of them.
+    """Trainers by name, which step one by one; a checkpoint contains the states of all of them.
 
-    They may share a store object: each has tables and an optimizer of its own there. On every worker they must come to
-    their first steps in the same order.
+    They may share a store, in which each has its own tables and optimizer. Every worker must use them for the first
+    time in the same order.
 
     Raises:
-        ConfigurationError: there is none.
-        ArgumentTypeError: one is no Trainer.
+        ConfigurationError: There are no Trainers.
+        ArgumentTypeError: A value is not a Trainer.
 
         trainers = kvtrainer.TrainerDict(generator=Trainer(...), discriminator=Trainer(...))
         trainers["generator"].update_params(loss)
@@ -60,15 +60,15 @@ class TrainerDict(Mapping[str, Trainer]):
         return len(self._trainers)
 
     def update_params(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: one loss cannot be that of all. Raises JointStepError, a NotImplementedError."""
+        """Not supported, since one loss cannot be for all. Raises JointStepError, a NotImplementedError."""
         raise self._joint("update_params")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: loss scales may differ. Raises JointStepError, a NotImplementedError."""
+        """Not supported, since loss scales may differ. Raises JointStepError, a NotImplementedError."""
         raise self._joint("backward")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, as `backward` is. Raises JointStepError, a NotImplementedError."""
+        """Not supported, like `backward`. Raises JointStepError, a NotImplementedError."""
         raise self._joint("step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -90,36 +90,35 @@ class TrainerDict(Mapping[str, Trainer]):
         return {f"{name}.momentum": one.get_momentum()["momentum"] for name, one in self._trainers.items()}
 
     def end_epoch(self, metric: float | None = None) -> None:
-        """Advance the schedules of all Trainers that go by epoch, or by this metric.
+        """Advance the schedules of all Trainers that count epochs, or that depend on this metric.
 
         Raises:
-            ConfigurationError: one goes by a metric, and there is none; nothing has changed then.
+            ConfigurationError: A schedule needs a metric, but none was given; nothing has changed then.
         """
         waiting = [name for name, one in self.items() if any(s.by == "metric" for s in one.schedules)]
         if metric is None and waiting:
             raise ConfigurationError(
-                f"a schedule of {', '.join(waiting)} goes by a metric; call end_epoch(metric)"
+                f"a schedule of {', '.join(waiting)} needs a metric; call end_epoch(metric)"
             )
         for trainer in self._trainers.values():
             trainer.end_epoch(metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state_dict of every Trainer, by its name; blocks while state is fetched."""
+        """Return the state_dict of every Trainer, by its name. Blocks while state is fetched from servers."""
         return {name: trainer.state_dict() for name, trainer in self._trainers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; call it on every worker.
+        """Load the result of `state_dict`; call it on every worker.
 
         Raises:
-            StateMismatchError: the names are others, or the state of one does not fit. In the first case nothing has
-                changed.
+            StateMismatchError: The names differ, in which case nothing has changed; or a Trainer's state does not fit.
         """
         check_names(state_dict, self._trainers)
         for name, trainer in self._trainers.items():
             trainer.load_state_dict(state_dict[name])
 
     def close(self) -> None:
-        """Close all Trainers, also where one raises; idempotent."""
+        """Close all Trainers, even if one of them raises. Idempotent."""
         with ExitStack() as stack:
             for trainer in reversed(self._trainers.values()):
                 stack.callback(trainer.close)
@@ -131,7 +130,7 @@ class TrainerDict(Mapping[str, Trainer]):
 
 
 def check_names(given: Mapping[str, Any], trainers: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError unless the state of several Trainers has their names."""
+    """Raise StateMismatchError unless the states of several Trainers have the Trainers' names."""
     if set(given) != set(trainers):
         saved, here = (", ".join(sorted(map(str, names))) for names in (given, trainers))
-        raise StateMismatchError(f"mismatched state: it is of {saved}, while the Trainers here are {here}")
+        raise StateMismatchError(f"the state is for Trainers named {saved}, but the names here are {here}")

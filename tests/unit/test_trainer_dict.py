@@ -46,7 +46,7 @@ def test_a_metric_reaches_schedules_that_go_by_one_and_is_missed_before_anything
     _, both = trainers()
     both["g"].configure(schedules=[{"policy": "exp", "gamma": 0.5}])
     both["d"].configure(schedules=[{"type": "ReduceOnPlateauLR", "factor": 0.5, "patience": 0}])
-    with pytest.raises(ConfigurationError, match="d goes by a metric"):
+    with pytest.raises(ConfigurationError, match=r"of d\b"):
         both.end_epoch()
     assert both.get_lr() == {"g.lr": [0.1], "d.lr": [0.2]}
     both.end_epoch(1.0)
@@ -75,7 +75,7 @@ def test_state_is_kept_by_name() -> None:
 
 def test_state_of_others_is_refused() -> None:
     _, both = trainers()
-    with pytest.raises(StateMismatchError, match="it is of g, while the Trainers here are d, g"):
+    with pytest.raises(StateMismatchError, match=r"\bg, .*\bd, g"):
         both.load_state_dict({"g": both["g"].state_dict()})
 
 

@@ -167,7 +167,7 @@ def test_the_environment_cannot_take_the_update_out_of_the_store(monkeypatch: py
 
 def test_it_cannot_be_added_later() -> None:
     trainer = Trainer([nn.Parameter(torch.zeros(2))], "sgd")
-    with pytest.raises(ConfigurationError, match="give it to the Trainer's constructor"):
+    with pytest.raises(ConfigurationError):
         trainer.add_param_group({"params": [RowSparseParameter((2, 2))]})
 
 

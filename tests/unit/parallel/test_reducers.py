@@ -111,7 +111,7 @@ def test_automatic_choice_is_the_tree_where_devices_reach_each_other(
 
 @pytest.mark.parametrize("devices", [[CPU, CPU], [torch.device("cuda", 0)] * 2])
 def test_nccl_needs_distinct_cuda_devices(devices: list[torch.device]) -> None:
-    with pytest.raises(ConfigurationError, match="cpu|cuda"):
+    with pytest.raises(ConfigurationError, match=r"cpu|cuda"):
         make_reducer("nccl", devices)
 
 

@@ -346,7 +346,7 @@ def test_what_means_nothing_to_a_schedule_by_a_metric_is_refused(more: dict[str,
 )  # fmt: skip
 def test_schedules_that_would_undo_one_another_are_refused(schedules: list[Any]) -> None:
     optimizer = torch.optim.SGD(zeros(1), lr=0.1, momentum=0.9)
-    with pytest.raises(ConfigurationError, match="'(lr|momentum)'"):
+    with pytest.raises(ConfigurationError, match=r"'(lr|momentum)'"):
         bind_schedules(schedules, optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
 

@@ -93,7 +93,7 @@ def test_schedule_by_epoch_of_a_run_that_never_ended_one_is_said_at_the_end(
         step(trainer)
         for _ in range(epochs):
             trainer.end_epoch()
-    assert ("1 schedules that go by epoch never moved; call end_epoch()" in caplog.text) is (epochs == 0)
+    assert ("1 schedules by epoch" in caplog.text) is (epochs == 0)
 
 
 def test_scheduler_may_resume_from_the_initial_rate_that_a_group_carries() -> None:
@@ -151,8 +151,8 @@ def test_torch_instance_hands_over_the_momentum_that_it_has(in_store: bool) -> N
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (lambda p: [p], "trains 2 parameters, the Trainer was given 1"),
-        (lambda p: [{"params": [p], "lr": 1.0}], "brings the options of its groups"),
+        (lambda p: [p], "trains 2 parameters, .* given 1"),
+        (lambda p: [{"params": [p], "lr": 1.0}], "SGD instance"),
     ],
 )
 def test_torch_instance_must_train_what_the_trainer_trains(parameters: Any, message: str) -> None:

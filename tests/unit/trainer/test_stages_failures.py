@@ -370,7 +370,7 @@ def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), accumulating(p, 2) as trainer:
         for _ in range(3):
             trainer.update_params(p * 1.0)
-    assert "the last 1 backward passes reached no weight: 2 make an update" in caplog.text
+    assert "the last 1 backward passes" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING), accumulating(p, 2) as trainer:
         for _ in range(2):
