@@ -189,5 +189,4 @@ def _is_trainer(optimizer: object) -> bool:
 
 
 def _fresh(trainer: Any) -> list[Tensor]:
-    """Return the parameters, on all devices, whose gradients the coming step would use."""
     return [parameter for _, parameter in trainer._named_fresh()]

@@ -165,7 +165,6 @@ def hook_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the hook that optimizer_config and fp16 describe together."""
     options = section(cfg, "optimizer_config")
     kind = options.get("type", "OptimizerHook")
     if cfg.get("fp16") is not None:
@@ -301,7 +300,6 @@ def _own_constructor(constructor: Any) -> Any:
 
 
 def _instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
-    """Return a Trainer's arguments for a built optimizer: its parameters, under their names in the model."""
     model = unwrapped(model)
     is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
     if isinstance(instance, torch.optim.Optimizer) and is_named:
@@ -399,11 +397,7 @@ class DefaultOptimizerConstructor:
         paramwise_rules(cfg, self.optimizer_cfg)
 
     def __call__(self, model: Module) -> torch.optim.Optimizer:
-        """Build the optimizer.
-
-        Raises:
-            ConfigurationError: The type is not a torch optimizer, or refuses its options.
-        """
+        """Build the optimizer."""
         kind, options = OPTIMIZERS.split(self.optimizer_cfg)
         if isinstance(kind, type) and not issubclass(kind, torch.optim.Optimizer):
             name = self.optimizer_cfg["type"]

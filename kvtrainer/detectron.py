@@ -135,7 +135,6 @@ def detectron_devices(cfg: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all keys, in flat form, with defaults for those that are missing."""
     cfg = check.mapping("Detectron's configuration", cfg, error=ArgumentTypeError)
     others = set(_others(cfg))
     # Mappings become flat keys, so that SOLVER.BASE_LR given in both forms is noticed.
@@ -158,7 +157,6 @@ def _read(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _others(cfg: Mapping[str, Any]) -> list[str]:
-    """Return the sections for other parts of a program. Raises ConfigurationError if one looks misspelled."""
     sections = dict.fromkeys(str(key).partition(".")[0] for key in cfg)
     return check.others("Detectron's configuration", sections, _SECTIONS)
 

@@ -67,12 +67,11 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Return a priority, given as a number from 0 (first) to 100 or as a name in any case, as a number.
+    """Return a priority, a number from 0 (first) to 100 or a name in any case, as a number.
 
     Raises:
         UnregisteredNameError: There is no priority of that name; also a KeyError.
-        ArgumentTypeError: It is neither a number nor a name.
-        ConfigurationError: It is out of range.
+        ArgumentTypeError, ConfigurationError: It has another type, or is out of range.
     """
     if isinstance(priority, str):
         check.known("Priority", [priority.upper()], Priority.__members__, error=UnregisteredNameError)
@@ -283,7 +282,6 @@ class OptimizerHook(Hook):
         """Called once, after the options were set, for what is not an option."""
 
     def _own_options(self) -> dict[str, Any]:
-        """Return the options to set on the Trainer, under MMCV's names."""
         is_told = {"loss_scale": True, "coalesce": True, "bucket_size_mb": True}
         is_told["grad_clip"] = type(self).clip_grads is OptimizerHook.clip_grads
         is_told["cumulative_iters"] = getattr(self, "cumulative_iters", 1) > 1
@@ -532,12 +530,10 @@ class ValueHook(Hook):
         setattr(self, f"base_{self._value}", bases if isinstance(found, Mapping) else bases[""])
 
     def _progress(self, runner: Any) -> tuple[int, int | None]:
-        """Return how many epochs or batches have passed, and how many there will be."""
         at, last = ("epoch", "max_epochs") if self.by_epoch else ("iter", "max_iters")
         return int(getattr(runner, at, 0)), getattr(runner, last, None)
 
     def _get(self, runner: Any, base: float) -> float:
-        """Return the current value, without warm-up, for a group that started from `base`."""
         if self._policy is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no policy; override its get_lr or get_momentum"
@@ -545,12 +541,10 @@ class ValueHook(Hook):
         return float(self._policy(base, *self._progress(runner)))
 
     def _get_regular(self, runner: Any) -> Values:
-        """Return the values of all groups, without warm-up."""
         get = getattr(self, f"get_{self._value}")
         return _each(lambda base: get(runner, base), getattr(self, f"base_{self._value}"))
 
     def _get_warmup(self, cur_iters: int) -> Values:
-        """Apply the warm-up to the regular values, for this batch."""
         where = str(self.warmup), cur_iters, self.warmup_iters or 1, self.warmup_ratio
         return _each(lambda one: self._warm_up(one, *where), getattr(self, f"regular_{self._value}"))
 

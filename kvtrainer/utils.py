@@ -166,7 +166,6 @@ def _checked_gradient(array: object) -> Tensor:
 
 
 def _global_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all elements: a 0-d float64 tensor on the first gradient's device."""
     # Entries of one sparse gradient that share an index are summed before they are squared.
     flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
     norms = [

@@ -175,16 +175,7 @@ class LossScaler:
 
 
 class TorchLossScaler(LossScaler):
-    """A scale that adapts as torch.amp.GradScaler's: it shrinks on overflow and grows after clean steps.
-
-    Args:
-        init_scale: The initial value.
-        growth_factor, backoff_factor, growth_interval: As in torch.amp.GradScaler.
-        min_scale: Lower bound, such as 1 in MMCV's LossScaler. The default is 2^-24; torch's scale could go down to 0.
-
-    Raises:
-        ConfigurationError: A number is impossible.
-    """
+    """A scale that adapts as torch.amp.GradScaler's. `min_scale` is a lower bound, by default 2^-24; torch's is 0."""
 
     _kind, _most = None, math.inf
 
@@ -206,11 +197,7 @@ class TorchLossScaler(LossScaler):
 
 
 class StaticLossScaler(LossScaler):
-    """A scale that never changes. A step whose gradients overflow is skipped all the same.
-
-    Raises:
-        ConfigurationError: `scale` is not a number above 0.
-    """
+    """A scale that never changes. A step whose gradients overflow is skipped all the same."""
 
     _kind = _STATIC
 
@@ -220,8 +207,6 @@ class StaticLossScaler(LossScaler):
 
 
 class Precision(NamedTuple):
-    """The meaning of the option `amp`."""
-
     dtype: torch.dtype
     """The dtype in which torch.autocast computes what is safe in it."""
     scaler: LossScaler | None
@@ -229,14 +214,8 @@ class Precision(NamedTuple):
 
 
 def make_precision(amp: Any) -> Precision | None:
-    """Read the option `amp`; None means full precision.
-
-    Args:
-        amp: "dynamic", a number (a constant loss scale), or a dict with `dtype`, "float16" (the default) or "bfloat16";
-            `loss_scale`, "dynamic" or a number; and the arguments of torch.amp.GradScaler.
-
-    Raises:
-        ConfigurationError: It is something else.
+    """Read the option `amp`: None, "dynamic", a number (a constant loss scale), or a dict with `dtype` ("float16" by
+    default, or "bfloat16"), `loss_scale` ("dynamic" or a number) and the arguments of torch.amp.GradScaler.
     """
     if amp is None:
         return None
@@ -261,14 +240,8 @@ def make_precision(amp: Any) -> Precision | None:
 
 
 def make_loss_scaler(amp: Any) -> LossScaler | None:
-    """Return the loss scaler for `amp`, or None if there should not be one.
-
-    Args:
-        amp: "dynamic"; a number for a constant scale; None; or a dict with arguments of TorchLossScaler and `enabled`.
-            MMCV's older names `mode`, `scale_factor` and `scale_window` are accepted.
-
-    Raises:
-        ConfigurationError: It is something else.
+    """Return the loss scaler for "dynamic", a number (a constant scale), or a dict with arguments of TorchLossScaler
+    and `enabled`; MMCV's older names `mode`, `scale_factor` and `scale_window` are accepted. None means none.
     """
     amp = check.as_mapping(amp)
     if amp is None:
@@ -300,11 +273,7 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
 
 
 def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
-    """Return a scaler of the kind that saved this state, with the saved values.
-
-    Raises:
-        ConfigurationError: No scaler saves such a state.
-    """
+    """Return a scaler of the kind that saved this state, with the saved values."""
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     kind = state[_KIND] if _KIND in names else _OLD_KINDS.get(names)
     if kind == _STATIC:
@@ -325,11 +294,7 @@ def check_scaler_state(scaler: LossScaler, state: Mapping[str, Any]) -> None:
 
 
 def scaler_of(trainer: object) -> LossScaler:
-    """Return the loss scaler of a Trainer.
-
-    Raises:
-        AmpNotInitializedError: It has none.
-    """
+    """Return the loss scaler of a Trainer."""
     scaler: LossScaler | None = getattr(trainer, "loss_scaler", None)
     if scaler is None:
         raise AmpNotInitializedError(
@@ -356,16 +321,12 @@ def unscale(trainer: Any) -> None:
 
 
 def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[bool, float]:
-    """Return what a plain torch.amp.GradScaler wants of the step that it is calling.
+    """Return what a plain torch.amp.GradScaler passes to the step: whether a gradient overflows, and the unscaling
+    factor.
 
-    It always calls the `step` of an optimizer with `_step_supports_amp_scaling`, and passes the attributes `found_inf`
-    and `grad_scale` (None once unscaled), which it removes afterwards.
-
-    Returns:
-        Whether a gradient overflows, and the factor by which the step multiplies the gradients.
-
-    Raises:
-        ConfigurationError: There are several workers, which such a scaler does not ask; or the Trainer scales losses.
+    It calls the `step` of any optimizer with `_step_supports_amp_scaling`, and sets the attributes `found_inf` and
+    `grad_scale` (None once unscaled), which it removes afterwards. It does not ask other workers, so it is refused if
+    there are any.
     """
     scale, found = vars(trainer)["grad_scale"], vars(trainer)["found_inf"]
     try:

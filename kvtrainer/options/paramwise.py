@@ -58,10 +58,7 @@ CFG_KEYS = ("custom_keys", *_MULTIPLIERS, "bypass_duplicate", "custom_keys_merge
 
 @dataclass(frozen=True)
 class ModuleParameter:
-    """A parameter and its place in the model.
-
-    `given` goes into a group's "params": the parameter, or the list of its replicas.
-    """
+    """A parameter and its place in the model. Groups get `given`: the parameter, or the list of its replicas."""
 
     name: str
     parameter: Tensor
@@ -72,21 +69,15 @@ class ModuleParameter:
 
     @property
     def own_name(self) -> str:
-        """The last component of the name, such as "bias"."""
         return self.name.rpartition(".")[2]
 
     @property
     def module_name(self) -> str:
-        """The name of the module that holds it; empty at the top."""
         return self.name.rpartition(".")[0]
 
     @property
     def module(self) -> Module:
-        """The module that holds it.
-
-        Raises:
-            ConfigurationError: Only names and parameters are known.
-        """
+        """The module that holds it."""
         if self.holder is None:
             raise ConfigurationError(
                 f"a rule needs the module that holds {self.name!r}; pass the Module itself"
@@ -99,9 +90,6 @@ def places_in(model: Any) -> list[ModuleParameter]:
 
     The model is a Module, one with replicas (`kvtrainer.DataParallel`), a dict, or (name, parameter) pairs. A list of
     replicas may stand for a parameter.
-
-    Raises:
-        ConfigurationError: It is something else, whose parameters have no names.
     """
     if hasattr(model, "named_replicas"):
         rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
@@ -186,10 +174,7 @@ class ParamReport:
         return "\n".join(lines)
 
     def with_groups(self, groups: Iterable[Mapping[str, Any]]) -> ParamReport:
-        """Return the report with the options that the groups have now.
-
-        Replicas, which a Trainer calls "NAME on DEVICE", come last, with the rules of NAME.
-        """
+        """Return the report with the groups' present options. Replicas ("NAME on DEVICE") follow, with NAME's rules."""
         decided = {row.name: row.rules for row in self.rows}
         now = {row.name: row for row in rows_of(groups)}
         found = [
@@ -297,8 +282,6 @@ class Rule:
 
 
 class ParamGroups(NamedTuple):
-    """Parameter groups for an optimizer, and how they were made."""
-
     groups: list[dict[str, Any]]
     """torch's form, with "param_names". Options equal to the optimizer's are left out."""
     report: ParamReport
@@ -317,14 +300,8 @@ def apply_paramwise(
         defaults: The optimizer's options with its own defaults. Without them, `base` must contain the learning rate if
             a rule multiplies it, and options that do not exist are not noticed.
 
-    Raises:
-        ConfigurationError: `paramwise` is wrong, sets an option that the optimizer does not have, or multiplies a
-            weight_decay that `base` lacks; or a parameter appears twice, without bypass_duplicate.
-        NotInitializedError: A rule needs the shape of a lazy parameter.
-
-    Warns:
-        UnmatchedRuleWarning: A rule or custom key matches no parameter.
-        DuplicateParameterWarning: With bypass_duplicate, parameters appear more than once.
+    Raises ConfigurationError if `paramwise` is wrong or sets options that do not exist, or if a parameter appears twice
+    without bypass_duplicate (with it: DuplicateParameterWarning). A rule without a match warns (UnmatchedRuleWarning).
     """
     model = unwrapped(model)
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
@@ -456,7 +433,6 @@ _KINDS: Mapping[str, Callable[[ModuleParameter], bool]] = {
 
 
 def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options that a group without rules may have."""
     own = {ALIASES.get(key, key): value for key, value in given.items() if value is not None}
     known = defaults or own
     return {**(defaults or {}), **{key: value for key, value in own.items() if key in known}}
@@ -465,12 +441,7 @@ def _base_options(given: Mapping[str, Any], defaults: Mapping[str, Any] | None) 
 def _apply_rules(
     places: Iterable[ModuleParameter], rules: Sequence[Rule], base: Mapping[str, Any], is_complete: bool
 ) -> ParamGroups:
-    """Group parameters by rules.
-
-    Args:
-        base: The options before rules.
-        is_complete: Whether these are all options that the optimizer has.
-    """
+    """Group parameters by rules. `base` has the options before rules; with `is_complete`, all that exist."""
     matched: set[int] = set()
     groups: list[dict[str, Any]] = []
     rows = []
@@ -510,7 +481,6 @@ def _apply_rules(
 
 
 def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
-    """Return the options that a rule sets. Raises ConfigurationError if the optimizer does not have them."""
     said = dict(rule.extra)
     if rule.weight_decay is not None:
         said["weight_decay"] = float(rule.weight_decay)
@@ -550,7 +520,6 @@ def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> 
 
 
 def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
-    """Call a user's function for groups, and add the parameters' names in the model."""
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):

@@ -32,21 +32,16 @@ _KEYS = {"norm": {"type", "max_norm", "norm_type", "error_if_nonfinite"}, "value
 
 
 class GradientCheck(NamedTuple):
-    """The measured gradient, if it was measured, and the decision."""
-
     measured: Measured | None = None
     decision: Decision = Decision()
 
 
 @dataclass(frozen=True)
 class GradientLimits:
-    """Everything that a Trainer checks about the gradient of a step.
+    """Everything that a Trainer checks about the gradient of a step. None means no limit.
 
-    Args:
-        max_norm, norm_type: Limit of the norm over all parameters; None for no limit.
-        clip_value: Limit of every element; None for no limit.
-        on_nonfinite: One of ON_NONFINITE; None means "skip" if the gradient is measured anyway.
-        has_scaler: Whether losses are scaled; then a gradient that overflows skips the step.
+    `on_nonfinite` is one of ON_NONFINITE; None means "skip" if the gradient is measured anyway. With `has_scaler`,
+    losses are scaled, so a gradient that overflows skips the step.
     """
 
     max_norm: float | None = None
@@ -57,7 +52,6 @@ class GradientLimits:
 
     @cached_property
     def clips(self) -> bool:
-        """Whether there is a limit."""
         return self.max_norm is not None or self.clip_value is not None
 
     @cached_property
@@ -69,12 +63,10 @@ class GradientLimits:
 
     @cached_property
     def is_needed(self) -> bool:
-        """Whether the gradient must be measured."""
         return self.clips or self.checks_finite
 
     @cached_property
     def with_scaler(self) -> GradientLimits:
-        """The same limits with loss scaling."""
         return replace(self, has_scaler=True)
 
     @cached_property
@@ -113,10 +105,6 @@ class GradientLimits:
 def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
     """Read the options of these names: `clip_grad` has the arguments of torch's clip_grad_norm_, or with `type="value"`
     of clip_grad_value_.
-
-    Raises:
-        ArgumentTypeError: `clip_grad` is not a dict.
-        ConfigurationError: An item is unknown, missing or impossible, or two contradict each other.
     """
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
@@ -148,11 +136,7 @@ def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The options of the stages of a step. The fields are arguments of the Trainer.
-
-    Raises:
-        ConfigurationError: A field is wrong, or two contradict each other.
-    """
+    """The options of the stages of a step. The fields are arguments of the Trainer."""
 
     clip_grad: Mapping[str, Any] | None = None
     amp: Any = None
@@ -196,12 +180,6 @@ class Accumulation:
 
     The accumulated gradient is that of the mean loss. If the total is known, the last window may be shorter: its losses
     are divided by its own length, and the very last pass ends it.
-
-    Args:
-        counts: Backward passes per update.
-
-    Raises:
-        ConfigurationError: It is not an int of at least 1.
     """
 
     def __init__(self, counts: Any = 1) -> None:
@@ -214,11 +192,7 @@ class Accumulation:
         """Backward passes since the last update."""
 
     def set_progress(self, done: int, total: int | None) -> None:
-        """Continue after `done` of `total` backward passes. An incomplete window starts over.
-
-        Raises:
-            ConfigurationError: The numbers are impossible.
-        """
+        """Continue after `done` of `total` backward passes. An incomplete window starts over."""
         for name, number in (("done", done), ("in all", 0 if total is None else total)):
             check.integer(f"backward passes {name}", number)
         if done < 0 or (total is not None and total < max(done, 1)):
@@ -242,7 +216,6 @@ class Accumulation:
         return rest if rest and self.total - rest <= self.done < self.total else self.counts
 
     def count(self) -> None:
-        """Count a backward pass."""
         self.done += 1
         self.in_window += 1
 

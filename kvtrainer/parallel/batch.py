@@ -59,7 +59,6 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move all tensors of a batch to one device."""
     return _mapped(batch, partial(_to, device=device))
 
 
@@ -69,7 +68,6 @@ def _to(one: Tensor, device: torch.device) -> Tensor:
 
 
 def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
-    """Yield the path and the length of each tensor."""
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             if not -batch.ndim <= axis < batch.ndim:
@@ -84,7 +82,6 @@ def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same structure with `call` applied to every tensor."""
     if isinstance(batch, Tensor):
         return call(batch)
     if isinstance(batch, np.ndarray):
@@ -143,11 +140,7 @@ class ReplicaLosses(list[Tensor]):
 
 
 def total_of(output: Any, replica: int) -> Tensor:
-    """Return the scalar loss in a loss function's result: a loss, or a mapping or list of losses to add.
-
-    Raises:
-        ConfigurationError: It is something else.
-    """
+    """Return the scalar loss in a loss function's result: a loss, or a mapping or list of losses to add."""
     if isinstance(output, Tensor) and output.numel() == 1:
         return output.reshape(())
     if isinstance(output, Mapping):

@@ -282,7 +282,6 @@ class DataParallel(Module):
         return parallel_apply(threaded, [()] * len(here), devices=devices)
 
     def _enter(self) -> None:
-        """Mark every parameter as a replica of this DataParallel."""
         if len(self.replicas) > 1:
             membership = ReplicaInfo(self, self._policy)
             for replica in self.replicas:
@@ -356,7 +355,6 @@ def _tensors_of(module: Module) -> Iterator[Tensor]:
 
 
 def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.device]:
-    """Return the devices with explicit CUDA indices. Raises ConfigurationError."""
     if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
         raise ConfigurationError(f"devices must be a list of at least one device, got {devices!r}")
     check.integer(f"the target, a position in {len(devices)} devices,", target, 0, len(devices) - 1)
@@ -371,7 +369,6 @@ def _checked_devices(devices: Sequence[Device], target: int) -> list[torch.devic
 
 
 def _default_devices(devices: Sequence[Device] | None, num_gpus: int | None) -> Sequence[Device]:
-    """Return the devices given by a list, a number of CUDA devices, or neither. Raises ConfigurationError."""
     if devices is not None and num_gpus is not None:
         raise ConfigurationError(f"give devices or num_gpus, not both; got {devices!r} and {num_gpus!r}")
     if devices is not None:

@@ -36,8 +36,6 @@ MEMBERSHIP = "_kvtrainer_membership"
 
 
 class ReplicaPolicy(NamedTuple):
-    """How a Trainer treats the replicas of its parameters."""
-
     reducer: str = AUTO
     are_scaled: bool = False
     """Whether each gradient is already weighted with its replica's share, so that their sum is a mean."""
@@ -79,14 +77,7 @@ def _policy(parameter: Tensor) -> ReplicaPolicy | None:
 
 
 def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
-    """Check that all replicas are distinct, of the same shape and dtype, and on the same devices.
-
-    Args:
-        parameters: By name, the replicas of each.
-
-    Raises:
-        ConfigurationError: They are not.
-    """
+    """Raise ConfigurationError unless all replicas are distinct, of equal shape and dtype, on the same devices."""
     # 1. The usual case: no replicas at all.
     are_alone = {*map(len, parameters.values())} == {1}
     if are_alone and not any([hasattr(p, MEMBERSHIP) for (p,) in parameters.values()]):
@@ -196,7 +187,6 @@ def nccl_sum(parts: Sequence[Tensor]) -> None:
 
 
 def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copy to one target after another."""
     for target in targets:
         target.copy_(source)
 
@@ -228,7 +218,6 @@ _KINDS = {
 
 
 def check_reducer(name: object) -> str:
-    """Return the name if it is a reducer's. Raises ConfigurationError."""
     return check.one_of("the reducer", name, REDUCERS)
 
 
@@ -237,15 +226,8 @@ def make_reducer(
     devices: Sequence[torch.device],
     can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer,
 ) -> Reducer:
-    """Return the reducer of that name for these devices.
-
-    "auto" is the tree if CUDA devices can access each other's memory in the way caffe2's muji requires, else "flat".
-
-    Args:
-        can_access: Whether a CUDA device, by index, can access another one's memory.
-
-    Raises:
-        ConfigurationError: There is no reducer of that name, or "nccl" cannot run here.
+    """Return the reducer of that name. "auto" is the tree if CUDA devices can access each other's memory in the way
+    that caffe2's muji requires (`can_access`, by indices), else "flat".
     """
     check_reducer(name)
     if name == "nccl" and not are_distinct_cuda(devices):
@@ -266,7 +248,6 @@ def is_left_fold(name: str) -> bool:
 
 
 def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Return whether all devices are CUDA devices, and none occurs twice."""
     return all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
 
 

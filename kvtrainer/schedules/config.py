@@ -65,16 +65,7 @@ Maker = Callable[[torch.optim.Optimizer], Any]
 
 
 def read_schedule(cfg: Mapping[str, Any], default_args: Mapping[str, Any]) -> ScheduleSpec | Maker:
-    """Read a dict with 'policy' or 'type'. Return the schedule, or a function that makes it from an optimizer.
-
-    Args:
-        cfg: The description. A `run` in it contains the configuration's own max_epochs and so on.
-        default_args: max_epochs, max_iters, epoch_length, as far as they are known.
-
-    Raises:
-        UnregisteredNameError: The policy or type is unknown.
-        ConfigurationError: An option is unknown, missing or impossible.
-    """
+    """Read a dict with 'policy' or 'type': a schedule, or a function that makes it. Its `run` extends default_args."""
     run = {key: default_args.get(key) for key in _RUN} | dict(cfg.get("run", {}))
     cfg = {key: value for key, value in cfg.items() if key != "run"}
     if "policy" in cfg:
@@ -189,7 +180,6 @@ def is_stepwise(policy: str) -> bool:
 
 
 def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
-    """Remove `by_epoch`, or `by`, from a configuration, and return it."""
     by = cfg.pop("by", None)
     by_epoch = cfg.pop("by_epoch", default if by is None else by == "epoch")
     if by not in (None, "epoch" if by_epoch else "step"):
@@ -198,10 +188,8 @@ def _goes_by_epoch(cfg: dict[str, Any], default: bool) -> bool:
 
 
 def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec | Maker:
-    """Read mmengine's form: `type`, options, begin, end, by_epoch (True by default), convert_to_iter_based, last_step.
-
-    A class or function as `type`, or one registered in `SCHEDULES` under that name, is called with the optimizer and
-    the options. `verbose` has no effect.
+    """Read mmengine's form. A class or function as `type`, or one registered in `SCHEDULES`, is called with the
+    optimizer and the options. `verbose` has no effect.
     """
     # 1. A schedule that is not ours is only called.
     by_epoch = bool(cfg.get("by_epoch", True))
@@ -252,7 +240,6 @@ def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -
 
 
 def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
-    """Add the options that depend on the length of the window."""
     if kind == "OneCycle":
         if name != "lr":
             raise ConfigurationError(
@@ -269,8 +256,6 @@ def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict
 
 
 def _resumed(spec: ScheduleSpec) -> Maker:
-    """Return a function that makes the schedule if all groups have the value that they started from."""
-
     def checked(optimizer: torch.optim.Optimizer) -> ScheduleSpec:
         for index, group in enumerate(getattr(optimizer, "param_groups", ())):
             if f"initial_{spec.name}" not in group:
@@ -427,14 +412,7 @@ def build_param_schedules(
 
 
 def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of each optimizer's schedules.
-
-    Args:
-        cfg: A dict by the names of optimizers; anything else is for all of them.
-
-    Raises:
-        UnknownNameError: There is no optimizer of that name.
-    """
+    """Return each optimizer's schedules: `cfg` is a dict by their names, or anything else, for all of them."""
     found = check.as_mapping(cfg)
     if not isinstance(found, Mapping) or {"type", "policy", "scheduler"} & set(found):
         found = dict.fromkeys(optimizers, found)
@@ -484,11 +462,7 @@ def _bind(
 
 
 def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
-    """Let schedules by metric scale what other schedules of the same value write.
-
-    Raises:
-        ConfigurationError: Two schedules would overwrite each other's values.
-    """
+    """Let schedules by metric scale what other schedules of the same value write."""
     ours = [one for one in schedules if isinstance(one, ParamSchedule)]
     for at, one in enumerate(ours):
         if any(one.writes_beside(other) for other in ours[:at]):

@@ -66,24 +66,19 @@ class Low(NamedTuple):
     ratio: float | None = None
 
     def of(self, base: float) -> float:
-        """Return the minimum for a group that starts from `base`."""
         if self.ratio is not None:
             return base * self.ratio
         return 0.0 if self.minimum is None else self.minimum
 
 
 def fixed(point: Point) -> float:
-    """Return `base`."""
     return point.base
 
 
 def step(
     point: Point, *, every: int | Sequence[int], gamma: float = 0.1, minimum: float | None = None
 ) -> float:
-    """Return `base * gamma**k`, at least `minimum`.
-
-    k is `at // every`, or for a list of moments how many of them have come.
-    """
+    """Return `base * gamma**k`, at least `minimum`; k is `at // every`, or how many moments of a list have come."""
     base, at = point.base, point.at
     decays: int = at // every if isinstance(every, int) else sum(at >= moment for moment in every)
     value = float(base * gamma**decays)
@@ -96,7 +91,6 @@ def multi_step(point: Point, *, milestones: Sequence[int], gamma: float = 0.1) -
 
 
 def exponential(point: Point, *, gamma: float) -> float:
-    """Return `base * gamma**at`."""
     return float(point.base * gamma**point.at)
 
 
@@ -160,11 +154,7 @@ def flat_cosine(point: Point, *, low: Low, start_percent: float = 0.75) -> float
 def cosine_restart(
     point: Point, *, low: Low, periods: Sequence[int], restart_weights: Sequence[float] = (1.0,)
 ) -> float:
-    """Repeat half a cosine, one for each period; the height above the minimum is multiplied by the period's weight.
-
-    Raises:
-        ConfigurationError: All periods are over.
-    """
+    """Repeat half a cosine, one for each period; the height above the minimum is multiplied by the period's weight."""
     index, share = _period_at(point.at, periods)
     end = low.of(point.base)
     return end + restart_weights[index] * (_half_cosine(point.base, end, share) - end)
@@ -277,7 +267,6 @@ _ANNEAL = {"cos": _half_cosine, "linear": _line}
 
 
 def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
-    """Return the index of the period that contains `at`, and the fraction of it that has passed."""
     start = 0
     for index, period in enumerate(periods):
         if at < start + period:
@@ -303,8 +292,6 @@ def _in_phases(at: int, total: int, pct_start: float, stops: Sequence[float], st
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula with its options."""
-
     function: Callable[..., float]
     options: Mapping[str, Any] = field(default_factory=dict)
     restarts: bool = False
@@ -319,8 +306,6 @@ class Formula:
 
 
 class _Named(NamedTuple):
-    """A formula under a name, and what must be known to build it."""
-
     formula: Callable[..., float]
     needs_end: bool = False
     needs_minimum: bool = False
@@ -383,10 +368,6 @@ def make_policy(
         options: Under our names or those of the source.
         name: The scheduled value: momentum has other defaults.
         span: The total number of steps or epochs; None if open-ended.
-
-    Raises:
-        UnregisteredNameError: There is no such policy; lists the known ones.
-        ConfigurationError: An option is unknown, missing or impossible, or the policy needs an end.
     """
     if not isinstance(policy, str):
         if not callable(policy):

@@ -69,15 +69,7 @@ def refuse_second_scheduler(optimizer: object) -> None:
 
 
 class GroupValue:
-    """Reads and writes one value in an optimizer's groups. 'momentum' is betas[0] where a group has betas.
-
-    Groups are looked up on each access, because loading a state replaces them and groups may be added.
-
-    Raises:
-        ArgumentTypeError: `optimizer` is not an optimizer.
-        GroupValueError: A group does not have the value; also a KeyError.
-        SchedulerInUseError: The optimizer has its own scheduler for the learning rate.
-    """
+    """Reads and writes a value in an optimizer's groups. 'momentum' is betas[0] where a group has betas."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -115,7 +107,6 @@ class GroupValue:
             )
 
     def read(self, index: int) -> float:
-        """Return the current value of this group."""
         group = self.optimizer.param_groups[index]
         if self._is_beta(group):
             return float(group["betas"][0])
@@ -157,11 +148,7 @@ class GroupValue:
             self.write(index, value)
 
     def indices(self, chosen: Sequence[int | str] | None) -> frozenset[int] | None:
-        """Return the indices of groups given by index or name; None means all.
-
-        Raises:
-            ConfigurationError: There is no such group.
-        """
+        """Return the indices of groups given by index or name; None means all."""
         if chosen is None:
             return None
         if isinstance(chosen, str) or not isinstance(chosen, Sequence):
@@ -439,10 +426,7 @@ class ParamSchedule:
         return count, warm, bases
 
     def _write(self, is_jump: bool) -> None:
-        """Write the result of the whole chain. Groups for which no schedule is within its window are left alone.
-
-        After the end nothing is written, because the last value is in place; except after a jump.
-        """
+        """Write the chain's result to groups in a schedule's window; after its end, only when the count has jumped."""
         for index, value in enumerate(self.target.bases):
             if any(one._has(index) and one._is_on(is_jump) for one in self._chain):
                 for one in self._chain:
@@ -491,18 +475,11 @@ class ParamSchedule:
 
 
 def is_of_mmengine(state_dict: Mapping[str, Any]) -> bool:
-    """Return whether this is the state of one of mmengine's schedulers."""
     return {"_global_step", "param_name", "by_epoch"} <= set(state_dict)
 
 
 def count_in_mmengine(state_dict: Mapping[str, Any], schedule: Any) -> int:
-    """Return how often a schedule was advanced, according to the state of mmengine's scheduler.
-
-    mmengine counts epochs or backward passes; a schedule by step counts updates.
-
-    Raises:
-        StateMismatchError: It is for another value, or one of the two counts epochs and the other does not.
-    """
+    """Return the count in the state of mmengine's scheduler, in updates: it counts backward passes, or epochs."""
     name, by_epoch = state_dict["param_name"], state_dict["by_epoch"]
     if name != schedule.name or by_epoch is not (schedule.by != "step"):
         theirs = "epoch" if by_epoch else "iteration"
@@ -541,10 +518,7 @@ class Warmup:
 
 
 class WarmupClock:
-    """Counts the steps of the warm-up of a schedule by epoch; a BoundSchedule of its own.
-
-    Its state is empty, because the schedule saves the count.
-    """
+    """Counts the steps of the warm-up of a schedule by epoch. Its state is empty: the schedule saves the count."""
 
     by = "step"
 

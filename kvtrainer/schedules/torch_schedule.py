@@ -25,14 +25,9 @@ _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 
 
 class TorchSchedule:
-    """A scheduler with torch's interface, which a Trainer advances and saves. The scheduler is not changed.
+    """A scheduler with torch's interface, which a Trainer advances per `by`, 'step' or 'epoch', and saves.
 
-    Args:
-        scheduler: Already bound to the optimizer.
-        by: When it is advanced: after each 'step' or 'epoch'. For ReduceLROnPlateau always with a 'metric'.
-
-    Raises:
-        SchedulerInUseError: The optimizer has its own scheduler for the learning rate.
+    ReduceLROnPlateau is advanced with a 'metric'. Raises SchedulerInUseError if the optimizer has its own scheduler.
     """
 
     def __init__(self, scheduler: Any, by: str) -> None:
@@ -43,7 +38,6 @@ class TorchSchedule:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer to which the scheduler is bound."""
         return self.scheduler.optimizer  # type: ignore[no-any-return]
 
     @property
@@ -90,15 +84,10 @@ class PlateauSchedule:
     that other schedules write later are lowered by the same factor.
 
     Args:
-        optimizer: The optimizer whose groups are written.
-        name: 'lr', 'momentum' or any key of the groups with a number.
         begin, end: It acts from the `begin`-th metric on (counted from 1) and before the `end`-th.
         minimum: Lower bound of the value, or a list with one for each group.
-        groups: The groups to write, by index or 'name'; None: all, including groups added later.
+        optimizer, name, groups: As in `ParamSchedule`.
         options: Those of ReduceLROnPlateau: mode, factor, patience, threshold, threshold_mode, cooldown, eps.
-
-    Raises:
-        ConfigurationError: An option is wrong, or a group does not have the value.
     """
 
     by = "metric"
@@ -150,7 +139,6 @@ class PlateauSchedule:
 
     @property
     def name(self) -> str:
-        """The key of the value that it lowers."""
         return self.target.name
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +147,6 @@ class PlateauSchedule:
         return {"count": self._count, "scales": self.target.scales, **{key: state[key] for key in _PROGRESS}}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise StateMismatchError unless it is such a state, for the same number of groups."""
         self._read(state_dict)
 
     def _read(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,7 +166,6 @@ class PlateauSchedule:
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Raises as `check_state_dict`; nothing has changed then."""
         state_dict = self._read(state_dict)
         self._count = int(state_dict["count"])
         self.target.scales = state_dict["scales"]

@@ -346,7 +346,6 @@ class BaseStrategy(ABC):
         return parts.build_trainers(optim_wrapper, model, self.kvstore)
 
     def _scale_lr(self) -> None:
-        """Scale learning rates according to `auto_scale_lr`."""
         self._trainer()
         micro = self.dispatch_kwargs.get("train_micro_batch_size_per_gpu")
         parts.scale_learning_rates(self._auto_scale_lr, self._trainers, micro, self.world_size, self.logger)
@@ -460,7 +459,6 @@ class BaseStrategy(ABC):
         self._scheduled(state_dict)
 
     def _scheduled(self, state_dict: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Pair every schedule with its state, and check that the state fits."""
         self._trainer()
         schedules = {name: list(one.schedules) for name, one in self._trainers.items()}
         rows = pair_schedules(schedules.get("", schedules), state_dict)

@@ -73,11 +73,7 @@ def read_checkpoint(filename: str, map_location: MapLocation = "cpu") -> dict[st
     """Read a checkpoint and verify that it is as it was written. Nothing in it is run as code.
 
     It is verified through its own checksum or, in files of other programs and older releases, through the CRCs that
-    torch.save writes.
-
-    Args:
-        filename: A path, or an https:// address, whose file is kept in torch.hub's folder.
-        map_location: As in torch.load; 'default' means the current device.
+    torch.save writes. Files from https:// addresses are kept in torch.hub's folder.
 
     Raises:
         ConfigurationError: The address has an unsupported scheme.
@@ -150,16 +146,11 @@ def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
-    """Write the file, or replace an existing one atomically. Blocks until it is on the disk.
+    """Write plain values, as returned by `plain_copy`, to a file, or replace it atomically. Blocks until it is on the
+    disk.
 
-    Missing folders are created. A checksum is added to the meta.
-
-    Args:
-        checkpoint: Plain values, as returned by `plain_copy`.
-
-    Raises:
-        ConfigurationError: Its meta is not a dict.
-        StateFileError: It cannot be written; the existing file is unchanged.
+    Missing folders are created. A checksum is added to the meta. Raises StateFileError, after which an existing file is
+    unchanged.
     """
     path = os.path.realpath(path_to_write(filename))
     meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
@@ -173,7 +164,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
 
 @contextmanager
 def _naming(what: str, filename: str) -> Iterator[None]:
-    """Turn errors of a block that handles a file into a StateFileError, whose text says what failed."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -188,10 +178,7 @@ def note_last(work_dir: str, filename: str) -> None:
 
 
 def find_last(work_dir: str) -> str | None:
-    """Return the latest checkpoint of a work directory, even if that was moved since; None before the first one.
-
-    Raises StateFileError if the record of it cannot be read.
-    """
+    """Return the latest checkpoint of a work directory, even if that was moved since; None before the first one."""
     path = os.path.join(work_dir, LAST)
     with _naming(f"read in {path!r} which checkpoint is the latest", path):
         try:
@@ -224,7 +211,6 @@ def _parted(filename: str) -> tuple[str, str]:
 
 
 def _local_path(filename: str) -> str:
-    """Return the local path of a file; download it first if necessary."""
     scheme, path = _parted(filename)
     if scheme in ("", "file"):
         return path
@@ -243,7 +229,6 @@ def _local_path(filename: str) -> str:
 
 
 def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
-    """Return a checkpoint; a dict of tensors is taken as the weights of one."""
     if isinstance(found.get(WEIGHTS), Mapping):
         return found
     if found and all(isinstance(value, Tensor) for value in found.values()):
@@ -265,11 +250,7 @@ def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
 def plain_copy(value: Any, where: str) -> Any:
     """Copy into plain dicts, lists, tuples and CPU tensors, which `torch.load(weights_only=True)` can read.
 
-    Args:
-        where: What to call the value in an error.
-
-    Raises:
-        ConfigurationError: It contains something that is neither a tensor nor plain; the message says where.
+    Raises ConfigurationError for anything else; `where` is the value's name in the message.
     """
     # 1. Tensors and plain values. Subclasses of tensors become plain ones.
     if isinstance(value, Tensor):
@@ -295,15 +276,11 @@ def plain_copy(value: Any, where: str) -> Any:
 
 
 def tree_checksum(value: Any) -> str:
-    """Return the checksum of a `plain_copy`: of its tensors, values and structure.
-
-    Raises TypeError, ValueError or RecursionError if it is not one.
-    """
+    """Return the checksum of a `plain_copy`, of tensors, values and structure. Raises for anything else."""
     return checksum(*_taken_apart(value))
 
 
 def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by number, and the rest as JSON that refers to them by number."""
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
@@ -364,13 +341,8 @@ def common_states(trainer: Trainer) -> dict[str, Any]:
 def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
     """Check that states can be loaded into a Trainer. Return a function that loads them.
 
-    Args:
-        common: From `common_states`; or the state_dict of torch's optimizer of the same kind, or of mmengine's wrapper
-            of one.
-        own: From `own_states`.
-
-    Raises:
-        StateMismatchError: They are for another model or optimizer; the message says how. Nothing has changed.
+    `common` and `own` are those of `common_states` and `own_states`; `common` may also be the state_dict of a torch
+    optimizer of the same kind, or of mmengine's wrapper of one. Raises StateMismatchError, with what differs.
     """
     # The state_dict of a torch optimizer.
     if "param_groups" in common and "state" in common:
@@ -395,11 +367,7 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
 
 
 def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-    """Pair schedules with their states; both are lists, or dicts of lists by the names of several optimizers.
-
-    Raises:
-        StateMismatchError: There are other optimizers, or another number of schedules.
-    """
+    """Pair schedules with their states; both are lists, or dicts of lists by the names of several optimizers."""
     wanted: Any = Mapping if isinstance(schedules, Mapping) else list | tuple
     if not isinstance(states, wanted):
         raise StateMismatchError(f"states of schedules are a list, or lists by optimizer, got {states!r:.80}")

@@ -75,13 +75,8 @@ def raise_file_limit(limit: int) -> None:
 def set_multi_processing(
     mp_start_method: str | None = None, opencv_num_threads: int | None = None, *, is_distributed: bool = False
 ) -> None:
-    """Set the start method of child processes, and OpenCV's threads. In a distributed job, children get one thread
-    each.
-
-    What is None is not changed. Note that 'fork' copies neither CUDA's threads nor those of a kvstore's sockets.
-
-    Raises:
-        ConfigurationError: There is no such start method.
+    """Set the start method of child processes, and OpenCV's threads; None changes nothing. In a distributed job,
+    children get one thread each. Note that 'fork' copies neither CUDA's threads nor those of a kvstore's sockets.
     """
     if mp_start_method is not None:
         check.one_of("mp_start_method", mp_start_method, multiprocessing.get_all_start_methods())
@@ -105,7 +100,6 @@ def choose_cuda_device(environ: Mapping[str, str]) -> None:
 
 
 def current_device() -> torch.device:
-    """Return the current CUDA device, or the CPU without CUDA."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -114,14 +108,8 @@ def current_device() -> torch.device:
 def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
     """Join the other processes of the job in a torch.distributed group. Blocks until all have joined.
 
-    Args:
-        environ: Variables in which a launcher passes the rank and the number of processes. MASTER_ADDR, the host of
-            rank 0, may be missing if all processes are on one host.
-        **options: Arguments of torch.distributed.init_process_group. The default backend is gloo, with NCCL for CUDA
-            tensors if there is CUDA.
-
-    Raises:
-        ConfigurationError: Information is missing; the message says what.
+    MASTER_ADDR may be missing from `environ` if all processes are on one host. `options` are those of
+    torch.distributed.init_process_group; the default backend is gloo, with NCCL for CUDA tensors if there is CUDA.
     """
     # 1. Rank and number of processes.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -146,11 +134,7 @@ def init_process_group(environ: Mapping[str, str], **options: Any) -> None:
 
 
 def processes_of_job(environ: Mapping[str, str]) -> int:
-    """Return the number of processes according to the environment; 1 if it says nothing.
-
-    Raises:
-        ConfigurationError: There are several, but the rank of this one is missing.
-    """
+    """Return the number of processes according to the environment; 1 if it says nothing."""
     texts = [environ.get(source.count, "").strip() for source in SOURCES if source.count]
     if not any(text.isdecimal() and int(text) > 1 for text in texts):
         return 1
@@ -158,10 +142,7 @@ def processes_of_job(environ: Mapping[str, str]) -> int:
 
 
 def describe_system() -> dict[str, Any]:
-    """Return a description of the system: platform, versions, compilers, GPUs and threads.
-
-    The keys are those of mmengine's collect_env where it has them. This runs the compilers to get their versions.
-    """
+    """Return platform, versions, GPUs and threads, with mmengine's keys. Runs the compilers for their versions."""
     # 1. Platform and generators.
     musa = getattr(torch, "musa", None)
     seeds: Any = np.random.get_state(legacy=True)
@@ -201,7 +182,6 @@ def describe_system() -> dict[str, Any]:
 
 
 def _version_of(program: str, word: str = "") -> str:
-    """Return the first line with `word` in a program's --version output; "n/a" if it cannot be run."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True)
         return next((line.strip() for line in asked.stdout.splitlines() if word in line), "n/a")
@@ -216,11 +196,7 @@ def _is_one_host(environ: Mapping[str, str], count: int) -> bool:
 
 
 def file_handler(cfg: Mapping[str, Any] | None, file_mode: str) -> Callable[[str], logging.Handler]:
-    """Return a function that creates the log file's handler, according to mmengine's `file_handler_cfg`.
-
-    Raises:
-        ConfigurationError: There is no such handler.
-    """
+    """Return a function that creates the log file's handler, according to mmengine's `file_handler_cfg`."""
     if cfg is None:
         return lambda path: logging.FileHandler(path, file_mode, encoding="utf-8")
     options = dict(check.mapping("file_handler_cfg", cfg, error=ArgumentTypeError))
@@ -245,11 +221,7 @@ def check_seed(seed: object) -> int | None:
 
 
 def begin_randomness(seed: int, deterministic: bool) -> None:
-    """Seed python's, NumPy's and torch's random number generators, on all devices.
-
-    Args:
-        deterministic: Whether torch must use algorithms that always give the same result; it raises where it has none.
-    """
+    """Seed python's, NumPy's and torch's generators. `deterministic` lets torch use only algorithms that are."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -311,7 +283,6 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
 
 
 def _unpacked(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the states of python's and NumPy's generators in the forms that they take."""
     python, numbers = state["python"], state["numpy"]
     key = numbers["key"].cpu().numpy().astype(np.uint32)
     return (

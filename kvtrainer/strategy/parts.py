@@ -72,17 +72,11 @@ def load_weights(
     strict: bool = False,
     revise_keys: ReviseKeys = WITHOUT_WRAPPER,
 ) -> LoadReport:
-    """Load the weights that fit into a model, and report the rest.
+    """Load the weights that fit into a model, and report the rest; with `strict`, raise StateMismatchError instead.
 
-    Args:
-        strict: Raise if anything does not fit.
-        revise_keys: Pairs of a regular expression and its replacement, applied to every name in order. The default
-            removes the prefix "module." if more names of the model are found that way (a submodule may have this name).
-            It also ignores whether the model, the saved one, or their submodules are compiled.
-
-    Raises:
-        StateMismatchError: `strict`, and something does not fit; nothing has been loaded then.
-        ConfigurationError: Two names in the checkpoint become the same, or a pattern is malformed.
+    `revise_keys` are pairs of a regular expression and its replacement, applied to every name in order. The default
+    removes the prefix "module." if more names of the model are found that way (a submodule may have this name), and
+    ignores whether the model, the saved one, or their submodules are compiled.
     """
     # 1. Match the names.
     inner = unwrapped(model)
@@ -170,14 +164,10 @@ def build_trainers(
 ) -> Trainer | TrainerDict:
     """Build a Trainer over a store, or several by name.
 
-    Args:
-        cfg: A Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch optimizer,
-            or a dict with `type`) or `constructor`, and options of the Trainer, where `paramwise_cfg`,
-            `accumulative_counts` and, with type='AmpOptimWrapper', `loss_scale` and `dtype` are mmengine's names; or a
-            dict of these by name. Each dict in the latter is for the part of the model with its name.
-
-    Raises:
-        ConfigurationError, ArgumentTypeError: `cfg` is something else, or lacks something.
+    `cfg` is a Trainer or TrainerDict, which is returned; a torch optimizer; a dict with `optimizer` (a torch optimizer,
+    or a dict with `type`) or `constructor`, and options of the Trainer, where `paramwise_cfg`, `accumulative_counts`
+    and, with type='AmpOptimWrapper', `loss_scale` and `dtype` are mmengine's names; or a dict of these by name. Each
+    dict in the latter is for the part of the model with its name.
     """
     # 1. Trainers and optimizers that were built already.
     if isinstance(cfg, Trainer | TrainerDict):
@@ -239,14 +229,8 @@ def scale_learning_rates(
 ) -> float:
     """Scale the learning rates of all groups, and the values derived from them. Return the factor.
 
-    Args:
-        cfg: `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether accumulated passes count as
-            well. None: nothing is scaled.
-        micro_batch: Samples per batch of one worker, or of one device if it has replicas.
-
-    Raises:
-        ConfigurationError: An option is missing or impossible.
-        RuntimeError: A schedule has already started from the learning rate. (Also a ConfigurationError.)
+    `cfg` has `enable` (False), `base_batch_size`, and `count_accumulation` (False): whether accumulated passes count as
+    well. `micro_batch` is the number of samples per batch of one worker, or of one device if it has replicas.
     """
     # 1. Options, and no schedule may have started yet.
     check.known("auto_scale_lr", cfg or {}, ("enable", "base_batch_size", "count_accumulation"))

@@ -364,7 +364,6 @@ class Strategy(BaseStrategy):
         extra_ckpt: Mapping[str, Any] | None,
         ranks: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Build the checkpoint from this worker's states and those of each rank."""
         # 1. Names of ours must stay free.
         extra, trainers = dict(extra_ckpt or {}), self._trainers
         if taken := sorted(set(extra) & set(_RESERVED)):
@@ -406,21 +405,15 @@ class Strategy(BaseStrategy):
         return [lambda: self.load_scheduler_state_dict(content)]
 
     def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
-        """Check that all Trainers can load their states. Return the functions that load them.
-
-        Args:
-            states: Those of the Trainer, or of each by name.
-            own: The parts of the states that only this worker has, by name.
-        """
+        """As `_fit`, for all Trainers: `states` is a Trainer's, or by name; `own` has this worker's parts, by name."""
         trainers = self._trainers
         states = {"": states} if "" in trainers else states
         check_names(states, trainers)
         return [files.fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
 
     def _place_in(self, found: Mapping[str, Any]) -> tuple[int | None, int | None, Any]:
-        """Return a checkpoint's seed, its iteration, and this rank's random states.
-
-        The last are None if the number of workers has changed. Raises an error of any kind if the values make no sense.
+        """Return a checkpoint's seed, iteration, and this rank's random states (None if there are more or fewer
+        workers).
         """
         meta, ranks = dict(found.get(files.META, {})), found.get(files.RANKS) or []
         rng = ranks[self.rank]["rng"] if len(ranks) == self.world_size else None

@@ -30,10 +30,6 @@ def read_edited(groups: ParameterGroups) -> list[Group]:
 
     A known parameter keeps its name. One that replaces another, which is in no group any more, takes its name. Any
     other gets the name that the script gives it, or an unused number.
-
-    Raises:
-        ConfigurationError: The parameters cannot be trained: one is not a leaf tensor or appears twice, or there are
-            none.
     """
     options, members = [], []
     for at, group in enumerate(groups.live):
@@ -55,7 +51,6 @@ def read_edited(groups: ParameterGroups) -> list[Group]:
 
 
 def _with_defaults(group: Group, groups: ParameterGroups) -> Group:
-    """Return the options of a group that a script has added, completed with the defaults."""
     given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {**groups.defaults, **with_checked_options(given, groups.optimizer)}
 

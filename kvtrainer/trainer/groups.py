@@ -51,8 +51,6 @@ _AS_IT_IS = frozenset({bool, int, float, str, type(None)})
 
 
 class Named(NamedTuple):
-    """Parameters as they were given."""
-
     names: Sequence[str | None]
     parameters: Sequence[Tensor | Sequence[Tensor]]
     """Each is a parameter, or a list of its replicas."""
@@ -61,13 +59,7 @@ class Named(NamedTuple):
 
 
 class ParameterGroups:
-    """A Trainer's groups, and the optimizer to which their options belong.
-
-    Args:
-        names: Names of the parameters of each group, without replicas.
-        optimizer: Its hyper-parameters are the defaults of the groups.
-        instance: The torch optimizer that shares the groups, if there is one.
-    """
+    """A Trainer's groups, and the optimizer whose hyper-parameters are their defaults."""
 
     live: list[Group]
     """The groups in torch's form, with replicas; an instance's own list, if there is one."""
@@ -126,7 +118,6 @@ class ParameterGroups:
         return False
 
     def is_new(self, group: Group) -> bool:
-        """Return whether a group was added since the parameters were laid out."""
         return not any(group is known for known in self._known)
 
     def options(
@@ -136,15 +127,7 @@ class ParameterGroups:
         parameter.
 
         The form is that of `kvstore_server.engine.agreed`. If nothing has changed since the last call the result is the
-        same object, which must not be modified; otherwise the values are checked.
-
-        Args:
-            coming: As in `UpdateCounter.apply`.
-            stages: Further options that must be the same on all workers.
-
-        Raises:
-            SchedulerInUseError: The optimizer has a lr_scheduler, but a group's learning rate was set by other code.
-            ConfigurationError: The optimizer does not accept a value, or a multiplier has nothing to multiply.
+        same object, which must not be modified. `stages` are further options that must be the same on all workers.
         """
         # 1. The options of each group, as plain values.
         if self.optimizer.lr_scheduler is not None:
@@ -183,7 +166,6 @@ class ParameterGroups:
         return self._last
 
     def over(self, device: DeviceMemory) -> list[Group]:
-        """Return the groups with the parameters of one device only."""
         members: list[list[Any]] = [[] for _ in self.live]
         for spec, parameter in zip(device.plan.specs, device.parameters, strict=True):
             members[spec.group].append(parameter)
@@ -224,14 +206,8 @@ class UpdateCounter:
         self._set: float | None = None
 
     def apply(self, groups: Sequence[Group], coming: Sequence[bool] | None) -> None:
-        """Set the learning rate for the coming update.
-
-        Args:
-            groups: All groups.
-            coming: Which keys will be updated; None if other workers decide that as well, and any key may be.
-
-        Raises:
-            SchedulerInUseError: Other code has set a group's learning rate since the last update.
+        """Set the learning rate for the update of `coming` keys; None if other workers decide, so any key may be
+        updated.
         """
         scheduler = self._optimizer.lr_scheduler
         assert scheduler is not None
@@ -249,7 +225,6 @@ class UpdateCounter:
         self._set = rate
 
     def count(self, updated: Sequence[bool]) -> None:
-        """Count an update of these keys."""
         if all(updated):
             self._optimizer.num_update += 1
         elif any(updated):
@@ -263,7 +238,6 @@ class UpdateCounter:
             self._optimizer.num_update += 1 - least
 
     def restore_one(self, key: int, updates: int, num_keys: int) -> None:
-        """As `restore`, for a single key."""
         most = self._optimizer.num_update - self._optimizer.begin_num_update
         if updates != most - self._behind.get(key, 0):
             counts = {one: most - self._behind.get(one, 0) for one in range(num_keys)}
@@ -285,20 +259,14 @@ def is_foreign(optimizer: Optimizer) -> bool:
 
 
 def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
-    """Bring parameters into torch's form: a list of groups with "params", "param_names" and options.
+    """Bring parameters into torch's form: groups with "params", "param_names" and options, and whether names were
+    given.
 
     Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
     parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears several
-    times counts once, at its first place. One without a name is named by its position, after the names in `taken`.
-
-    A list of replicas may stand for a parameter, one per device, in the same order of devices for every parameter.
+    times counts once, at its first place. One without a name is named by its position, after the names in `taken`. A
+    list of replicas may stand for a parameter, one per device, in the same order of devices for every parameter:
     "params" then has the first replicas, and the group's COPIES those on each further device.
-
-    Returns:
-        The groups, and whether the caller gave names to any.
-
-    Raises:
-        ConfigurationError: Anything else, nothing at all, or a name for two parameters.
     """
     groups, are_given = [], False
     seen: dict[int, Sequence[Any]] = {}
@@ -341,7 +309,6 @@ def unused_number(at: int, *taken: Collection[str]) -> str:
 
 
 def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
-    """Return the replicas of a parameter. Raises ConfigurationError unless they are leaf tensors."""
     is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
     replicas = (given,) if is_one else tuple(given)
     what = "a parameter" if name is None else repr(name)
@@ -356,7 +323,6 @@ def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
 
 
 def _groups(params: Any) -> list[tuple[Group, Named]]:
-    """Split what was given into options and parameters of each group."""
     if isinstance(params, Tensor):
         raise ArgumentTypeError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
@@ -415,10 +381,8 @@ def _expected(got: Any) -> str:
 
 
 def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
-    """Raise ConfigurationError if DistributedDataParallel wraps any of the parameters.
-
-    A parameter does not know its wrapper, so all objects of the process are searched; but only if there is a process
-    group, without which there cannot be such a wrapper.
+    """Raise ConfigurationError if DistributedDataParallel wraps any of the parameters. A parameter does not know its
+    wrapper, so all objects of the process are searched; but only if there is a process group.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -434,7 +398,6 @@ def refuse_parameters_of_ddp(parameters: Sequence[Tensor]) -> None:
 
 
 def _wrapped_in_ddp(ids: set[int]) -> int:
-    """Count the parameters of DistributedDataParallel modules among these tensors."""
     kind = torch.nn.parallel.DistributedDataParallel
     things = gc.get_objects()
     # type(), because isinstance() runs code of some objects. Distinct types first, because there are hundreds of
@@ -449,14 +412,8 @@ def make_groups(
 ) -> tuple[list[Group], bool]:
     """Return parameter groups in torch's form, with names and checked options, and whether names were given.
 
-    Args:
-        params: As in `collect`, like `taken`.
-        optimizer: The optimizer to which the options belong.
-        given: What the user passed as optimizer. A torch instance has its own groups, which must have the same
-            parameters.
-
-    Raises:
-        ConfigurationError: Parameters or options are wrong.
+    `given` is what the user passed as optimizer: a torch instance has its own groups, which must have the same
+    parameters. The other arguments are those of `collect`.
     """
     groups, are_given = collect(params, taken)
     _check_finite(optimizer, optimizer.plain_hyper())
@@ -509,7 +466,6 @@ def with_checked_options(group: Group, optimizer: Optimizer) -> Group:
 
 
 def option_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the options that every group has."""
     return tuple(name for name in optimizer.plain_hyper() if name not in NOTES)
 
 
@@ -523,11 +479,7 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Check options of a group with the optimizer's own constructor; return them as it converts them.
-
-    Raises:
-        ConfigurationError: It does not accept one, or one is not finite.
-    """
+    """Check options of a group with the optimizer's own constructor; return them as it converts them."""
     _check_finite(optimizer, options)
     if is_foreign(optimizer) or not options:
         return options
@@ -575,7 +527,6 @@ def plain(value: Any) -> Any:
 
 
 def _plain_option(name: str, value: Any) -> Any:
-    """As `plain`, but raises ConfigurationError for a value with a shape, which could not be compared."""
     found = plain(value)
     if getattr(found, "shape", ()):
         raise ConfigurationError(f"{name} must be one value, got {value!r:.80}")

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def join(pipeline: StepPipeline) -> Iterator[None]:
-    """Let workers take different numbers of steps in the block. Errors are those of `Trainer.join`."""
+    """Let workers take different numbers of steps in the block; see `Trainer.join`."""
     if pipeline.is_in_join:
         raise ConfigurationError("this Trainer is already in a join() block; leave it first")
     _check_joinable(pipeline)
@@ -33,7 +33,6 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
 
 
 def _check_joinable(pipeline: StepPipeline) -> None:
-    """Raise ConfigurationError if the store does not support workers without data."""
     exchange = pipeline.link.exchange
     if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
@@ -43,7 +42,6 @@ def _check_joinable(pipeline: StepPipeline) -> None:
 
 
 def _follow_others(pipeline: StepPipeline) -> None:
-    """Take part in the others' rounds without data until no worker has data left."""
     # 1. Make the store, even if this worker never had data.
     pipeline.ready()
     pipeline.prepare()

@@ -53,13 +53,7 @@ from kvtrainer.types import Group
 
 
 class ShardUpdate:
-    """Updates parameters in place through a Shard over their memory, with the same bits as on a server.
-
-    Args:
-        plan: The layout of the arenas.
-        optimizer: The optimizer; its state is kept in the Shard.
-        weights: dtype → the arena.
-    """
+    """Updates parameters in place through a Shard over their memory (`weights`), with the same bits as on a server."""
 
     def __init__(self, plan: Plan, optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
         self.plan = plan
@@ -90,10 +84,6 @@ class ShardUpdate:
         `grads` is used as scratch memory. Keys in `rows` have gradients only for those rows, and zeros in `grads`.
         Gradients in `borrowed` are stored elsewhere; they are only used if `decision` changes nothing, and are not
         modified.
-
-        Raises:
-            OptimizerError: A user-defined optimizer raised; weights and state are as before.
-            ConfigurationError: The optimizer cannot update a key of this shape; nothing has changed.
         """
         # 1. Which keys take part, and whether the optimizer can update their shapes.
         shard, absent = self.shard, frozenset[int]()
@@ -119,8 +109,6 @@ class ShardUpdate:
 
 
 class OptimizerStates:
-    """The optimizer's state by key, and what updates with it in this process."""
-
     def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding) -> None:
         self._groups, self._memory, self._link = groups, memory, link
         self.here: list[ShardUpdate | JointUpdate] = []
@@ -138,11 +126,7 @@ class OptimizerStates:
             self.hand_over()
 
     def move(self, memory: Memory, states: Mapping[int, State]) -> None:
-        """Continue with other parameters. Those that remain keep their state.
-
-        Args:
-            states: The result of `current`, by the former keys.
-        """
+        """Continue with other parameters. Those that remain keep their `states`, given by the former keys."""
         # 1. Which parameters remain, return, or are gone.
         former, joint = self._memory, self.joint
         places = {key: memory.keys[id(p)] for key, p in enumerate(former.parameters) if id(p) in memory.keys}
@@ -171,13 +155,11 @@ class OptimizerStates:
 
     @property
     def _plan(self) -> Plan:
-        """The layout of slices where the state is."""
         store = self._link.holder if self._link.updates_weights else None
         return self._memory.plan if store is None else store.plan
 
     @property
     def is_in_store(self) -> bool:
-        """Whether a store has received the optimizer."""
         return self._link.updates_weights and self._link.holder is not None
 
     @property
@@ -216,11 +198,7 @@ class OptimizerStates:
         return self._shown(self.current([key]).get(key) or (self._initial(key) if is_new else {}))
 
     def replace(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Replace the state of one parameter. An empty one removes it, also for a parameter taken out of the groups.
-
-        Raises:
-            ConfigurationError: The parameter is not this Trainer's, or the state has another form.
-        """
+        """Replace the state of one parameter. An empty one removes it, also for a parameter taken out of the groups."""
         key = self._memory.keys.get(id(parameter))
         if key is None and not state and parameter in self._outside:
             self._outside[parameter] = {}
@@ -252,11 +230,7 @@ class OptimizerStates:
             self.take(states)
 
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, State]:
-        """Return the state by key from a torch state_dict.
-
-        Raises:
-            StateMismatchError: It is for another model or kind of optimizer, or is not a state_dict.
-        """
+        """Return the state by key from a torch state_dict."""
         # 1. The form: a state_dict, of groups with as many parameters as here.
         if not {"param_groups", "state"} <= state_dict.keys():
             raise StateMismatchError(
@@ -284,7 +258,6 @@ class OptimizerStates:
         return read_states(given, options, self._memory.plan, self._groups.optimizer)
 
     def take(self, states: Mapping[int, State]) -> None:
-        """Continue from this state and update count of every key."""
         # The state of some torch optimizers has no step count.
         updates = {key: int(float(state.get("step", 1))) for key, state in states.items()}
         self._groups.counts.restore(updates, len(self._memory.names))
@@ -292,11 +265,7 @@ class OptimizerStates:
         self.hand_over()
 
     def take_jointly(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state_dict of the optimizer that updates all parameters jointly.
-
-        Raises:
-            StateMismatchError: It does not accept it.
-        """
+        """Load the state_dict of the optimizer that updates all parameters jointly."""
         counts: dict[int, int] = {}
         for one in reversed(self.here):
             assert isinstance(one, JointUpdate)
@@ -311,7 +280,6 @@ class OptimizerStates:
             self._pending = None
 
     def _give(self, states: Mapping[int, State], others_stay: bool = False) -> None:
-        """Replace the state where it is kept; see `import_states`."""
         for holder, device in self._holders():
             if isinstance(holder, JointUpdate):
                 holder.put(states)
@@ -326,16 +294,12 @@ class OptimizerStates:
         return initial_state(self._groups.optimizer, self._groups.live[spec.group], spec)
 
     def _shown(self, state: State) -> State:
-        """Leave out the store's step count if torch's class keeps none.
-
-        Otherwise its checkpoints would have additional keys.
-        """
+        """Leave out the store's step count if torch's class keeps none, so that checkpoints have torch's keys."""
         optimizer = self._groups.optimizer
         is_counted = not isinstance(optimizer, TorchOptimizer) or optimizer.cls not in UNCOUNTED
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
     def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
-        """Return where the state is kept, with the device for it: a store, or one holder per replica here."""
         if self._link.updates_weights:
             return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]
         return [
@@ -343,7 +307,6 @@ class OptimizerStates:
         ]
 
     def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointUpdate:
-        """Create what updates the parameters of one device in this process."""
         groups, optimizer, has_replicas = self._groups, self._groups.optimizer, self._memory.has_replicas
         # Replicas without a store are updated separately, so there is no state common to all.
         can_join = not self._link.updates_weights and not (has_replicas and self._link.is_alone)
@@ -433,14 +396,7 @@ class JointUpdate:
     """Updates all parameters with one torch optimizer, as torch runs it, for classes of unknown structure.
 
     Such a class may keep anything in its groups, attributes and state. It runs on the parameters themselves, with the
-    reduced gradients as their `.grad`, and may do whatever torch lets it do.
-
-    Args:
-        device: The parameters, whose data are in its arena.
-        instance: The optimizer, over these parameters.
-        groups: Returns the groups with the present options.
-        optimizer: Describes the class. With its `multi_precision`, the class sees float32 copies of half-precision
-            parameters.
+    reduced gradients as their `.grad`. With `multi_precision` it sees float32 copies of half-precision parameters.
     """
 
     def __init__(
@@ -476,14 +432,9 @@ class JointUpdate:
     ) -> None:
         """Update weights of `present` keys with scale · gradient, clipped according to `decision`.
 
-        If it raises, weights, state and groups are restored. The gathered gradients are used as scratch memory.
-
-        Args:
-            hypers: The hyper-parameters of each key.
-            again: Evaluates the loss again; None if the script passed no closure.
-
-        Raises:
-            OptimizerError: The optimizer raised.
+        `hypers` has the hyper-parameters of each key. `again` evaluates the loss again; None without a closure. If it
+        raises (OptimizerError), weights, state and groups are restored. The gathered gradients are used as scratch
+        memory.
         """
         with (
             self._undone("the step was not applied"),
@@ -498,11 +449,7 @@ class JointUpdate:
             self._counts[key] += was_in
 
     def set_mode(self, mode: str) -> None:
-        """Call the optimizer's own `train` or `eval`. If it raises, everything is restored.
-
-        Raises:
-            OptimizerError: The optimizer raised.
-        """
+        """Call the optimizer's own `train` or `eval`. If it raises, everything is restored."""
         nothing, live = [False] * len(self._parameters), self._groups()
         with self._undone(f"{mode}() has changed nothing"), self._borrowed(1.0, nothing, Decision()):
             for key, parameter in enumerate(self._parameters):
@@ -571,11 +518,7 @@ class JointUpdate:
         return {at: _emptied(state) for at, state in states.items() if state}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
-        """Let the optimizer load its state. Return the number of updates of each key.
-
-        Raises:
-            StateMismatchError: It does not accept it.
-        """
+        """Let the optimizer load its state. Return the number of updates of each key."""
         # 1. Split the state: the class's own entries, float32 copies, and what its constructor had created. It is
         # copied first, because torch continues in the memory that it is given.
         states, taken = cloned(dict(given.get("state", {}))), _Snapshot(self.instance)
@@ -614,17 +557,13 @@ class JointUpdate:
         return dict(enumerate(self._counts))
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Split what its state_dict has beside groups and parameters' state into plain values and tensors.
-
-        Nested values are flattened as by `flatten`.
-        """
+        """Return plain values and tensors in its state_dict beside groups and parameters' state, flattened."""
         rest = {n: v for n, v in self.instance.state_dict().items() if n not in ("state", "param_groups")}
         found = flatten(rest)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {name: value for name, value in found.items() if name not in tensors}, tensors
 
     def states(self) -> dict[int, State]:
-        """Copy the state of the keys that were updated."""
         found: dict[int, State] = {}
         for key, parameter in enumerate(self._parameters):
             if count := self._counts[key]:

@@ -54,7 +54,6 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
 
 
 def export_states(pipeline: StepPipeline) -> SavedStates:
-    """Return all states to be saved. Blocks while they are fetched from servers."""
     own, optimizer = export_own_states(pipeline), pipeline.groups.optimizer
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared
@@ -134,7 +133,6 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals | None:
-    """Return the saved residuals; None if there are none."""
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
@@ -144,7 +142,6 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals
 
 
 def _section(device: int) -> str:
-    """Return the name of the section for residuals of the replicas on a device (by position)."""
     return f"{_RESIDUALS} {device}" if device else _RESIDUALS
 
 
@@ -186,7 +183,6 @@ def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Ite
 
 
 def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Yield differences in parameters, groups, options, and entries of state."""
     groups, optimizer, plan = pipeline.groups.live, pipeline.groups.optimizer, pipeline.memory.plan
     if len(saved.groups) != len(groups):
         yield f"the file has {len(saved.groups)} parameter groups, this Trainer has {len(groups)}"
@@ -199,7 +195,6 @@ def _parameter_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[
 
 
 def _part_problems(saved: SavedStates, pipeline: StepPipeline) -> Iterator[str]:
-    """Yield differences in what other parts of the Trainer have saved."""
     # 1. The loss scaler, tried on a copy.
     scaler, schedules, accumulation = pipeline.loss_scaler, pipeline.schedules, pipeline.accumulation
     try:

@@ -1,11 +1,20 @@
-"""The one fixed pipeline of a Trainer, over any kvstore.
+"""The pipeline of a step, over any kvstore.
 
     [anomalies? → scale by loss scale and 1/k → backward] → fresh gradients? → gather → reduce over workers and replicas
     → norm, finite? → skip, or clip and update, here or in the store → new weights → loss scale → schedules
 
-Every feature is an option of one of these stages. `StepPipeline.step` is the whole of it, in this order;
-`allreduce_grads` and `update` are its two halves. In `join` workers take different numbers of steps: one without data
-takes part in the others' rounds with nothing, and does here what those have done elsewhere, until nobody has any.
+Every feature is an option of one of these stages. `StepPipeline.step` runs all of them, in this order;
+`allreduce_grads` and `update` are its two halves.
+
+Invariants:
+
+- Checks come before the round. A step that raises before or in its round changes no weight, state or count; what all
+  workers must know (an overflow, a bad loss) travels in the round as a veto, so all of them skip the step.
+- From the first change to the last the step is marked as incomplete. If it is interrupted in between, later steps and
+  `state_dict` raise.
+- Decisions about a gradient are functions of values that all workers have in common, so all workers decide the same.
+
+In a `join` block, workers without data repeat what the others' rounds did (see join.py).
 """
 
 from __future__ import annotations
@@ -50,14 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepPipeline:
-    """The stages of a step, what they work on, and what they keep from step to step.
-
-    Args:
-        groups: the options, and the optimizer.
-        link: the store, and whether the optimizer runs in it.
-
-    `take_options` says what is done beside the plain step.
-    """
+    """The stages of a step, what they work on, and what they keep from step to step. Not thread-safe."""
 
     def __init__(self, groups: ParameterGroups, link: Binding) -> None:
         self.groups = groups
@@ -73,28 +75,28 @@ class StepPipeline:
         self.schedules: list[BoundSchedule] = []
         self.last: StepResult | None = None
         self.has_context = False
-        """Whether the context of the forward pass was ever asked for."""
+        """Whether the context of the forward pass was ever requested."""
         self.is_in_join = False
         self._needs_backward = ""
-        """An option that only `backward` follows; empty if there is none."""
+        """The option that only works in `backward`, or ''."""
         self.voting: float | None = None
-        """The loss scale of a scaler that the script drives, while that makes a step, which all workers may skip."""
+        """The loss scale of the script's own scaler, during a step that all workers may skip for it."""
         self.is_bad = False
-        """Whether this worker knows already that the present gradients must not be used."""
+        """Whether this worker already knows that the present gradients must not be used."""
         self.bad_loss = ""
-        """What to say of a loss that was not finite here."""
+        """The text for an error about a non-finite loss on this worker."""
         self._reduced: list[bool] | None = None
-        """Between `allreduce_grads` and `update`: which gradients have been summed."""
+        """Between `allreduce_grads` and `update`: which gradients were summed."""
         self._is_vetoed = False
         """Between `allreduce_grads` and `update`: whether a gradient overflowed on any worker."""
         self._effective: tuple[dict[str, Any], list[Any]] = ({}, [])
-        """The options of the last update in this process, and what they mean for each key."""
+        """The options of the last update in this process, and the resulting ones of each key."""
         self._has_warned = self._has_warned_of_writes = self._has_warned_of_rows = False
 
     def take_options(
         self, stages: StageOptions, changed: Sequence[str], added: Sequence[BoundSchedule]
     ) -> None:
-        """Go on with these options, of which some have `changed`; what belongs to the others stays as it is."""
+        """Use these options. Only parts that belong to `changed` options are built again."""
         scaler = None if stages.precision is None else stages.precision.scaler
         if "accumulate" in changed:
             self.accumulation = Accumulation(stages.accumulate)
@@ -107,7 +109,6 @@ class StepPipeline:
         self.schedules += added
 
     def backward(self, loss: Any) -> None:
-        """Run a backward pass of losses as the options say; see `Trainer.backward`."""
         losses = losses_of(loss)
         if not losses:
             raise ConfigurationError(f"there is no loss in {loss!r:.80}, so there is nothing to learn from")
@@ -116,7 +117,7 @@ class StepPipeline:
         if isinstance(loss, ReplicaLosses):
             loss.mark_used()
         if self.stages.limits.on_nonfinite in ("raise", "skip") and (problem := describe_nonfinite(losses)):
-            # All workers have to know, and the round tells them.
+            # All workers must skip the step, so it is sent with the round.
             self.is_bad, self.bad_loss = True, f"{problem}: "
         factor = 1.0 / self.accumulation.divisor
         if self.loss_scaler is not None:
@@ -131,12 +132,11 @@ class StepPipeline:
     def report_anomalies(
         self, loss: Any, mode: bool | str = "log", logger: logging.Logger | None = None
     ) -> None:
-        """Log parameters that a loss does not depend on, or raise."""
         replicas = zip(*(device.parameters for device in self.memory.devices), strict=True)
         report_anomalies(loss, dict(zip(self.memory.names, map(list, replicas), strict=True)), mode, logger)
 
     def drop_gradients(self) -> None:
-        """Note that the present gradients were dropped; what was known of them is so no longer."""
+        """Record that the present gradients were dropped, with what was known about them."""
         self.is_bad, self.bad_loss = False, ""
         if self.loss_scaler is not None:
             self.loss_scaler.mark_dropped()
@@ -148,12 +148,12 @@ class StepPipeline:
         closure: Callable[[], Any] | None,
         loops_scaling: Callable[[int], tuple[bool, float]] | None,
     ) -> Any:
-        """Make a step; arguments, result and errors as of `Trainer.step`.
+        """Run a step. Arguments, result and errors are those of `Trainer.step`.
 
-        Args:
-            loops_scaling: number of workers → whether the GradScaler of torch that makes the step has found an
-                overflow, and the factor that undoes its scale.
+        If a torch GradScaler calls the step, `loops_scaling` returns, for a number of workers, whether that scaler has
+        found an overflow, and the factor that undoes its scale.
         """
+        # 1. Evaluate the closure, and refuse to continue from an incomplete step.
         scale = self._scale_of(batch_size)
         loss = None
         if closure is not None:
@@ -163,18 +163,20 @@ class StepPipeline:
         self.link.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             return self.last if closure is None else loss
+        # 2. Find new gradients, and create the store at the first step.
         undone = carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
         fresh = self.new_gradients(batch_size, ignore_stale_grad)
         if not ignore_stale_grad and not self._has_warned and not any(fresh):
             self._has_warned = True
             warnings.warn(
-                f"step() gives nothing: none of the {len(self.memory.names)} parameters got a gradient since the "
-                f"last step. {REPLACED} If it is meant, pass ignore_stale_grad=True. This is said once",
+                f"step() contributes nothing: none of the {len(self.memory.names)} parameters got a gradient since the "
+                f"last step. {REPLACED} If this is intended, pass ignore_stale_grad=True. This warning appears once",
                 NoGradientWarning,
                 stacklevel=5,
             )
         if not self.link.is_started:
             self.prepare()
+        # 3. Gather, reduce, and update here or in the store.
         was_bad = self.is_bad
         again = None if closure is None else self._evaluator(closure, loss, scale)
         if loops_scaling is not None:
@@ -198,13 +200,13 @@ class StepPipeline:
         except BaseException:
             self.is_bad = was_bad
             raise
+        # 4. Counts, loss scale, schedules, and rows for the next batch.
         self._finish(fresh, updated, verdict, undone)
         if self.memory.tables.wanted:
             self.link.rows.prefetch(self.memory.tables.take_wanted())
         return self.last if closure is None else loss
 
     def allreduce_grads(self) -> None:
-        """Replace every gradient by its sum; see `Trainer.allreduce_grads`."""
         self.refuse_in_join("allreduce_grads()")
         self._refuse_in_store("allreduce_grads()")
         self.link.check_whole()
@@ -222,13 +224,12 @@ class StepPipeline:
         self.memory.forget_gradients()
         if summed is not None:
             if self.loss_scaler is not None and any(summed) and not any(fresh):
-                self.loss_scaler.mark_scaled()  # the others' losses were, and so is the sum
-            # Rows of a single gradient are their own sum.
+                self.loss_scaler.mark_scaled()  # this worker has no gradient, but those of others are scaled
+            # The rows of a single gradient need not be written back.
             self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
         self.link.step_incomplete = False
 
     def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
-        """Update the weights from the present gradients; see `Trainer.update`."""
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
         self.link.check_whole()
@@ -238,6 +239,7 @@ class StepPipeline:
         scale = self._scale_of(batch_size)
         undone = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
         scale *= undone
+        # 1. The script's own gradients, without a sum, or the sums of allreduce_grads.
         if self._reduced is None:
             present = self.new_gradients(batch_size, ignore_stale_grad)
             self.prepare()
@@ -248,7 +250,7 @@ class StepPipeline:
                 )
             self.memory.gather(present)
         else:
-            # Sums count as fresh, also where only other workers had a gradient; unless dropped since.
+            # Sums count as new, even if only other workers had a gradient; unless they were dropped since.
             rows = zip(self._reduced, self.memory.parameters, strict=True)
             has_sum = [was_summed and p.grad is not None for was_summed, p in rows]
             present = self.new_gradients(batch_size, ignore_stale_grad, has_sum)
@@ -257,6 +259,7 @@ class StepPipeline:
                 scale /= self.link.num_workers * self.memory.num_averaged
             if not self._is_vetoed:
                 self.memory.gather_sums(present)
+        # 2. Update, unless any worker has vetoed.
         self.is_bad = self.is_bad or self._is_vetoed
         verdict = self.update_here(present, scale)
         return self._finish(present, None if verdict.decision.skip else present, verdict, undone)
@@ -264,12 +267,7 @@ class StepPipeline:
     # Before the gradients.
 
     def ready(self) -> None:
-        """Bring groups, parameters and state to where the user has them by now.
-
-        Raises:
-            NotInitializedError: a parameter that takes part has no shape yet; names all of them.
-            ConfigurationError: one got its shape too late for the store; or as `follow_groups`.
-        """
+        """Synchronise with what the user has changed: groups, parameters, and state of a torch instance."""
         self.follow_groups()
         if not self.memory.is_settled:
             self.memory.settle()
@@ -277,39 +275,38 @@ class StepPipeline:
         elif self.memory.left_out and (late := self.memory.latecomers()):
             if not self.can_grow("parameters that get their shape"):
                 raise ConfigurationError(
-                    f"{', '.join(late)}: took no part, and had no shape or were of a kind that cannot be held, when "
-                    "the other parameters went into the kvstore; run a forward pass through the whole model, and set "
-                    "requires_grad, before the first step"
+                    f"{', '.join(late)}: had no shape, or no dtype that can be trained, when the other parameters were "
+                    "added to the kvstore; run a forward pass through the whole model, and set requires_grad, before "
+                    "the first step"
                 )
             self.lay_out(self.groups.names)
         if self.groups.instance is not None:
             self.states.follow_instance()
 
     def follow_groups(self) -> None:
-        """Train what the groups have now, if a script has edited their lists.
+        """Adopt the present parameters of the groups, if a script has edited their lists.
 
-        State goes with its parameter, also to another group. A parameter that is in no group any more keeps its values
-        and is trained no longer; its state is kept for as long as it exists, in case it comes back.
-
-        Raises:
-            ConfigurationError: these parameters cannot be trained, or not in this store; nothing has changed.
-            WeightsWrittenError: the loop has written weights that the store would replace; nothing has changed.
+        State stays with its parameter, also in another group. A parameter that is in no group any more keeps its values
+        and is no longer trained; its state is kept as long as it exists, in case it returns.
         """
+        # 1. The usual case: nothing was edited.
         self.groups.follow_instance()
         if not self.groups.are_edited():
             return
         if self.memory.has_replicas:
             raise ConfigurationError(
                 f"the groups have the parameters of {len(self.memory.devices)} devices, so their lists cannot be "
-                "edited; put back what was there, and add parameters by add_param_group"
+                "edited; restore them, and add parameters with add_param_group"
             )
+        # 2. Check the edits, and whether the store can follow.
         edited = read_edited(self.groups)
         if not self.can_grow("edited parameter groups"):
             raise ConfigurationError(
-                "the parameter groups were edited, but the parameters are in the kvstore already, and with row-sparse "
-                "ones, without synchronous rounds and in a third-party store they stay there; put back what was "
-                "there, and edit the groups before the first step"
+                "the parameter groups were edited, but the kvstore already has the parameters; in asynchronous modes, "
+                "with row-sparse parameters, and in a third-party store they cannot change. Restore the groups, and "
+                "edit them before the first step"
             )
+        # 3. Lay the parameters out again. If that fails, restore the groups' entries.
         former = [dict(group) for group in self.groups.live]
         has_names = any("param_names" in group for group in former)
         for group, entries in zip(self.groups.live, edited, strict=True):
@@ -323,21 +320,13 @@ class StepPipeline:
             raise
 
     def can_grow(self, what: str = "add_param_group()") -> bool:
-        """Ask the store whether other parameters may still come.
-
-        Raises:
-            ConfigurationError: it is in a block of `join`.
-            WeightsWrittenError: the loop has written weights that the store would replace.
-        """
+        """Return whether the store still accepts other parameters."""
         self.refuse_in_join(what)
         return self.link.check_growth(self.memory)
 
     def lay_out(self, names: list[list[str]]) -> None:
-        """Lay out the parameters that the groups have now.
-
-        State, and what is known of gradients, go along.
-        """
-        # What may fail comes first: state is fetched, parameters are checked.
+        """Lay out the present parameters of the groups, and move state and facts about gradients to the new layout."""
+        # What may fail comes first: fetching state, and checking parameters.
         states, former = self.states.current(), self.memory
         memory = Memory(self.groups.live, names)
         memory.succeed(former)
@@ -348,7 +337,9 @@ class StepPipeline:
         self.states.move(memory, states)
 
     def prepare(self) -> bool:
-        """Make the store and give every worker rank 0's weights; once, collectively. Returns whether it was now."""
+        """Create the store, and give every worker rank 0's weights; once, collectively. Return whether this call did
+        it.
+        """
         if self.link.is_started:
             return False
         self._decide()
@@ -365,34 +356,28 @@ class StepPipeline:
         return True
 
     def _decide(self) -> None:
-        """Decide where the optimizer runs, if that was left open for the first gradients."""
         if self.link.is_open:
             grads = [p.grad for device in self.memory.devices for p in device.parameters]
             self.link.decide(any(grad is not None and grad.is_sparse for grad in grads))
 
     def refuse_in_join(self, method: str) -> None:
-        """Raise ConfigurationError in a block of `join`."""
         if self.is_in_join:
             raise ConfigurationError(
-                f"{method} is not possible in a join() block: workers that have left it cannot take part; use step() "
-                "in the block, and the rest outside"
+                f"{method} is not possible in a join() block, because workers that have left it cannot take part; use "
+                "step() in the block, and other methods outside"
             )
 
     def _refuse_in_store(self, method: str) -> None:
         self._decide()
         if not self.link.allows_halves:
             raise ConfigurationError(
-                f"{method} has no meaning while the optimizer runs in the kvstore; build the Trainer with "
+                f"{method} is not possible while the optimizer runs in the kvstore; build the Trainer with "
                 "update_on_kvstore=False"
             )
         self.link.check_open()
 
     def _is_waiting(self) -> bool:
-        """Tell whether more backward passes have to come before an update; `last` says so then.
-
-        Raises:
-            ConfigurationError: nobody has counted them.
-        """
+        """Return whether an update needs more backward passes; `last` then says that nothing was updated."""
         if not self.accumulation.in_window:
             raise ConfigurationError(
                 f"accumulate={self.accumulation.counts} counts the backward passes that trainer.backward(loss) or "
@@ -408,19 +393,16 @@ class StepPipeline:
     def new_gradients(
         self, batch_size: float | SupportsIndex | None, ignores_stale: bool, summed: list[bool] | None = None
     ) -> list[bool]:
-        """Find the parameters that have a new gradient; those that were `summed` are known, see `Memory.fresh`.
-
-        Raises:
-            StaleGradientError: a batch size was given, and one that should has none.
-            ConfigurationError: the gradients came without what an option asks for.
-        """
+        """Return which parameters have a new gradient; `summed` ones are known, see `Memory.fresh`."""
         self.ready()
+        # 1. Find them. Only a step with a batch size insists on all.
         is_strict = batch_size is not None
         fresh = self.memory.fresh(
             is_strict and not ignores_stale, not is_strict and not ignores_stale, summed
         )
         if self.memory.has_writes() and not self._has_warned_of_writes:
             self._warn_of_writes(is_counted=not is_strict and not ignores_stale)
+        # 2. Options that only work in `backward` or `context`.
         needs, precision, scaler = self._needs_backward, self.stages.precision, self.loss_scaler
         is_scaled = needs == "amp" and scaler is not None and scaler.is_scaled
         if needs and not self.accumulation.in_window and not is_scaled and any(fresh):
@@ -436,28 +418,27 @@ class StepPipeline:
         return fresh
 
     def _warn_of_writes(self, is_counted: bool) -> None:
-        """Warn of gradients that were used, and then written in place but not zeroed."""
         written, overwritten = self.memory.written(), self.memory.take_overwritten()
-        self.memory.check_in_place()  # to move a model writes to its gradients
+        self.memory.check_in_place()  # moving a model writes to its gradients, too; that error is clearer
         self._has_warned_of_writes = True
         what = f"step() {'counts' if is_counted else 'leaves out'} gradients"
         if not written:
             what = "the backward pass has dropped gradients"
         warnings.warn(
             f"{what} that the last step had used and that were written in place since, of "
-            f"parameters {', '.join(map(repr, written or overwritten))}: these may be new values, or what clipping, "
-            "unscaling and the like have made of the old ones. If they are new, assign them (p.grad = values), or zero "
-            "them by zero_grad(set_to_none=False) before you write; if not, set them to None. This is said once",
+            f"parameters {', '.join(map(repr, written or overwritten))}: these may be new values, or old ones that "
+            "were clipped or unscaled. If they are new, assign them (p.grad = values), or call "
+            "zero_grad(set_to_none=False) before you write; if not, set them to None. This warning appears once",
             GradientWriteWarning,
             stacklevel=level_of_user(),
         )
 
     def _scale_of(self, batch_size: float | SupportsIndex | None) -> float:
-        """Return the factor of gradients, without mean over workers and loss scale."""
+        """Return the factor for gradients, before the mean over workers and the loss scale."""
         rescale = self.groups.optimizer.rescale_grad
         if batch_size is None:
             return rescale
-        is_known = type(batch_size) in (int, float) or is_number(batch_size)  # numpy has numbers, too
+        is_known = type(batch_size) in (int, float) or is_number(batch_size)  # also NumPy's numbers
         number: Any = batch_size if is_known else _integer_in(batch_size)
         if number is None or not 0 < number < math.inf:
             more = "" if is_known else "; of a tensor or an array it takes one integer"
@@ -465,12 +446,11 @@ class StepPipeline:
         return rescale / float(number)
 
     def kept_scale(self, undone: float) -> float:
-        """Part of the loss scale to leave in the sums, so that float16 does not underflow.
+        """Return the part of the loss scale to leave in the sums, so that float16 does not underflow, where workers
+        update.
 
-        It is for workers that update, and the same on all of them. What is compressed has lost it before.
-
-        Args:
-            undone: the factor that takes the loss scale out of this worker's gradients.
+        It is the same on all workers. `undone` removes the loss scale from this worker's gradients. Codecs need
+        unscaled ones.
         """
         exchange, grads = self.link.exchange, self.memory.arena.grads
         if (
@@ -485,13 +465,7 @@ class StepPipeline:
         return 1.0 if self.loss_scaler is None else self.loss_scaler.loss_scale
 
     def _evaluator(self, closure: Callable[[], Any], loss: Any, scale: float) -> Callable[[], Any] | None:
-        """Make what a torch optimizer calls to evaluate the loss again; None for what updates key by key.
-
-        Args:
-            closure: the script's.
-            loss: what it gave already.
-            scale: what gradients are multiplied by.
-        """
+        """Return a function with which a torch optimizer evaluates the loss again; None for updates key by key."""
         joint = self.states.joint
         if joint is None:
             return None
@@ -502,7 +476,7 @@ class StepPipeline:
         had = [loss]
 
         def again() -> Any:
-            """Return the loss of the pass that was made; called again, of another, its gradients scaled alike."""
+            """Return the loss that was computed already; later, evaluate it, with gradients scaled in the same way."""
             if had:
                 return had.pop()
             if not is_plain:
@@ -523,26 +497,28 @@ class StepPipeline:
 
     @property
     def limits(self) -> GradientLimits:
-        """What is checked of the gradient in the step that comes."""
+        """What is checked about the gradient of the coming step."""
         limits = self.stages.limits
         return limits if self.loss_scaler is None and self.voting is None else limits.with_scaler
 
     def _gather(self, fresh: Sequence[bool], factor: float) -> float:
-        """Copy new gradients into the arena; where there is a store, those of replicas are summed at once.
+        """Copy new gradients into the arena; with a store, also sum those of replicas.
 
-        Returns what they have been multiplied by: 1, or `factor`, which undoes the loss scale. What is to be compressed
-        loses that before, because the threshold and what is held back are of the gradient itself.
+        Returns the factor that was applied: 1, or `factor`, which undoes the loss scale. Gradients to be compressed are
+        unscaled first, because the threshold and the residuals are for unscaled gradients.
         """
+        # 1. Which gradients can be read where they are, without a copy.
         memory, link = self.memory, self.link
         zero_copy_keys: Collection[int] = ()
         targets = NO_TARGETS
         if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
-            pass  # what is measured here is the arena
+            pass  # none: the norm is measured on the arena
         elif link.exchange is None:
             zero_copy_keys = memory.arena.long if self.groups.optimizer.takes_pieces else ()
         elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
             zero_copy_keys, shared_grads = link.exchange.zero_copy_keys, link.exchange.shared_grads
             targets = NO_TARGETS if shared_grads is None else shared_grads.targets()
+        # 2. Copy the others, and undo the loss scale before compression.
         memory.gather(fresh, zero_copy_keys, targets)
         if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
             self._warn_of_rows()
@@ -550,17 +526,17 @@ class StepPipeline:
             memory.scale(factor)
         else:
             factor = 1.0
+        # 3. Sum over replicas, compressed if the store's option says so.
         if memory.has_replicas and link.exchange is not None:
             compressor = link.replicas
             if compressor is not None and (
                 self.is_bad or (self.limits.checks_finite and not memory.is_finite())
             ):
-                compressor = None  # what overflows; its sum overflows as well, which is a veto
+                compressor = None  # the uncompressed sum overflows too, and so becomes a veto
             memory.sum_replicas(compressor, link.selection.reducer)
         return factor
 
     def _warn_of_rows(self) -> None:
-        """Say once that sparse gradients count as dense ones, if torch refuses them."""
         optimizer, options, specs = self.groups.optimizer, self.groups.live, self.memory.plan.specs
         if not isinstance(optimizer, TorchOptimizer):
             return
@@ -572,27 +548,28 @@ class StepPipeline:
             self._has_warned_of_rows = True
             warnings.warn(
                 f"the gradients of {', '.join(dense)} are sparse, which {optimizer.registered_name} does not support "
-                "in torch; here they count as dense ones with zeros in all other rows, so rows that had no gradient "
-                "move with their momentum and weight decay, and a step looks at all rows. 'torch:SparseAdam', and "
-                "'torch:SGD' and 'torch:Adagrad' without weight_decay, update by rows. This is said once",
+                "in torch; here they count as dense ones with zeros in all other rows, so rows without a gradient "
+                "change by momentum and weight decay, and a step processes all rows. 'torch:SparseAdam', and "
+                "'torch:SGD' and 'torch:Adagrad' without weight_decay, update by rows. This warning appears once",
                 SparseGradientWarning,
                 stacklevel=level_of_user(),
             )
 
     def _reduce(self, fresh: list[bool], scale: float) -> tuple[list[bool] | None, GradientCheck]:
-        """Make one round of the gradients in the arena. Returns which keys any worker gave, and the verdict.
+        """Run one round for the gradients in the arena. Return which keys any worker contributed, and the verdict.
 
-        The keys are None, on all workers, if nothing may be updated. Where workers update, only a veto is known yet.
-        Raises before or after the round, never in the middle.
+        The keys are None, on all workers, if nothing may be updated. If workers update, only vetoes are known yet. It
+        raises before or after the round, never in the middle.
         """
         exchange, memory = self.link.exchange, self.memory
         assert exchange is not None
         absent = frozenset([] if all(fresh) else [i for i, is_fresh in enumerate(fresh) if not is_fresh])
+        # 1. In asynchronous modes each contribution is limited separately, before it is sent.
         own = GradientCheck()
         if exchange.updates_weights and not exchange.is_sync:
-            # Every contribution is an update of its own.
             own = self._judge(memory.devices[0], fresh, scale)
             scale = self._limit_own(own.decision, scale)
+        # 2. Run the round, with this worker's veto.
         limits = self.limits
         veto = own.decision.skip or self.is_bad
         if limits.checks_finite and not self.link.checks_sums(memory.arena.grads):
@@ -601,21 +578,22 @@ class StepPipeline:
         outcome = self.link.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
+        # 3. Adopt the result.
         if not exchange.updates_weights:
             if outcome.rows is None:
-                memory.devices[0].scale_rows(scale)  # those did not travel; what did has come back scaled
+                memory.devices[0].scale_rows(scale)  # rows were not sent; what was sent has come back scaled
             else:
                 memory.devices[0].rows = dict(outcome.rows)
         verdict = GradientCheck(outcome.measured, outcome.decision) if exchange.is_sync else own
-        # What is frozen here may not be so elsewhere, and weights must stay equal: the sum is what counts.
+        # A parameter frozen on this worker may have a gradient on others, and weights must stay equal.
         candidates = [True] * len(fresh) if exchange.is_ours else memory.participating()
         if outcome.left_out:
             candidates = [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)]
         return candidates, verdict
 
     def _numbers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
-        """Read the numbers of the update that comes; see `ParameterGroups.options`."""
-        # Or workers come to different numbers of rounds, scales, or weights.
+        """Read the hyper-parameters of the coming update; see `ParameterGroups.options`."""
+        # Compared by the store: if these differed, workers would diverge in rounds, scales, or weights.
         stages: dict[str, Any] = {}
         if self.accumulation.counts > 1:
             stages["accumulate"] = self.accumulation.counts
@@ -626,7 +604,7 @@ class StepPipeline:
         return self.groups.options(self.memory, coming, stages)
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
-        """Limit the elements in the arena; return the scale that limits the norm."""
+        """Clip the elements in the arena by value, or return the scale that limits the norm."""
         if decision.clip_value is not None:
             limit = decision.clip_value / abs(scale)
             for flat in self.memory.arena.grads.values():
@@ -634,7 +612,7 @@ class StepPipeline:
                 flat.clamp_(-bound, bound)
             home = self.memory.devices[0]
             for key, rows in home.rows.items():
-                # Not in place: they may be the gradient that the loop still has.
+                # Not in place, because these may be the memory of the loop's own gradient.
                 bound = bound_of(limit, rows.values)
                 home.rows[key] = rows._replace(values=rows.values.clamp(-bound, bound))
         return scale * decision.coef
@@ -646,11 +624,8 @@ class StepPipeline:
         again: Callable[[], Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> GradientCheck:
-        """Update these keys with their gradients in the arena, limited; nothing happens if they are to be skipped.
-
-        Args:
-            again: evaluates the loss again.
-            options: the numbers of the update; None for those of the groups.
+        """Update keys with their gradients in the arena, clipped, unless the step is skipped; by default with the
+        groups' options.
         """
         was_incomplete = self.link.step_incomplete
         try:
@@ -665,7 +640,6 @@ class StepPipeline:
             raise
 
     def set_mode(self, mode: str) -> None:
-        """Call the optimizer's `train` or `eval`, if it has modes; see `Trainer.train`."""
         optimizer = self.groups.optimizer
         if not isinstance(optimizer, TorchOptimizer) or not callable(getattr(optimizer.cls, mode, None)):
             return
@@ -675,8 +649,8 @@ class StepPipeline:
         joint = self.states.joint
         if joint is None:
             raise ConfigurationError(
-                f"{optimizer.registered_name} has modes, which change weights and state of all parameters together; "
-                f"{mode}() cannot here: the optimizer updates key by key. Build the Trainer without "
+                f"{optimizer.registered_name} has modes, which change weights and state of all parameters together, "
+                f"but here it updates key by key, so {mode}() is not possible. Build the Trainer without "
                 "update_on_kvstore=True, an asynchronous store, replicas without a store, and register(..., "
                 "elementwise=True)"
             )
@@ -692,7 +666,7 @@ class StepPipeline:
         again: Callable[[], Any] | None,
         options: dict[str, Any] | None,
     ) -> GradientCheck:
-        """Do as `update_here`, on this worker alone."""
+        # 1. The hyper-parameters of each key; tried out, so that a bad one fails before the update.
         if options is None:
             options = self._numbers(present if self.link.num_workers == 1 else None)
         if options != self._effective[0]:
@@ -700,18 +674,20 @@ class StepPipeline:
             for row in {id(row): row for row in rows}.values():
                 self.groups.optimizer.try_out(row)
             self._effective = (options, rows)
+        # 2. Decide, for every device, before any weight changes.
         numbers, by_device = self._effective[1], [present]
         if self.link.exchange is None and self.memory.has_replicas:
-            by_device = list(self.memory.own_present)  # each replica goes its own way
+            by_device = list(self.memory.own_present)  # replicas are updated separately
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
         verdicts = [self._judge(device, own, scale) for device, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
         self.link.step_incomplete = True
+        # 3. Update.
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
-                device.tracker.forget()  # it may evaluate the loss again
+                device.tracker.forget()  # the optimizer may evaluate the loss again
                 update.apply(scale, own, numbers, decision, again)
             else:
                 borrowed, device.borrowed = device.borrowed, {}
@@ -724,7 +700,6 @@ class StepPipeline:
         return verdicts[0]
 
     def _judge(self, device: DeviceMemory, present: Sequence[bool], scale: float) -> GradientCheck:
-        """Decide about the gradients in an arena, which are to be multiplied by `scale`."""
         if self.is_bad:
             return GradientCheck(None, Decision(skip=True))
         limits = self.limits
@@ -736,14 +711,11 @@ class StepPipeline:
     def _finish(
         self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: GradientCheck, undone: float
     ) -> StepResult:
-        """End a step: these gradients are used up; these keys were updated, or None if the step was skipped.
-
-        Args:
-            undone: The factor that takes the loss scale out of the gradients, which stay readable.
-
-        Raises:
-            NonFiniteGradientError: the step was skipped, and the script wants to stop then.
+        """End a step: `used` gradients are no longer new; `updated` keys were updated, or None if it was skipped.
+        `undone` removes the loss scale from the gradients, which stay readable. Raises NonFiniteGradientError if
+        `on_nonfinite` says so.
         """
+        # 1. Unscale the gradients, which the script may read, and mark them as used.
         limits, is_skipped = self.limits, updated is None
         if undone != 1.0:
             for device, own in zip(self.memory.devices, self.memory.own_present, strict=True):
@@ -752,40 +724,40 @@ class StepPipeline:
             device.tracker.consume(used)
         self._reduced, self._is_vetoed, self.is_bad = None, False, False
         self.accumulation.in_window = 0
+        # 2. The result, and counts.
         norm = None
         if limits.max_norm is not None:
-            # Not all workers have measured it where one knew before that the step is skipped.
+            # If a worker vetoed the step in advance, not all workers have measured the norm.
             norm = math.inf if is_skipped or verdict.measured is None else verdict.measured.norm
         has_updated = updated is not None and any(updated)
         self.last = self._result(norm, verdict.decision.coef, is_skipped, has_updated)
         self.conclude(updated)
         if self.groups.instance is not None:
-            # Schedulers bound to the instance warn unless they see it step.
+            # Schedulers bound to the instance warn if they have not seen its step().
             self.groups.instance._opt_called = True  # type: ignore[attr-defined]
+        # 3. Raise at last, when everything is counted.
         said, self.bad_loss = self.bad_loss, ""
         if is_skipped and limits.on_nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"{said}a gradient, its norm or the loss is infinite or not a number, on this worker or another, so "
-                "nothing was updated; torch.autograd.detect_anomaly finds the operation, and on_nonfinite='skip' goes "
-                "on without such steps"
+                "nothing was updated; torch.autograd.detect_anomaly finds the operation, and on_nonfinite='skip' "
+                "skips such steps"
             )
         return self.last
 
     def _result(
         self, norm: float | None = None, coef: float = 1.0, skipped: bool = False, updated: bool = True
     ) -> StepResult:
-        """Say how a step ended, with the learning rate that it was made with; a lr_scheduler has written it there."""
         lr = self.groups.live[0].get("lr")
-        # The factor that the loss of this step carries, on other workers if not here.
+        # The loss scale of this step, which may have been applied on other workers only.
         scale = 1.0 if self.voting is None else self.voting
         if self.loss_scaler is not None:
             scale = self.loss_scaler.loss_scale
         return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
 
     def conclude(self, updated: Sequence[bool] | None) -> None:
-        """Count what a step has updated, as `count`, which is the last of its changes.
-
-        Schedules may be anybody's: the loop hears what one raises, and all else of the step is done.
+        """Count a step's updates, as its last change. If a user's schedule raises, the rest of the step is done
+        already.
         """
         try:
             self.count(updated)
@@ -795,7 +767,6 @@ class StepPipeline:
         self.link.step_incomplete = False
 
     def count(self, updated: Sequence[bool] | None) -> None:
-        """Note that these keys were updated, or None if the step was skipped."""
         if updated is not None:
             self.groups.counts.count(updated)
         if self.loss_scaler is not None:
@@ -807,10 +778,10 @@ class StepPipeline:
 
 
 def _integer_in(value: Any) -> int | None:
-    """Return the one whole number that a tensor or an array holds; None where it holds something else."""
+    """Return the single integer in a tensor or an array; None if it contains something else."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError):  # several numbers, or a fraction; or a tensor without values
+    except (TypeError, RuntimeError):  # several numbers, a fraction, or a meta tensor
         return None

@@ -219,7 +219,6 @@ class Trainer(torch.optim.Optimizer):
             parameter.claim(self, name)
 
     def __repr__(self) -> str:
-        """Return torch's text, with the optimizer, the store and the accumulation."""
         shown = super().__repr__()
         if not self._is_built:
             return shown
@@ -394,11 +393,8 @@ class Trainer(torch.optim.Optimizer):
         )
 
     def _step_voting(self, overflows: bool, carried: float, *args: Any, **kwargs: Any) -> StepResult:
-        """Step for a GradScaler: all workers skip it if gradients overflow on any.
-
-        Args:
-            overflows: Whether this worker's do.
-            carried: The factor of its loss, by which the gradients were already divided.
+        """Step for a GradScaler: all workers skip it if gradients overflow on any (`overflows`: on this one). `carried`
+        is the factor of the loss, by which the gradients were already divided.
         """
         pipeline = self._pipeline
         was_bad, pipeline.voting = pipeline.is_bad, carried
@@ -652,7 +648,6 @@ class Trainer(torch.optim.Optimizer):
             raise
 
     def _new_group(self, param_group: Any) -> Group:
-        """Check a group to be added, and give it names and options."""
         # 1. Whether parameters can be added at all.
         if not self._pipeline.can_grow():
             raise ConfigurationError(

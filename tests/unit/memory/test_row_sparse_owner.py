@@ -161,7 +161,7 @@ def test_the_environment_cannot_take_the_update_out_of_the_store(monkeypatch: py
     table.row_sparse_data([1]).sum().backward()
     trainer.step(1)
     assert column(table) == [1, 0, 1, 1]
-    with pytest.raises(ConfigurationError, match="no meaning while the optimizer runs in the kvstore"):
+    with pytest.raises(ConfigurationError, match="update_on_kvstore=False"):
         trainer.allreduce_grads()
 
 

@@ -163,7 +163,7 @@ def test_size_of_the_largest_parameter_reaches_the_choice() -> None:
     )
     large.allreduce_grads()
     with pytest.raises(
-        ConfigurationError, match=r"allreduce_grads\(\) has no meaning while the optimizer runs in"
+        ConfigurationError, match=r"allreduce_grads\(\) is not possible while the optimizer runs in"
     ):
         small.allreduce_grads()
 

@@ -283,7 +283,7 @@ def test_losses_of_devices_are_summed_and_metrics_averaged() -> None:
 def test_devices_must_report_the_same_names() -> None:
     with pytest.raises(ConfigurationError, match="device 1 reports b, but the first one a"):
         sum_losses([{"a": 1.0}, {"b": 1.0}])
-    with pytest.raises(ConfigurationError, match="no devices"):
+    with pytest.raises(ConfigurationError, match="no device"):
         mean_metrics([])
 
 
