@@ -29,7 +29,7 @@ _LEAST_RATE = 1e-7
 
 
 def detectron_rules(weight_decay_gn: float = 0.0, bias_lr_mult: float = 2.0) -> list[Rule]:
-    """Return Detectron's rules: biases get a multiple of the learning rate and no decay, GroupNorm scales their own
+    """Return Detectron's rules: biases learn at a multiple of the rate without decay, GroupNorm scales have their own
     decay.
 
     Every bias counts, also those of GroupNorm and of affine layers. Other parameters keep the optimizer's options.

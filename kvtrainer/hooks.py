@@ -238,7 +238,7 @@ class OptimizerHook(Hook):
             buffer.update({"grad_norm": float(norm)}, outputs.get("num_samples", 1))
 
     def clip_grads(self, params: Iterable[Tensor]) -> Tensor | None:
-        """Clip the gradients of these parameters according to `grad_clip`. Return their norm before that, if a norm is
+        """Clip the gradients of these parameters according to `grad_clip`. Return the norm before, if a norm is
         limited.
 
         The Trainer does not call this method: it clips the reduced gradient itself, in this process or on servers. Only

@@ -52,9 +52,7 @@ class LogBuffer:
             self.n_history.setdefault(name, deque(maxlen=self._window)).append(weight)
 
     def average(self, n: int = 0) -> None:
-        """Store the weighted mean of the last `n` values per name in `output`; 0 means all. NaN if the weights sum to
-        0.
-        """
+        """Store the weighted mean of the last `n` values per name in `output`; 0 means all. NaN without weight."""
         for name, values in self._latest(n).items():
             weights = list(self.n_history[name])[-n:]
             total = math.fsum(weights)

@@ -29,8 +29,7 @@ def mean_metrics(by_device: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device | str | None = None) -> Tensor:
-    """Sum losses by name or by device into a scalar to call `backward` on; on `device`, by default that of the first
-    loss.
+    """Sum losses by name or by device into a scalar to call `backward` on; by default on the first loss's device.
 
     Raises:
         ConfigurationError: There is no loss, or one is not a tensor.

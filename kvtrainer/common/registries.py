@@ -136,8 +136,7 @@ class Registry:
         )
 
     def build(self, cfg: Mapping[str, Any], **default_args: Any) -> Any:
-        """Call the entry that `cfg["type"]` names (or is) with the other items of `cfg`, and `default_args` for missing
-        ones.
+        """Call the entry that `cfg["type"]` names (or is) with the other items of `cfg`; `default_args` fill in.
 
         Raises:
             ArgumentTypeError: `cfg` is not a dict, or its type is neither a name nor callable.

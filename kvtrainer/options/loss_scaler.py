@@ -68,9 +68,7 @@ class LossScaler:
         self.min_scale: float | None = None
         """The lower bound that was asked for."""
         self._carried: float | None = None
-        """The scale of the present gradients; None if they do not come from a scaled loss. The scale may have changed
-        since.
-        """
+        """The scale in the present gradients, None without a scaled loss. `loss_scale` may have changed since."""
         self._is_unscaled = False
 
     @property
@@ -321,8 +319,7 @@ def unscale(trainer: Any) -> None:
 
 
 def plain_scaling(trainer: torch.optim.Optimizer, num_workers: int) -> tuple[bool, float]:
-    """Return what a plain torch.amp.GradScaler passes to the step: whether a gradient overflows, and the unscaling
-    factor.
+    """Return what a plain torch.amp.GradScaler passes to the step: whether a gradient overflows, and 1 / scale.
 
     It calls the `step` of any optimizer with `_step_supports_amp_scaling`, and sets the attributes `found_inf` and
     `grad_scale` (None once unscaled), which it removes afterwards. It does not ask other workers, so it is refused if

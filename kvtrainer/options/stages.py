@@ -103,9 +103,7 @@ class GradientLimits:
 
 
 def make_limits(clip_grad: Any, on_nonfinite: Any = None) -> GradientLimits:
-    """Read the options of these names: `clip_grad` has the arguments of torch's clip_grad_norm_, or with `type="value"`
-    of clip_grad_value_.
-    """
+    """Read `clip_grad`, with the arguments of torch's clip_grad_norm_ or (type="value") clip_grad_value_."""
     check.one_of("on_nonfinite", on_nonfinite, (None, *ON_NONFINITE))
     if clip_grad is None:
         return GradientLimits(on_nonfinite=on_nonfinite)

@@ -146,7 +146,7 @@ def _check_records(path: str, content: Mapping[str, Any], filename: str) -> None
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
-    """Write plain values, as returned by `plain_copy`, to a file, or replace it atomically. Blocks until it is on the
+    """Write plain values, as returned by `plain_copy`, to a file, replacing it atomically. Blocks until it is on the
     disk.
 
     Missing folders are created. A checksum is added to the meta. Raises StateFileError, after which an existing file is
@@ -385,9 +385,7 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Run a block that reads a part of a checkpoint. Unexpected contents raise StateMismatchError, which names the
-    part.
-    """
+    """Run a block that reads a part of a checkpoint; unexpected contents raise StateMismatchError."""
     try:
         yield
     except KVStoreError:

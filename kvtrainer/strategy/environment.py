@@ -238,9 +238,7 @@ def begin_randomness(seed: int, deterministic: bool) -> None:
 
 
 def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
-    """Return the states of python's, NumPy's and torch's generators, and of those on CUDA `devices`: tensors and
-    numbers.
-    """
+    """Return the states of python's, NumPy's and torch's generators, and of those on CUDA `devices`."""
     version, internal, gauss = random.getstate()
     numbers = np.random.get_state(legacy=True)
     assert isinstance(numbers, tuple)

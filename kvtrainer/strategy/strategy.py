@@ -412,9 +412,7 @@ class Strategy(BaseStrategy):
         return [files.fit_states(one, states[name], own.get(name, {})) for name, one in trainers.items()]
 
     def _place_in(self, found: Mapping[str, Any]) -> tuple[int | None, int | None, Any]:
-        """Return a checkpoint's seed, iteration, and this rank's random states (None if there are more or fewer
-        workers).
-        """
+        """Return a checkpoint's seed, iteration, and this rank's random states (None with other workers)."""
         meta, ranks = dict(found.get(files.META, {})), found.get(files.RANKS) or []
         rng = ranks[self.rank]["rng"] if len(ranks) == self.world_size else None
         if rng is not None:

@@ -123,11 +123,11 @@ class ParameterGroups:
     def options(
         self, memory: Memory, coming: Sequence[bool] | None, stages: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Read the hyper-parameters of the coming update: options per group, and multipliers other than 1 per
-        parameter.
+        """Read the hyper-parameters of the coming update: options per group, and multipliers per parameter.
 
-        The form is that of `kvstore_server.engine.agreed`. If nothing has changed since the last call the result is the
-        same object, which must not be modified. `stages` are further options that must be the same on all workers.
+        The form is that of `kvstore_server.engine.agreed`. Multipliers of 1 are left out. If nothing has changed since
+        the last call the result is the same object, which must not be modified. `stages` are further options that must
+        be the same on all workers.
         """
         # 1. The options of each group, as plain values.
         if self.optimizer.lr_scheduler is not None:
@@ -206,9 +206,7 @@ class UpdateCounter:
         self._set: float | None = None
 
     def apply(self, groups: Sequence[Group], coming: Sequence[bool] | None) -> None:
-        """Set the learning rate for the update of `coming` keys; None if other workers decide, so any key may be
-        updated.
-        """
+        """Set the learning rate for the update of `coming` keys (None: of any, since other workers decide)."""
         scheduler = self._optimizer.lr_scheduler
         assert scheduler is not None
         foreign = [group["lr"] for group in groups if self._set is not None and group["lr"] != self._set]
@@ -259,8 +257,7 @@ def is_foreign(optimizer: Optimizer) -> bool:
 
 
 def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
-    """Bring parameters into torch's form: groups with "params", "param_names" and options, and whether names were
-    given.
+    """Return groups in torch's form, with "params", "param_names" and options; and whether names were given.
 
     Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
     parameters, or a list of torch parameter groups whose "params" is any of those. A parameter that appears several

@@ -488,8 +488,7 @@ class JointUpdate:
         return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
 
     def _room(self) -> dict[int, State]:
-        """Return the entries that the first step will create, by number of the parameter, as a place to load state
-        into.
+        """Return the entries that the first step will create, by number of the parameter, to load state into.
 
         Nothing changes. The entries have a count of 0, or negative zeros if the class keeps no count; this tells
         loading that they are no real state. Empty if the class cannot take a step with zero gradients.

@@ -275,9 +275,9 @@ class StepPipeline:
         elif self.memory.left_out and (late := self.memory.latecomers()):
             if not self.can_grow("parameters that get their shape"):
                 raise ConfigurationError(
-                    f"{', '.join(late)}: had no shape, or no dtype that can be trained, when the other parameters were "
-                    "added to the kvstore; run a forward pass through the whole model, and set requires_grad, before "
-                    "the first step"
+                    f"{', '.join(late)}: could not be trained when the other parameters were added to the kvstore, "
+                    "because of its shape or kind; run a forward pass through the whole model, and set requires_grad, "
+                    "before the first step"
                 )
             self.lay_out(self.groups.names)
         if self.groups.instance is not None:
@@ -337,9 +337,7 @@ class StepPipeline:
         self.states.move(memory, states)
 
     def prepare(self) -> bool:
-        """Create the store, and give every worker rank 0's weights; once, collectively. Return whether this call did
-        it.
-        """
+        """Create the store, and give every worker rank 0's weights. Collective. Return whether this call did it."""
         if self.link.is_started:
             return False
         self._decide()
@@ -446,8 +444,8 @@ class StepPipeline:
         return rescale / float(number)
 
     def kept_scale(self, undone: float) -> float:
-        """Return the part of the loss scale to leave in the sums, so that float16 does not underflow, where workers
-        update.
+        """Return the part of the loss scale to leave in the sums where workers update, so that float16 does not
+        underflow.
 
         It is the same on all workers. `undone` removes the loss scale from this worker's gradients. Codecs need
         unscaled ones.
@@ -624,9 +622,7 @@ class StepPipeline:
         again: Callable[[], Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> GradientCheck:
-        """Update keys with their gradients in the arena, clipped, unless the step is skipped; by default with the
-        groups' options.
-        """
+        """Update keys with their gradients in the arena, clipped, unless the step is skipped."""
         was_incomplete = self.link.step_incomplete
         try:
             return self._update_here(present, scale, again, options)
@@ -712,8 +708,8 @@ class StepPipeline:
         self, used: Sequence[bool], updated: Sequence[bool] | None, verdict: GradientCheck, undone: float
     ) -> StepResult:
         """End a step: `used` gradients are no longer new; `updated` keys were updated, or None if it was skipped.
-        `undone` removes the loss scale from the gradients, which stay readable. Raises NonFiniteGradientError if
-        `on_nonfinite` says so.
+
+        `undone` removes the loss scale from the gradients, which stay readable. Raises if `on_nonfinite` is "raise".
         """
         # 1. Unscale the gradients, which the script may read, and mark them as used.
         limits, is_skipped = self.limits, updated is None
@@ -756,9 +752,7 @@ class StepPipeline:
         return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
 
     def conclude(self, updated: Sequence[bool] | None) -> None:
-        """Count a step's updates, as its last change. If a user's schedule raises, the rest of the step is done
-        already.
-        """
+        """Count a step's updates, as its last change: if a user's schedule raises, everything else is done."""
         try:
             self.count(updated)
         except Exception:

@@ -441,8 +441,7 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def allreduce_grads(self) -> None:
-        """Replace every gradient by its sum over workers and replicas. Change it, if you want to, before `update`.
-        Blocks.
+        """Replace every gradient by its sum over workers and replicas; the loop may change it before `update`. Blocks.
 
         With a loss scaler, gradients that overflow on any worker are left unchanged, and `update` skips the step.
         `update` also clips. While backward passes are being accumulated, this does nothing.
@@ -518,8 +517,7 @@ class Trainer(torch.optim.Optimizer):
         return torch.autocast(device.type, precision.dtype)
 
     def backward(self, loss: Any) -> None:
-        """Run the backward pass of a loss, or of the losses of several replicas in a list or dict, according to the
-        options.
+        """Run the backward pass of a loss, or of the losses of several replicas in a list or dict.
 
         The loss is multiplied by the loss scale, which `step` undoes, and divided by the number of accumulated passes.
 
@@ -849,8 +847,7 @@ class Trainer(torch.optim.Optimizer):
 
     @exclusive
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save everything that another Trainer needs, beside the weights, to continue as if never interrupted, in one
-        file.
+        """Save what another Trainer needs, beside the weights, to continue as if never interrupted, in one file.
 
         The file has the optimizer state by parameter name, and the options of every group, wherever the optimizer runs.
         Blocks while state is fetched. Any single worker may save between its steps: no round ends without it, so the
