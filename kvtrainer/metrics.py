@@ -39,7 +39,6 @@ def total_loss(losses: Mapping[str, Any] | Sequence[Any], device: torch.device |
     if not tensors or len(tensors) < len(parts):
         raise ConfigurationError(f"a total loss needs tensors, got {parts!r:.120}")
     place = tensors[0].device if device is None else torch.device(device)
-    # Stacking keeps one autograd node for the sum, however many losses there are.
     moved = [tensor.to(place) for tensor in tensors]
     return torch.stack([one.sum() if one.dim() else one for one in moved]).sum()
 

@@ -344,7 +344,7 @@ class StateView(Mapping[Tensor, State]):
     """The optimizer state by parameter, as torch's optimizers show it: copies, fetched when it is read.
 
     A parameter without state has an empty one. Assignment replaces a parameter's state, on a server too: do it on every
-    worker. So do `del`, after which the parameter starts afresh, and `clear`, for all parameters. The view is always
+    worker. The same holds for `del`, after which the parameter starts afresh, and `clear`. The view is always
     true, because torch.distributed.checkpoint would otherwise create state by a step with zero gradients.
 
     Args:
