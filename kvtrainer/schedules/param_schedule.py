@@ -169,8 +169,8 @@ class GroupValue:
         group = self.optimizer.param_groups[index]
         if self._is_beta(group):
             group["betas"] = (value, *tuple(group["betas"])[1:])
-        # A tensor may be part of a captured CUDA graph, so it is written in place.
         elif isinstance(group[self.name], Tensor):
+            # In place, because others may hold a reference to the tensor.
             group[self.name].fill_(value)
         else:
             group[self.name] = value

@@ -159,12 +159,12 @@ def describe_system() -> dict[str, Any]:
         numbers: dict[str, list[str]] = {}
         for at in range(torch.cuda.device_count()):
             numbers.setdefault(torch.cuda.get_device_name(at), []).append(str(at))
-        # 3. Compilers and libraries.
         found |= {f"GPU {','.join(its)}": name for name, its in numbers.items()}
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
         nvcc = shutil.which("nvcc")
         home = os.environ.get("CUDA_HOME") or (os.path.dirname(os.path.dirname(nvcc)) if nvcc else None)
         found |= {"CUDA_HOME": home, "NVCC": _version_of(nvcc or f"{home}/bin/nvcc", "release")}
+    # 3. Compilers and libraries.
     found |= {
         "GCC": _version_of((sysconfig.get_config_var("CC") or "gcc").split()[0]),
         "PyTorch": torch.__version__,
