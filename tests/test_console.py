@@ -84,7 +84,7 @@ DIGITS = (
     says(r"held-out accuracy ([\d.]+)%; max", r"Both reach ([\d.]+) % after 25 epochs", 1.0),
 )
 CNN = (says(r"held-out accuracy ([\d.]+)%", r"The accuracy reaches ([\d.]+) %", 1.0),)
-AUC = says(r"AUC of \d+ held-out flights ([\d.]+)", r"for an AUC of ([\d.]+) beside", 0.01)
+AUC = says(r"AUC of \d+ held-out flights ([\d.]+)", r"for an AUC of ([\d.]+) compared", 0.01)
 WORDS = (
     prints(r"^\[w0\] all checks passed$"),
     prints(r"^\[w0\] \d+ rows of no word: unchanged$"),

@@ -11,6 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "examples.md").read_text()
+TEXT = " ".join(PAGE.split())
+"""The page in one line."""
+
 MAKEFILE = (ROOT / "Makefile").read_text()
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
@@ -56,28 +59,28 @@ def test_the_page_says_what_was_found() -> None:
     assert digits["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
     assert found("ray")["accuracy"] == pytest.approx(digits["plain_pytorch"], abs=0.01)
     assert found("ray")["starts"] == [0, 12]
-    assert "After twelve epochs," in PAGE
-    assert f"Both reach {digits['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
-    assert f"accuracy reaches {found('cnn')['accuracy'][-1]:.1%}".replace("%", " %") in PAGE
-    assert f"costs {characters['held_out']:.2f} bits" in PAGE
-    assert f"costs {characters['by_counts']:.2f}." in PAGE.replace("\n", " ")
-    assert f"{gan[-1][1]:.0%}".replace("%", " %") in PAGE
-    assert f"falls from {gan[0][2]:.0f} to {gan[-1][2]:.0f}." in PAGE
+    assert "After twelve epochs," in TEXT
+    assert f"Both reach {digits['accuracy'][-1]:.1%}".replace("%", " %") in TEXT
+    assert f"accuracy reaches {found('cnn')['accuracy'][-1]:.1%}".replace("%", " %") in TEXT
+    assert f"costs {characters['held_out']:.2f} bits" in TEXT
+    assert f"costs {characters['by_counts']:.2f}." in TEXT
+    assert f"{gan[-1][1]:.0%}".replace("%", " %") in TEXT
+    assert f"falls from {gan[0][2]:.0f} to {gan[-1][2]:.0f}." in TEXT
 
 
 def test_the_page_says_what_word_vectors_cost() -> None:
-    words, said = found("embeddings"), PAGE.replace("\n", " ")
+    words = found("embeddings")
     assert words["loss"] == pytest.approx(words["plain_pytorch"], abs=1e-4)
-    assert f"touches {words['touched']:.0f} of them" in said
-    assert f"the loss is {words['loss'][-1]:.2f};" in said
-    assert f"costs {words['by_frequency']:.2f}." in said
+    assert f"touches {words['touched']:.0f} of them" in TEXT
+    assert f"the loss is {words['loss'][-1]:.2f};" in TEXT
+    assert f"costs {words['by_frequency']:.2f}." in TEXT
 
 
 def test_the_page_says_how_many_bytes_rows_save() -> None:
     dense, sparse = found("flights_dense"), found("flights_sparse")
     times = (dense["received"] + dense["sent"]) // (sparse["received"] + sparse["sent"])
-    assert f"sends {times} times fewer bytes" in PAGE
-    assert f"AUC of {sparse['auc']:.3f} beside {dense['auc']:.3f}" in PAGE
+    assert f"sends {times} times fewer bytes" in TEXT
+    assert f"AUC of {sparse['auc']:.3f} compared with {dense['auc']:.3f}" in TEXT
 
 
 def test_the_page_says_how_many_steps_uneven_workers_made() -> None:
@@ -86,7 +89,7 @@ def test_the_page_says_how_many_steps_uneven_workers_made() -> None:
         for slow in ("one", "turns")
         for kvstore in ("sync", "ssp", "async")
     ]
-    said = re.search(r"## Uneven workers(.*?)So bounded", PAGE, re.DOTALL)
+    said = re.search(r"## Uneven workers(.*?)So bounded", TEXT)
     assert said is not None
-    numbers = re.findall(r"(?:in every step: |too: |nobody: |at the time: |other: |makes )(\d+)", said[1])
+    numbers = re.findall(r"makes (\d+) steps", said[1])
     assert [int(number) for number in numbers] == steps

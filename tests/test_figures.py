@@ -46,10 +46,10 @@ def test_the_page_on_choosing_says_what_links_cost() -> None:
     ratio = found("bandwidth", "kvtrainer is faster by")
     works = "1000 Mb/s, 24 MiB: 16 x 390,144 floats", "100 Mb/s, 2 MiB: 16 x 38,912 floats"
     for system, said in (
-        ("gloo flat", "`dist_sync` beside gloo"),
-        ("kvtrainer bf16", "bf16 both ways: time in proportion to plain"),
-        ("kvtrainer ternary", "ternary both ways: time in proportion to plain"),
-        ("kvtrainer 1bit", "1bit there, ternary back: time in proportion to plain"),
+        ("gloo flat", "`dist_sync` compared with gloo"),
+        ("kvtrainer bf16", "bf16 push and pull: time relative to uncompressed"),
+        ("kvtrainer ternary", "ternary push and pull: time relative to uncompressed"),
+        ("kvtrainer 1bit", "1bit push, ternary pull: time relative to uncompressed"),
     ):
         fast, slow = (ratio[work, "4 x 4", system] for work in works)
         assert f"| {said} | {fast:.2f} | {slow:.2f} |" in CHOOSING

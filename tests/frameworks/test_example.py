@@ -60,7 +60,7 @@ def test_the_command_of_the_page_ends_at_the_accuracy_that_the_page_says(tmp_pat
     command = "kvlaunch -n 2 -s 2 python examples/lightning_digits.py"
     output = shell(f"{command} 2>&1", tmp_path, JOB_LIMIT, PYTHONPATH=str(ROOT))
     [found] = re.findall(r"^\[w0\] held-out accuracy ([\d.]+)% after 25 epochs$", output, re.MULTILINE)
-    [said] = re.findall(r"it ends at ([\d.]+) %", (ROOT / "docs/examples.md").read_text())
+    [said] = re.findall(r"it\s+ends\s+at\s+([\d.]+)\s+%", (ROOT / "docs/examples.md").read_text())
     assert float(found) == pytest.approx(float(said), abs=1.0)
 
 

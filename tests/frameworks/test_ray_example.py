@@ -52,7 +52,7 @@ def test_the_commands_of_the_page_of_examples_go_on_as_the_page_says(tmp_path: P
     pattern = r"^begun after epoch 0 and after epoch (\d+); held-out accuracy ([\d.]+)%$"
     [(again, accuracy)] = re.findall(pattern, done.stdout, re.MULTILINE)
     assert int(again) == 12
-    [said] = re.findall(r"Both reach ([\d.]+) %", (ROOT / "docs/examples.md").read_text())
+    [said] = re.findall(r"Both\s+reach\s+([\d.]+)\s+%", (ROOT / "docs/examples.md").read_text())
     assert float(accuracy) == pytest.approx(float(said), abs=1.0)
 
 

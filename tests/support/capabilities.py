@@ -40,11 +40,11 @@ ROWS = (3, 1)
 _INTRODUCTION = """\
 # What works with what
 
-Every combination of store, kind of value, site of the update, compression or dtype was tried out for this page by
-`tests/integration/test_capability_table.py`: it trains, with the right numbers, or raises a typed error before anything
-is changed. The entries say where the optimizer runs. float16, bfloat16, float32 and float64 behave alike. With several
-copies of each parameter (lists of parameters, one per device) gradients are summed over the copies; with `kvstore=None`
-each copy is trained by itself. Rows of a row-sparse gradient are never compressed.
+`tests/integration/test_capability_table.py` tested every combination of store, kind of value, update site, compression
+and dtype for this page: it trains with the correct result, or raises a typed error before anything has changed. The
+entries say where the optimizer runs. float16, bfloat16, float32 and float64 behave the same. With several copies of
+each parameter (lists of parameters, one per device) gradients are summed over the copies; with `kvstore=None` each copy
+is trained separately. Rows of a row-sparse gradient are never compressed.
 """
 
 
@@ -253,7 +253,7 @@ def page(outcomes: dict[Case, Outcome]) -> str:
             cells = [_cell([c for c in mine if c.site is site], outcomes) for site in SITES]
             lines.append(f"| {title} | {' | '.join(cells)} | {_compressions(mine, outcomes)} |")
         lines.append("")
-    lines += ["## The errors", "", "| error | says |", "|---|---|"]
+    lines += ["## The errors", "", "| error | message |", "|---|---|"]
     texts: dict[str, str] = {}
     for case, outcome in outcomes.items():
         if outcome.error and case.compression == "none":
@@ -279,7 +279,7 @@ def _compressions(cases: Sequence[Case], outcomes: dict[Case, Outcome]) -> str:
     if not works:
         return ""
     if not any(outcomes[case].has_store for case in works):
-        return "has no effect: nothing travels"
+        return "no effect: nothing is sent"
     sites = {case.site for case in works}
     refused = {case.compression for case in cases if case.site in sites and not outcomes[case].works}
     found = [name for name in COMPRESSIONS[1:] if name not in refused]

@@ -319,11 +319,11 @@ class Probe:
 
 PROBES = (
     Probe(
-        "paramwise", "a bias moves twice as far",
+        "paramwise", "the update of a bias is twice as large",
         steps(SAME), lambda: {"paramwise": {"custom_keys": {"bias": {"lr_mult": 2.0}}}}, [-1.0, 0.0, -2.0],
     ),
     Probe(
-        "clip_grad, norm", "the norm before clipping, the coefficient, the clipped weights",
+        "clip_grad, norm", "the norm before clipping, the coefficient, and clipped weights",
         norms, lambda: NORM, [5.0, 0.2, -0.6, -0.8, 0.0],
     ),
     Probe(
@@ -331,7 +331,7 @@ PROBES = (
         steps((2.0, -0.25)), lambda: {"clip_grad": {"type": "value", "clip_value": 0.5}}, [-0.5, 0.25, 0.0],
     ),
     Probe(
-        "clip_grad, error_if_nonfinite", "one worker's infinite gradient raises on all; nothing changes",
+        "clip_grad, error_if_nonfinite", "one worker's infinite gradient raises on all workers; nothing changes",
         overflow, lambda: {"clip_grad": {"max_norm": 9.0, "error_if_nonfinite": True}},
         [[False, 1.0], "raises", [False, 1.0], -2.0, 0.0, 0.0], without={"clip_grad": {"max_norm": 9.0}},
     ),
@@ -345,7 +345,7 @@ PROBES = (
         overflow, lambda: {"amp": 8}, [[False, 8.0], [True, 8.0], [False, 8.0], -2.0, 0.0, 0.0],
     ),
     Probe(
-        "amp, bfloat16", "the forward pass is rounded",
+        "amp, bfloat16", "the forward pass computes in bfloat16",
         autocast, lambda: {"amp": {"dtype": "bfloat16"}}, [-1.0, 0.0, 0.0],
     ),
     Probe(
@@ -378,11 +378,11 @@ PROBES = (
         steps(SAME, SAME), lambda: {"schedules": [halving]}, [-1.5, 0.0, -1.5],
     ),
     Probe(
-        "schedules, by a metric", "the update after the metric stood still is half as large",
+        "schedules, by a metric", "the update after the metric stopped improving is half as large",
         metrics, lambda: {"schedules": [plateau]}, [-2.5, 0.0, 0.0],
     ),
     Probe(
-        "detect_anomalous_params, log", "a parameter outside of the loss is logged as an error",
+        "detect_anomalous_params, log", "a parameter that does not contribute to the loss is logged as an error",
         anomalies, lambda: {"detect_anomalous_params": True}, [1, -1.0],
     ),
     Probe(
@@ -390,11 +390,11 @@ PROBES = (
         anomalies, lambda: {"detect_anomalous_params": "raise"}, ["raises", 0.0],
     ),
     Probe(
-        "on_nonfinite, raise", "one worker's infinite gradient raises on all; nothing changes",
+        "on_nonfinite, raise", "one worker's infinite gradient raises on all workers; nothing changes",
         overflow, lambda: {"on_nonfinite": "raise"}, [[False, 1.0], "raises", [False, 1.0], -2.0, 0.0, 0.0],
     ),
     Probe(
-        "on_nonfinite, skip", "one worker's infinite gradient skips the step on all",
+        "on_nonfinite, skip", "one worker's infinite gradient skips the step on all workers",
         overflow, lambda: {"on_nonfinite": "skip"},
         [[False, 1.0], [True, 1.0], [False, 1.0], -2.0, 0.0, 0.0],
     ),
@@ -405,21 +405,22 @@ PROBES = (
         without={"clip_grad": {"max_norm": 9.0}},
     ),
     Probe(
-        "compression_params", "of two gradients of 0.7, 0.5 arrives each time",
+        "compression_params", "2-bit threshold: each of two gradients of 0.7 arrives as 0.5",
         steps((0.7,), (0.7,)), lambda: TWO_BIT, [-1.0, 0.0, 0.0],
     ),
     Probe(
-        "compression_params: pull", "two updates that bfloat16 rounds away one by one: 1 + 2⁻⁹ + 2⁻⁸, rounded",
+        "compression_params: pull",
+        "two updates accumulate that bfloat16 would each round away: 1 + 2⁻⁹ + 2⁻⁸, rounded",
         steps((1.0,), (2.0**-9,), (2.0**-8,)), lambda: {"compression_params": {"pull": "bf16"}},
         [-1.0 - 2.0**-7, 0.0, 0.0],
     ),
     Probe(
-        "compression_params: pull, changes", "of two updates of 0.7, 0.5 comes back each time",
+        "compression_params: pull, changes", "2-bit threshold: each of two updates of 0.7 comes back as 0.5",
         steps((0.7,), (0.7,)), lambda: {"compression_params": {"pull": TWO_BIT["compression_params"]}},
         [-1.0, 0.0, 0.0],
     ),
     Probe(
-        "overlap", "all of a gradient has gone before the step, which sends no more of it",
+        "overlap", "the whole gradient is sent before the step, and not again in it",
         overlapped, lambda: {"overlap": True}, [True, True, -3.0, 0.0, 0.0],
     ),
     Probe(
@@ -433,21 +434,21 @@ PROBES = (
         without={"optimizer_params": MOMENTUM},
     ),
     Probe(
-        "optimizer_params: multi_precision", "two updates that float16 rounds away one by one",
+        "optimizer_params: multi_precision", "two updates accumulate that float16 would each round away",
         half, lambda: {"optimizer_params": {"learning_rate": 2e-4, "multi_precision": True}},
         [0.99951171875, 1.0, 1.0], without={"optimizer_params": {"learning_rate": 2e-4}},
     ),
     Probe(
-        "optimizer_params: multi_precision, torch's SGD", "two updates that float16 rounds away one by one",
+        "optimizer_params: multi_precision, torch's SGD", "two updates accumulate that float16 would each round away",
         half, lambda: torchs(lr=2e-4, multi_precision=True),
         [0.99951171875, 1.0, 1.0], without=torchs(lr=2e-4),
     ),
     Probe(
-        "configure(coalesce=False)", "every parameter is summed by itself",
+        "configure(coalesce=False)", "every parameter is summed separately",
         collectives, lambda: {"configure": {"coalesce": False}}, [2, -2.0, 0.0, -2.0],
     ),
     Probe(
-        "configure(bucket_size_mb=…)", "sums of no more than that",
+        "configure(bucket_size_mb=…)", "buckets of at most that size",
         collectives, lambda: {"configure": {"bucket_size_mb": 64 / 2**20}}, [2, -2.0, 0.0, -2.0],
     ),
 )  # fmt: skip
@@ -457,33 +458,34 @@ PROBES = (
 
 PAIRS = (
     Probe(
-        "clip_grad, value, and compression_params", "what was compressed is summed, then limited; without rounds "
-        "limited, then compressed",
+        "clip_grad, value, and compression_params", "the decoded gradients are summed, then clipped; without "
+        "rounds clipped, then compressed",
         steps((0.7,), (0.7,)), lambda: {"clip_grad": {"type": "value", "clip_value": 0.3}, **TWO_BIT},
         [-0.6, 0.0, 0.0], without=TWO_BIT, without_rounds=[-0.5, 0.0, 0.0],
     ),
     Probe(
-        "on_nonfinite, skip, and compression_params", "one worker's infinity skips the step on all, uncompressed",
+        "on_nonfinite, skip, and compression_params",
+        "one worker's infinite gradient skips the step on all workers, and is not compressed",
         overflow, lambda: {"on_nonfinite": "skip", **TWO_BIT},
         [[False, 1.0], [True, 1.0], [False, 1.0], -1.0, 0.0, 0.0],
     ),
     Probe(
-        "paramwise and schedules", "the schedule moves the rate of a bias in proportion",
+        "paramwise and schedules", "the schedule scales the learning rate of a bias in proportion",
         steps(SAME, SAME),
         lambda: {"paramwise": {"custom_keys": {"bias": {"lr_mult": 2.0}}}, "schedules": [rate_of("lr", 0.5)]},
         [-1.5, 0.0, -3.0],
     ),
     Probe(
-        "amp and compression_params", "the threshold and the residual are of the gradient without the loss scale",
+        "amp and compression_params", "threshold and residual apply to the gradient without the loss scale",
         steps((0.7,), (0.7,)), lambda: {"amp": 8, **TWO_BIT}, [-1.0, 0.0, 0.0],
     ),
     Probe(
-        "amp, clip_grad and accumulate", "the mean of two gradients is unscaled, then limited",
+        "amp, clip_grad and accumulate", "the mean of two gradients is unscaled, then clipped",
         accumulated, lambda: {"amp": 8, "accumulate": 2, **NORM}, [False, 0.0, True, -1.0],
         without={"amp": 8, "accumulate": 2},
     ),
     Probe(
-        "schedules, and amp", "a step that was skipped advances no schedule",
+        "schedules, and amp", "a skipped step advances no schedule",
         overflow, lambda: {"amp": 8, "schedules": [rate_of("lr", 0.5)]},
         [[False, 8.0], [True, 8.0], [False, 8.0], -1.5, 0.0, 0.0], without={"amp": 8},
     ),

@@ -31,7 +31,7 @@ from tests.support.processes import Process, new_name
 from tests.support.stores import servers
 
 WORKS = "works"
-NOTHING_TRAVELS = "nothing to do: no gradient travels, and a warning says so"
+NOTHING_TRAVELS = "no effect: no gradient is sent, and a warning is logged"
 NO_STORE = Place("None", lambda: None)
 GROUP = Place("device, ranks of torch.distributed", lambda: "device")
 """Tried out by the ranks of a job, see `workers.options`."""
@@ -39,15 +39,15 @@ GROUP = Place("device, ranks of torch.distributed", lambda: "device")
 _INTRODUCTION = """\
 # Which option works where
 
-Every option of the Trainer was tried out for this page with every store and every site of the update, by
-`tests/integration/test_option_table.py`. "works" means: a few steps ended with exactly what the option is for, worked
-out by hand, and the same steps without the option ended otherwise. What does not work is refused when the Trainer is
-made or configured, before anything has changed; no option is passed over in silence. Where no site is named, it is the
-same with every `update_on_kvstore` that the store takes (see [What works with what](capabilities.md)).
+`tests/integration/test_option_table.py` tested every option of the Trainer with every store and every update site for
+this page. "works" means: a few steps gave exactly the result that the option is for, computed by hand, and the same
+steps without the option gave a different one. Unsupported combinations are refused when the Trainer is built or
+configured, before anything has changed; no option is silently ignored. Where a cell names no site, the result is the
+same with every `update_on_kvstore` that the store accepts (see [What works with what](capabilities.md)).
 
-In `dist_async` and `dist_ssp` each contribution is limited, checked and scaled by itself, with the loss scale of its
-worker; everywhere else it is the sum of all workers, and all of them do the same. `p3` is as `dist_sync`.
-`multi_precision` has something to do for float16 and bfloat16 weights, `momentum_correction` where there is momentum.
+With `dist_async` and `dist_ssp` each contribution is clipped, checked and scaled separately, with the loss scale of its
+worker. With all other stores the sum over all workers is, and all workers make the same decision. `p3` behaves like
+`dist_sync`. `multi_precision` has an effect for float16 and bfloat16 weights, `momentum_correction` with momentum.
 """
 
 
@@ -185,14 +185,14 @@ def page(outcomes: Outcomes) -> str:
     titles = list(dict.fromkeys(case.place.title for case in outcomes))
     lines = [_INTRODUCTION, "## One option", ""]
     lines += _table(PROBES, titles, outcomes)
-    lines += ["", "## Options that meet", ""]
+    lines += ["", "## Options combined", ""]
     lines += _table([probe for probe in PAIRS if probe.expected is not None], titles, outcomes)
-    lines += ["", "## Refused everywhere", "", "| options | says |", "|---|---|"]
+    lines += ["", "## Refused everywhere", "", "| options | message |", "|---|---|"]
     for probe in PAIRS:
         if probe.expected is None:
             said = {_quoted(text) for case, text in outcomes.items() if case.probe is probe}
             lines.append(f"| {probe.option} | {'; '.join(sorted(said))} |")
-    lines += ["", "## The errors", "", "| option | where | says |", "|---|---|---|"]
+    lines += ["", "## The errors", "", "| option | where | message |", "|---|---|---|"]
     for probe in (*PROBES, *PAIRS):
         if probe.expected is not None:
             lines += _errors(probe, outcomes)
@@ -200,7 +200,7 @@ def page(outcomes: Outcomes) -> str:
 
 
 def _table(probes: Sequence[Probe], titles: Sequence[str], outcomes: Outcomes) -> list[str]:
-    lines = [f"| option | what was seen | {' | '.join(titles)} |", "|---|---|" + "---|" * len(titles)]
+    lines = [f"| option | tested effect | {' | '.join(titles)} |", "|---|---|" + "---|" * len(titles)]
     for probe in probes:
         cells = [_cell(_by_site(probe, title, outcomes)) for title in titles]
         lines.append(f"| {probe.option} | {probe.effect} | {' | '.join(cells)} |")
