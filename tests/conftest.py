@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,15 +22,21 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server of a run with several processes; let children see signals that are ignored here.
+    """Start the fork server of a run with several processes, load Hypothesis's profile, and reset ignored signals.
 
-    As `nohup … &` ignores them. What is ignored is so in children as well; what has a handler is not.
+    Hypothesis draws the same examples in every run. `nohup … &` ignores signals, and children inherit that unless the
+    parent has a handler.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     if config.getoption("numprocesses", None):
         os.environ[ADDRESS] = serve_forks()
+    if find_spec("hypothesis"):  # The tests of tests/gpu also run on machines that do not have it.
+        from hypothesis import settings
+
+        settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+        settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(wrapper=True)
