@@ -128,12 +128,15 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def trained_by_torch(make: Callable[[nn.Linear], torch.optim.Optimizer], steps: int) -> list[Tensor]:
     model = net()
-    optimizer = make(model)
+    go(model, make(model), *range(steps))
+    return weights(model)
 
-    for at in range(steps):
+
+def go(model: nn.Module, optimizer: Any, *steps: int) -> None:
+    """Steps of torch's optimizer, or of a Trainer, whose losses depend on their number alone."""
+    for at in steps:
         closure = evaluates(model, optimizer, at)
         optimizer.step(closure) if isinstance(optimizer, AGAIN) else (closure(), optimizer.step())
-    return weights(model)
 
 
 AGAIN = (Sharpness, torch.optim.LBFGS)
@@ -183,23 +186,6 @@ def test_what_a_class_keeps_for_all_parameters_is_kept_as_in_torch(way: str) -> 
         trainer.update_params(loss_of(model, at))
     assert all(map(torch.equal, weights(model), expected))
     assert [group["k"] for group in trainer.param_groups] == [4, 4]
-
-
-def test_a_resumed_run_has_the_same_bits_with_a_state_dict_of_the_classs_own() -> None:
-    """tests/unit/states/test_earlier_files.py has the same of a file."""
-    model, other = net(), net()
-    trainer = Trainer(two_groups(model), Sharing)
-    for at in range(2):
-        trainer.update_params(loss_of(model, at))
-    saved = trainer.state_dict()
-    other.load_state_dict(model.state_dict())
-    resumed = Trainer(two_groups(other), Sharing)
-    resumed.load_state_dict(saved)
-    for net_, one in ((model, trainer), (other, resumed)):
-        one.update_params(loss_of(net_, 2))
-    assert all(map(torch.equal, weights(other), weights(model)))
-    assert saved["total"] != 0.0
-    assert resumed.state_dict()["total"] == trainer.state_dict()["total"]
 
 
 def test_state_that_the_class_refuses_changes_nothing() -> None:
@@ -397,13 +383,7 @@ def test_a_store_refuses_what_it_could_not_build_when_the_trainer_is_made() -> N
     with pytest.raises(ConfigurationError, match=r"'note'.*update_on_kvstore=False"):
         Trainer(model, instance, kvstore="local", update_on_kvstore=True)
     with pytest.raises(ConfigurationError):
-        Trainer(
-            model,
-            Hidden,
-            {"a": 1.0, "b": 0, "c": object()},
-            kvstore="local",
-            update_on_kvstore=True,
-        )
+        Trainer(model, Hidden, {"a": 1.0, "b": 0, "c": object()}, kvstore="local", update_on_kvstore=True)
 
 
 @pytest.mark.parametrize("way", ["class", "instance"])
@@ -417,11 +397,7 @@ def test_a_store_runs_what_it_can_build_with_the_groups_of_the_trainer(way: str)
     given: Any = model if way == "instance" else groups
     optimizer: Any = Remembered(groups, **options) if way == "instance" else Remembered
     with Trainer(
-        given,
-        optimizer,
-        None if way == "instance" else options,
-        kvstore="local",
-        update_on_kvstore=True,
+        given, optimizer, None if way == "instance" else options, kvstore="local", update_on_kvstore=True
     ) as trainer:
         (model.weight.sum() + model.bias.sum()).backward()
         trainer.step()
@@ -500,63 +476,41 @@ class LateCount(Averaging):
 FOREIGN = [Averaging, Stateless, OwnAdam, OwnAdagrad, LateCount]
 
 
-def _copy_of(trainer: Trainer, other: Trainer, way: str, file: Path, train_on: Callable[[], Any]) -> None:
-    if way == "load_states":
-        trainer.save_states(file)
-        other.load_states(file)
-    elif way == "load_state_dict":
-        saved = trainer.state_dict()
-        train_on()  # what was saved stays as it was
-        other.load_state_dict(saved)
-    else:
-        for mine, theirs in zip(
-            other._pipeline.memory.parameters, trainer._pipeline.memory.parameters, strict=True
-        ):
-            other.state[mine] = dict(trainer.state[theirs])
+def by_file(trainer: Any, other: Trainer, path: Path) -> None:
+    trainer.save_states(path)
+    other.load_states(path)
+
+
+def by_state_dict(trainer: Any, other: Trainer, path: Path) -> None:
+    other.load_state_dict(trainer.state_dict())
+
+
+def by_entry(trainer: Any, other: Trainer, path: Path) -> None:
+    for mine, theirs in zip(*(one._pipeline.memory.parameters for one in (other, trainer)), strict=True):
+        other.state[mine] = dict(trainer.state[theirs])
+
+
+IN_STORE = {"kvstore": "local", "update_on_kvstore": True}
 
 
 @pytest.mark.parametrize(
-    ("cls", "in_store", "way"), pairwise(FOREIGN, [True, False], ["load_states", "load_state_dict", "state"])
+    ("cls", "store", "way"), pairwise(FOREIGN, [{}, IN_STORE], [by_file, by_state_dict, by_entry])
 )
 def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
-    cls: Any, in_store: bool, way: str, tmp_path: Path
+    cls: Any, store: dict[str, Any], way: Any, tmp_path: Path
 ) -> None:
     OPTIMIZERS.register_module(force=True)(cls)
-    store: dict[str, Any] = {"kvstore": "local", "update_on_kvstore": True} if in_store else {}
-    expected = net()
-    oracle = cls(expected.parameters(), lr=LR)
-    for at in range(6):
-        oracle.zero_grad()
-        loss_of(expected, at).backward()
-        oracle.step()
-
     first, second = net(), net()
-    with Trainer(first, cls, {"lr": LR}, **store) as trainer:
-        for at in range(3):
-            trainer.update_params(loss_of(first, at))
+    with (
+        Trainer(first, cls, {"lr": LR}, **store) as trainer,
+        Trainer(second, cls, {"lr": LR}, **store) as other,
+    ):
+        go(first, trainer, *range(3))
         second.load_state_dict(first.state_dict())
-        with Trainer(second, cls, {"lr": LR}, **store) as resumed:
-            _copy_of(
-                trainer, resumed, way, tmp_path / "states", lambda: trainer.update_params(loss_of(first, 3))
-            )
-            for at in range(3, 6):
-                resumed.update_params(loss_of(second, at))
-    torch.testing.assert_close(weights(second), weights(expected))
-
-
-@pytest.mark.parametrize("has_masters", [False, True])
-def test_half_precision_goes_on_from_a_file_to_the_bit(has_masters: bool, tmp_path: Path) -> None:
-    first, second = net(torch.float16), net(torch.float16)
-    trainer, resumed = (Trainer(one, Averaging, {"multi_precision": has_masters}) for one in (first, second))
-    for at in range(3):
-        trainer.update_params(loss_of(first, at))
-    trainer.save_states(tmp_path / "states")
-    second.load_state_dict(first.state_dict())
-    resumed.load_states(tmp_path / "states")
-    for model, one in ((first, trainer), (second, resumed)):
-        for at in range(3, 6):
-            one.update_params(loss_of(model, at))
-    assert all(map(torch.equal, weights(first), weights(second)))
+        way(trainer, other, tmp_path / "states")
+        go(second, other, *range(3, 6))
+    expected = trained_by_torch(lambda model: cls(model.parameters(), lr=LR), 6)
+    torch.testing.assert_close(weights(second), expected)
 
 
 @pytest.mark.parametrize("cls", [OwnAdam, OwnAdagrad])
@@ -564,26 +518,13 @@ def test_a_store_goes_on_from_the_state_dict_of_a_foreign_class_itself(cls: Any)
     OPTIMIZERS.register_module(force=True)(cls)
     expected, model = net(), net()
     oracle = cls(expected.parameters(), lr=LR)
-    loss_of(expected).backward()
-    oracle.step()
+    go(expected, oracle, 0)
     model.load_state_dict(expected.state_dict())
-    with Trainer(model, cls, {"lr": LR}, kvstore="local", update_on_kvstore=True) as trainer:
+    with Trainer(model, cls, {"lr": LR}, **IN_STORE) as trainer:
         trainer.load_state_dict(oracle.state_dict())
-        trainer.update_params(loss_of(model, 1))
-    oracle.zero_grad()
-    loss_of(expected, 1).backward()
-    oracle.step()
+        go(model, trainer, 1)
+    go(expected, oracle, 1)
     torch.testing.assert_close(weights(model), weights(expected))
-
-
-def test_states_saved_before_the_first_step_leave_what_a_constructor_made(tmp_path: Path) -> None:
-    model = net()
-    trainer = Trainer(model, OwnAdagrad)
-    trainer.save_states(tmp_path / "states")
-    trainer.load_states(tmp_path / "states")
-    trainer.update_params(loss_of(model))
-    assert len(trainer.state) == 2
-    assert all(float(state["step"]) == 1 for state in trainer.state.values())
 
 
 class Forgetting(Plain):
@@ -787,19 +728,6 @@ class Configured(Averaging):
         self.args = args or object()
 
 
-def test_an_instance_with_an_argument_that_is_no_plain_value_is_saved(tmp_path: Path) -> None:
-    first, second = net(), net()
-    trainer, resumed = (Trainer(one, Configured(one.parameters(), LR)) for one in (first, second))
-    for at in range(3):
-        trainer.update_params(loss_of(first, at))
-    trainer.save_states(tmp_path / "states")
-    second.load_state_dict(first.state_dict())
-    resumed.load_states(tmp_path / "states")
-    for model, one in ((first, trainer), (second, resumed)):
-        one.update_params(loss_of(model, 3))
-    assert all(map(torch.equal, weights(first), weights(second)))
-
-
 class Halves(Tensor):
     """A tensor made of two others, which knows no operation, as torchao's quantised ones know few."""
 
@@ -863,87 +791,92 @@ class Momentum(torch.optim.Optimizer):
                     p.sub_(group["lr"] * state["buffer"])
 
 
-def test_state_in_tensors_made_of_others_is_trained_and_resumed_as_in_torch(tmp_path: Path) -> None:
-    expected, first, second = net(), net(), net()
-    oracle = Composing(expected.parameters(), lr=LR)
-    for at in range(4):
-        oracle.zero_grad()
-        loss_of(expected, at).backward()
-        oracle.step()
-    trainer, resumed = (Trainer(one, Composing, {"lr": LR}) for one in (first, second))
-    for at in range(2):
-        trainer.update_params(loss_of(first, at))
+RESUMED: dict[str, tuple[Any, Any, torch.dtype]] = {
+    "a state_dict of its own": (lambda model: Trainer(two_groups(model), Sharing), by_state_dict, torch.float64),
+    "half precision": (lambda model: Trainer(model, Averaging), by_file, torch.float16),
+    "masters": (lambda model: Trainer(model, Averaging, {"multi_precision": True}), by_file, torch.float16),
+    "an argument that is no plain value": (
+        lambda model: Trainer(model, Configured(model.parameters(), LR)), by_file, torch.float64,
+    ),
+    "tensors made of others": (lambda model: Trainer(model, Composing), by_state_dict, torch.float64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_same_bits(case: str, tmp_path: Path) -> None:
+    make, way, dtype = RESUMED[case]
+    first, second = net(dtype), net(dtype)
+    trainer, other = make(first), make(second)
+    go(first, trainer, *range(3))
     second.load_state_dict(first.state_dict())
-    saved = trainer.state_dict()
-    with pytest.raises(StateFileError, match="Halves"):
-        trainer.save_states(tmp_path / "states")
-    resumed.load_state_dict(saved)
-    for model, one in ((first, trainer), (second, resumed)):
-        for at in range(2, 4):
-            one.update_params(loss_of(model, at))
-        assert all(map(torch.equal, weights(model), weights(expected)))
+    way(trainer, other, tmp_path / "states")
+    for model, one in ((first, trainer), (second, other)):
+        go(model, one, *range(3, 6))
+    assert all(map(torch.equal, weights(first), weights(second)))
 
 
-def test_a_store_refuses_state_in_tensors_made_of_others() -> None:
+def test_state_in_tensors_made_of_others_goes_into_no_file_and_to_no_store(tmp_path: Path) -> None:
     OPTIMIZERS.register_module(force=True)(Composing)
     model = net()
-    with Trainer(model, Composing, {"lr": LR}, kvstore="local", update_on_kvstore=True) as trainer:
-        loss_of(model).backward()
+    trainer = Trainer(model, Composing)
+    go(model, trainer, 0)
+    with pytest.raises(StateFileError, match="Halves"):
+        trainer.save_states(tmp_path / "states")
+    other = net()
+    with Trainer(other, Composing, {"lr": LR}, **IN_STORE) as stored:
+        loss_of(other).backward()
         with pytest.raises(OptimizerError, match="Halves"):
-            trainer.step()
+            stored.step()
 
 
-def test_training_on_leaves_a_state_dict_that_was_loaded_as_it_was() -> None:
-    model = net()
-    trainer = Trainer(model, Averaging, {"lr": LR})
-    trainer.update_params(loss_of(model))
+@pytest.mark.parametrize("trains_on", ["the one that saved", "the one that loaded"])
+def test_training_on_leaves_a_state_dict_as_it_was(trains_on: str) -> None:
+    model, again = net(), net()
+    trainer, other = (Trainer(one, Averaging, {"lr": LR}) for one in (model, again))
+    go(model, trainer, 0)
     saved, before = trainer.state_dict(), copy.deepcopy(trainer.state_dict())
-    resumed = Trainer(net(), Averaging, {"lr": LR})
-    resumed.load_state_dict(saved)
-    for parameter in resumed.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    resumed.step()
-    for mine, theirs in zip(saved["state"].values(), before["state"].values(), strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(torch.as_tensor(mine[n]), torch.as_tensor(theirs[n])) for n in mine)
+    other.load_state_dict(saved)
+    go(model, trainer, 1) if trains_on == "the one that saved" else go(again, other, 1)
+    torch.testing.assert_close(saved["state"], before["state"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cls", [Averaging, Stateless, OwnAdam, OwnAdagrad, Momentum])
+NEW = [Averaging, Stateless, OwnAdam, OwnAdagrad, Momentum]
+"""Classes whose first step makes their state, or part of it."""
+
+
+@pytest.mark.parametrize("cls", NEW)
 @pytest.mark.parametrize("writer", ["torch", "trainer"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_checkpoint_loads_into_a_trainer_that_has_not_stepped(
     cls: Any, writer: str, tmp_path: Path
 ) -> None:
-    expected, model = net(), net()
-    oracle: Any = cls(expected.parameters(), lr=LR)
-    first: Any = oracle if writer == "torch" else Trainer(expected.parameters(), cls, {"lr": LR})
-    for at in range(2):
-        loss_of(expected, at).backward()
-        first.step()
-        first.zero_grad()
-    save({"state": get_optimizer_state_dict(expected, first)}, checkpoint_id=tmp_path, no_dist=True)
-    model.load_state_dict(expected.state_dict())
-    trainer = Trainer(model.parameters(), cls, {"lr": LR})
-    room = {"state": get_optimizer_state_dict(model, trainer)}  # type: ignore[arg-type]
+    first, second = net(), net()
+    source: Any = (
+        cls(first.parameters(), lr=LR) if writer == "torch" else Trainer(first.parameters(), cls, {"lr": LR})
+    )
+    trainer: Any = Trainer(second.parameters(), cls, {"lr": LR})
+    go(first, source, 0, 1)
+    source.zero_grad()
+    save({"state": get_optimizer_state_dict(first, source)}, checkpoint_id=tmp_path, no_dist=True)
+    second.load_state_dict(first.state_dict())
+    room = {"state": get_optimizer_state_dict(second, trainer)}
     load(room, checkpoint_id=tmp_path, no_dist=True)
-    set_optimizer_state_dict(model, trainer, room["state"])  # type: ignore[arg-type]
-    for one, optimizer in ((expected, first), (model, trainer)):
-        for at in range(2, 4):
-            loss_of(one, at).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(torch.equal, weights(model), weights(expected)))
+    set_optimizer_state_dict(second, trainer, room["state"])
+    for model, optimizer in ((first, source), (second, trainer)):
+        go(model, optimizer, 2, 3)
+    assert all(map(torch.equal, weights(second), weights(first)))
 
 
-@pytest.mark.parametrize("cls", [Averaging, Stateless, OwnAdam, OwnAdagrad, Composing, Momentum])
-def test_a_state_dict_of_a_trainer_that_has_not_stepped_is_no_state(cls: Any) -> None:
+@pytest.mark.parametrize("way", [by_state_dict, by_file])
+@pytest.mark.parametrize("cls", [*NEW, Composing])
+def test_states_of_a_trainer_that_has_not_stepped_leave_what_a_constructor_made(
+    cls: Any, way: Any, tmp_path: Path
+) -> None:
     expected, model = net(), net()
-    oracle = cls(expected.parameters(), lr=LR)
-    trainer = Trainer(model, cls, {"lr": LR})
-    trainer.load_state_dict(Trainer(net(), cls, {"lr": LR}).state_dict())
-    for at in range(2):
-        for one, optimizer in ((expected, oracle), (model, trainer)):
-            loss_of(one, at).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    oracle, trainer = cls(expected.parameters(), lr=LR), Trainer(model, cls, {"lr": LR})
+    way(Trainer(net(), cls, {"lr": LR}), trainer, tmp_path / "states")
+    for one, optimizer in ((expected, oracle), (model, trainer)):
+        go(one, optimizer, 0, 1)
     assert all(map(torch.equal, weights(model), weights(expected)))
+    for mine, theirs in zip(trainer.state.values(), oracle.state.values(), strict=True):
+        assert "step" not in theirs or mine["step"] == theirs["step"]

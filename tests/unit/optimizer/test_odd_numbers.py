@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from kvstore_server.errors import ConfigurationError
 from kvstore_server.optimizer import Optimizer, gluon, layerwise, registry, torch_family
 from kvtrainer import Trainer
+from tests.support.scalar_training import IN_STORE, step, trainer_of
 
 ODD: list[Any] = [
     math.nan, math.inf, -math.inf, 1e39, -1e39, 3e38, 1e308, 10**400, 1e-50, -1, 0, "x", None, True,
@@ -48,8 +49,8 @@ def test_an_accepted_number_breaks_off_no_update(name: str) -> None:
         weight, state = torch.ones(2, 16), dict[str, Any]()
         if made.elementwise:
             weight = weight.view(-1)
-        for step in (1, 2, 3):
-            numbers = {**made.hyper, "step": step, "key": "w", "first": 0}
+        for number in (1, 2, 3):
+            numbers = {**made.hyper, "step": number, "key": "w", "first": 0}
             state = state or made.create_state(weight)
             made.update(weight, torch.ones_like(weight), state, numbers)
     assert accepted > len(optimizer.hyper)
@@ -58,35 +59,30 @@ def test_an_accepted_number_breaks_off_no_update(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     [
-        ("dcasgd", "lamda", 1e39),
-        ("adamax", "lr", 3e38),
-        ("torch:SGD", "dampening", "x"),
-        ("torch:Muon", "eps", 1e39),
-        ("torch:Muon", "ns_steps", 1e-50),
-        ("sgd", "lr", torch.ones(2)),
+        ("dcasgd", "lamda", 1e39), ("adamax", "lr", 3e38), ("torch:SGD", "dampening", "x"),
+        ("torch:Muon", "eps", 1e39), ("torch:Muon", "ns_steps", 1e-50), ("sgd", "lr", torch.ones(2)),
+        ("adadelta", "lr", 1e39), ("adadelta", "weight_decay", 10**39), ("adam", "betas", (0.9, 1.5)),
+        ("sgd", "clip_gradient", "x"), ("sgd", "momentum", None), ("torch:Adam", "betas", (0.9, 1.5)),
+        ("sgd", "lr", math.nan), ("torch:SGD", "lr", math.inf),
     ],
-)
-def test_a_number_that_is_set_while_training_is_refused_before_anything_is_sent(
-    name: str, option: str, value: Any
+)  # fmt: skip
+@IN_STORE
+def test_a_number_that_is_set_while_training_is_refused_by_name_before_any_group_is_updated(
+    name: str, option: str, value: Any, in_store: bool
 ) -> None:
-    parameter = Parameter(torch.ones(2, 2))
+    parameters = [Parameter(torch.ones(2, 2)) for _ in range(2)]
     options = {"momentum": 0.5} if name == "torch:SGD" else {}
-    trainer = Trainer([parameter], name, options, kvstore="local", update_on_kvstore=True)
-    [group] = trainer.param_groups
-
-    def step() -> None:
-        parameter.grad = torch.ones(2, 2)
-        trainer.step(1)
-
-    step()
-    before, group[option] = group[option], value
-    kept = parameter.detach().clone()
-    with pytest.raises(ConfigurationError):
-        step()
-    assert parameter.equal(kept)
-    group[option] = before
-    step()
-    assert not parameter.equal(kept)
+    trainer = trainer_of([{"params": [p]} for p in parameters], name, options, in_store)
+    group = trainer.param_groups[1]
+    step(trainer)
+    usual, group[option] = group[option], value
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(ConfigurationError, match=option):
+        step(trainer)
+    assert all(map(torch.equal, parameters, before))
+    group[option] = usual
+    step(trainer)
+    assert not any(map(torch.equal, parameters, before))
 
 
 def test_a_multiplier_with_which_a_number_is_too_great_fails_the_round_and_leaves_the_table() -> None:
