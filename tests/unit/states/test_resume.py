@@ -35,19 +35,6 @@ from tests.support.saved_training import (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "way", "uok"),
-    pairwise(["adam", "lamb"], [torch.float16, torch.bfloat16], [by_file, by_state_dict], UPDATES),
-)
-def test_float32_masters_of_half_precision_weights_are_saved(
-    kind: str, dtype: torch.dtype, way: Any, uok: bool | None, tmp_path: Path
-) -> None:
-    assert same(*resumed(kind, way, uok, uok, tmp_path, dtype=dtype, multi_precision=True))
-    if way is by_file:
-        master = read_state_file(tmp_path / "states").parameters["inner.weight"].state["master"]
-        assert (master.dtype, master.shape) == (torch.float32, (900, 7))
-
-
 @PLACES
 def test_half_precision_key_without_updates_beside_others_is_no_obstacle(
     uok: bool | None, tmp_path: Path
@@ -197,6 +184,19 @@ def test_training_goes_on_bit_for_bit_with_or_without_a_store(
     kind: str, way: Any, source: bool | None, target: bool | None, tmp_path: Path
 ) -> None:
     assert same(*resumed(kind, way, source, target, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "way", "uok"),
+    pairwise(["adam", "lamb"], [torch.float16, torch.bfloat16], [by_file, by_state_dict], UPDATES),
+)
+def test_float32_masters_of_half_precision_weights_are_saved(
+    kind: str, dtype: torch.dtype, way: Any, uok: bool | None, tmp_path: Path
+) -> None:
+    assert same(*resumed(kind, way, uok, uok, tmp_path, dtype=dtype, multi_precision=True))
+    if way is by_file:
+        master = read_state_file(tmp_path / "states").parameters["inner.weight"].state["master"]
+        assert (master.dtype, master.shape) == (torch.float32, (900, 7))
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
