@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore_server.errors import (
     ConfigurationError,
@@ -120,27 +121,28 @@ def test_servers_learn_whether_all_are_on_one_machine(job: Job) -> None:
 # Ranks.
 
 
-def test_ranks_are_the_same_for_every_order_of_the_joins(job: Job) -> None:
-    random.seed(5)
+PLACES = st.tuples(st.sampled_from("ab"), st.integers(0, 3))
+
+
+@given(st.data(), st.lists(PLACES, min_size=2, max_size=12))
+def test_ranks_are_the_same_for_every_order_of_the_joins(
+    data: st.DataObject, places: list[tuple[str, int]]
+) -> None:
+    job, claimed = Job(), {0: 0, len(places) - 1: len(places) - 1}
     joins = [
-        job.process(f"w{i}", host=random.choice("ab"), started=random.randrange(4), pid=i) for i in range(12)
+        job.process(f"w{at}", host=host, started=started, rank=claimed.get(at, -1))
+        for at, (host, started) in enumerate(places)
     ]
-    joins[3] = replace(joins[3], rank=0)
-    joins[7] = replace(joins[7], rank=11)
     expected = dict(zip(joins, ranks_of(joins), strict=True))
-    assert sorted(expected.values()) == list(range(12))
-    assert (expected[joins[3]], expected[joins[7]]) == (0, 11)
-    for _ in range(200):
-        random.shuffle(joins)
-        assert ranks_of(joins) == [expected[join] for join in joins]
+    assert sorted(expected.values()) == list(range(len(joins)))
+    assert all(expected[joins[at]] == rank for at, rank in claimed.items())
+    shuffled = data.draw(st.permutations(joins))
+    assert ranks_of(shuffled) == [expected[join] for join in shuffled]
 
 
 @pytest.mark.parametrize(
     ("places", "ranks"),
-    [
-        ([("b", 1, 1), ("a", 9, 1), ("a", 9, 0), ("a", 2, 8)], [3, 2, 1, 0]),
-        ([("a", 0, 0)], [0]),
-    ],
+    [([("b", 1, 1), ("a", 9, 1), ("a", 9, 0), ("a", 2, 8)], [3, 2, 1, 0]), ([("a", 0, 0)], [0])],
 )
 def test_processes_without_a_number_are_ordered_by_host_then_start_then_pid(
     job: Job, places: list[tuple[str, int, int]], ranks: list[int]
@@ -177,9 +179,7 @@ def test_a_worker_and_a_server_may_have_the_same_number(job: Job) -> None:
 
 
 @pytest.mark.parametrize("claim", [{"rank": 0}, {}])
-def test_a_process_that_was_started_again_takes_the_place_of_the_silent_one(
-    claim: dict[str, int],
-) -> None:
+def test_a_process_that_was_started_again_takes_the_place_of_the_silent_one(claim: dict[str, int]) -> None:
     job = Job(workers=1)
     job.join("w1", **claim)
     assert "no server but 0 of 2" in waits_for(job.join("w2", REPLACED_AFTER + 0.1, **claim))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
@@ -344,22 +345,25 @@ class PerKey:
         self.num_update = max(self.num_update, *self.counts)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_rate_and_count_follow_the_greatest_count_of_any_key(seed: int) -> None:
-    chance = random.Random(seed)
-    begin = chance.choice([0, 7])
+@given(
+    st.sampled_from([0, 7]),
+    st.lists(st.tuples(st.lists(st.booleans(), min_size=KEYS, max_size=KEYS), st.booleans())),
+)
+def test_rate_and_count_follow_the_greatest_count_of_any_key(
+    begin: int, steps: list[tuple[list[bool], bool]]
+) -> None:
+    """A step updates some keys; after some steps the counts go through a file."""
     optimizer = create("sgd", lr_scheduler=lambda n: float(n), begin_num_update=begin)
     schedule, expected = UpdateCounter(optimizer), PerKey(begin)
     groups: list[Group] = [{"lr": 0.0}, {"lr": 0.0}]
-    for _ in range(60):
-        keys = [chance.random() < chance.choice([0.1, 0.5, 1.0]) for _ in range(KEYS)]
+    for keys, is_saved in steps:
         schedule.apply(groups, keys)
         schedule.count(keys)
         expected.update(keys)
         assert optimizer.num_update == expected.num_update
         if any(keys):
             assert [group["lr"] for group in groups] == [expected.num_update] * 2
-        if chance.random() < 0.1:
+        if is_saved:
             updates = {key: count - begin for key, count in enumerate(expected.counts) if count > begin}
             schedule = UpdateCounter(optimizer)
             schedule.restore(updates, KEYS)

@@ -217,61 +217,25 @@ def test_gradient_that_was_used_stays_used_and_a_new_one_stays_new() -> None:
     assert (a.tolist(), b.tolist(), c.tolist()) == ([0.0], [0.0, 0.0], [3.0, 3.0, 3.0])
 
 
-def misuse_twice(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[1]["params"].append(given[0])
+MISUSES: dict[str, Callable[[list[Any], list[Parameter]], object]] = {
+    "a parameter twice": lambda groups, given: groups[1]["params"].append(given[0]),
+    "the result of a computation": lambda groups, given: groups[1]["params"].append(given[0] * 2),
+    "a number for a parameter": lambda groups, given: groups[1]["params"].append(3),
+    "no list": lambda groups, given: groups[1].update(params=None),
+    "no groups": lambda groups, given: groups.clear(),
+    "no params": lambda groups, given: groups[0].pop("params"),
+    "no rate": lambda groups, given: groups[0].pop("lr"),
+    "no dict": lambda groups, given: groups.append([given[2]]),
+    "an unknown option": lambda groups, given: groups.append({"params": [given[2]], "learning_rat": 1.0}),
+    "a dtype": lambda groups, given: groups[0]["params"].append(
+        Parameter(torch.zeros(1, dtype=torch.complex64))
+    ),
+    "a device": lambda groups, given: groups[0]["params"].append(Parameter(torch.zeros(1, device="meta"))),
+    "rows": lambda groups, given: groups[0]["params"].append(RowSparseParameter((2, 2))),
+}
 
 
-def misuse_result(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[1]["params"].append(given[0] * 2)
-
-
-def misuse_number(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[1]["params"].append(3)
-
-
-def misuse_no_list(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[1]["params"] = None
-
-
-def misuse_empty(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups.clear()
-
-
-def misuse_no_params(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    del groups[0]["params"]
-
-
-def misuse_no_rate(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    del groups[0]["lr"]
-
-
-def misuse_no_dict(groups: list[Any], given: list[Parameter]) -> None:
-    groups.append([given[2]])
-
-
-def misuse_option(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups.append({"params": [given[2]], "learning_rat": 1.0})
-
-
-def misuse_dtype(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[0]["params"].append(Parameter(torch.zeros(1, dtype=torch.complex64)))
-
-
-def misuse_device(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[0]["params"].append(Parameter(torch.zeros(1, device="meta")))
-
-
-def misuse_rows(groups: list[dict[str, Any]], given: list[Parameter]) -> None:
-    groups[0]["params"].append(RowSparseParameter((2, 2)))
-
-
-MISUSES = [
-    misuse_twice, misuse_result, misuse_number, misuse_no_list, misuse_empty, misuse_no_params, misuse_no_rate,
-    misuse_no_dict, misuse_option, misuse_dtype, misuse_device, misuse_rows,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("misuse", MISUSES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
 def test_groups_that_cannot_be_trained_are_one_typed_error_until_they_are_put_back(misuse: Any) -> None:
     given = parameters()
     trainer = Trainer(groups_of(given), "sgd", {"learning_rate": 0.5}, kvstore=None)
