@@ -16,15 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.integrations.transformers import KVStoreTrainer, join
-from tests.frameworks.jobs import (
-    BATCH,
-    EPOCHS,
-    EXAMPLES,
-    fail_at_third,
-    numbers,
-    rank_of_process,
-    run_cases,
-)
+from tests.frameworks.jobs import BATCH, EPOCHS, EXAMPLES, fail_at_third, numbers, rank_of_process, run_cases
 
 ALONE = sys.argv[2:] == ["alone"]
 WORDS, LENGTH = 20, 5

@@ -178,22 +178,22 @@ HELPERS = [
 
 
 @pytest.mark.parametrize("name", HELPERS)
-def test_a_variable_of_ones_own_is_no_slip_of_the_pen(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variable_of_the_user_is_no_typo(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert arguments(**{name: 3}) == {}
     assert caplog.records[0].args == (name,)
 
 
-SLIPS = {
+TYPOS = {
     "optimiser": "optimizer", "fp61": "fp16", "lr_confg": "lr_config", "param_schedulers": "param_scheduler",
     "max_epoch": "max_epochs", "train_cgf": "train_cfg", "lrconfig": "lr_config", "schedule": "schedules",
     "total_epcohs": "total_epochs",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("slip", "meant"), SLIPS.items())
-def test_a_slip_of_the_pen_is_refused_with_what_was_meant(slip: str, meant: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{slip}'.* '{meant}'"):
-        arguments(**{slip: {}})
+@pytest.mark.parametrize(("typo", "meant"), TYPOS.items())
+def test_a_typo_is_refused_with_what_was_meant(typo: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{typo}'.* '{meant}'"):
+        arguments(**{typo: {}})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def clock_of(seconds: float) -> Callable[[], float]:
     return lambda: next(ticks)
 
 
-def test_all_items_come_in_order_whoever_looks() -> None:
+def test_all_items_come_in_order_on_any_stream() -> None:
     for stream in (io.StringIO(), Terminal()):
         assert list(tracked(range(5), "work", stream, clock_of(1.0), {})) == [0, 1, 2, 3, 4]
 

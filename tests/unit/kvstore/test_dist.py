@@ -1,16 +1,21 @@
-"""Names and arguments of a store on servers: what they say, and what is refused before a server is asked."""
+"""A store on servers: its names and arguments, and how it counts the processes that are dead."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from kvstore_server.engine.rounds import SYNCHRONOUS, Mode
-from kvtrainer.errors import ConfigurationError
+from kvstore_server.protocol import messages as m
+from kvtrainer.client.client import Client
+from kvtrainer.client.session import SessionOptions
+from kvtrainer.errors import ConfigurationError, ServerUnreachableError
 from kvtrainer.kvstore.dist import DistKVStore, _show_debug_log, mode_of, water_mark_of
+from kvtrainer.kvstore.verbs import SERVERS, WORKERS, TableKVStore
+from tests.support.scripted import Scripted
 
 NOBODY = {"rank": 0, "num_workers": 1, "servers": "127.0.0.1:1", "connect_timeout": 600.0}
 """An address at which nobody listens: a store that asked there would wait for ten minutes."""
@@ -135,3 +140,57 @@ def test_a_worker_leaves_its_debug_log_to_the_handlers_of_the_script(
     logger.debug("round state=started")
     assert logger.handlers == []
     assert caplog.messages == ["round state=started"]
+
+
+class Store(TableKVStore):
+    """A store without verbs."""
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None: ...
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
+
+
+def counting(*dead: int | None) -> tuple[Store, Scripted]:
+    """A store whose servers count so many dead workers; None stands for a server that does not answer."""
+
+    def answer(server: int, request: m.Request) -> Iterable[m.ReplyBody] | None:
+        if not isinstance(request.body, m.Stats):
+            return None
+        count = dead[server]
+        return [] if count is None else [m.Status({"num_dead": count})]
+
+    servers = Scripted(len(dead), answer)
+    client = Client(servers, SessionOptions("job", 0, 9, dead_after=5.0), servers.clock)
+    client.connect()
+    return Store("dist_sync", client), servers
+
+
+def test_a_worker_counts_as_dead_when_one_server_says_so() -> None:
+    store, servers = counting(0, 2, 1)
+    assert store.num_dead_nodes() == store.num_dead_nodes(WORKERS) == 2
+    assert servers.now == 100.0  # nobody was waited for
+
+
+def test_servers_that_do_not_answer_are_counted_where_servers_count() -> None:
+    store, servers = counting(1, None, None)
+    assert [store.num_dead_nodes(n) for n in (WORKERS, SERVERS, WORKERS + SERVERS)] == [1, 2, 3]
+    assert servers.now == 115.0  # five seconds of silence each time
+
+
+def test_a_server_that_has_lost_the_job_counts_as_dead() -> None:
+    store, servers = counting(0)
+    servers.answer = lambda server, request: [m.Failed("ServerLostState", "restarted")]
+    assert store.num_dead_nodes(SERVERS) == 1
+
+
+def test_without_any_server_dead_workers_cannot_be_counted() -> None:
+    store, _ = counting(None, None)
+    assert store.num_dead_nodes(SERVERS) == 2
+    with pytest.raises(ServerUnreachableError, match="2 servers"):
+        store.num_dead_nodes()
+
+
+@pytest.mark.parametrize("node_id", [0, 1, 5, 8, True, "4", None])
+def test_what_is_no_group_of_nodes_is_refused(node_id: Any) -> None:
+    store, _ = counting(0)
+    with pytest.raises(ConfigurationError, match=r"node_id is 4 \(workers\), 2 \(servers\)"):
+        store.num_dead_nodes(node_id)

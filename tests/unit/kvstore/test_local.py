@@ -12,10 +12,7 @@ from torch import Tensor
 
 from kvstore_server.plan import TensorSpec
 from kvtrainer import optimizer
-from kvtrainer.errors import (
-    ConfigurationError,
-    OptimizerError,
-)
+from kvtrainer.errors import ConfigurationError, OptimizerError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.kvstore.verbs import TableKVStore
 from tests.support.engines import client_of
@@ -259,7 +256,7 @@ def test_an_updater_changes_integers_and_an_optimizer_refuses_them() -> None:
     assert pulled(store, "x", (2,)).tolist() == [1, 1]
 
 
-def test_servers_refuse_integers_whoever_asks() -> None:
+def test_servers_refuse_integers_from_every_caller() -> None:
     with pytest.raises(ConfigurationError, match=r"'w'.*int32"):
         TableKVStore("engines", client_of(1)).init("w", torch.tensor([1], dtype=torch.int32))
     with pytest.raises(ConfigurationError, match=r"'w'.*int32"):

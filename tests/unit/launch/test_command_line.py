@@ -72,7 +72,7 @@ def test_variables_of_the_command_line_are_in_the_environment(
 
 
 @pytest.mark.parametrize(("flags", "seconds"), [([], 8.0), (["--linger=0.5"], 0.5), (["-s", "0"], 2.0)])
-def test_after_a_death_that_nobody_could_announce_the_others_get_the_time_of_silence_unless_one_is_given(
+def test_after_an_unannounced_death_the_others_get_the_time_of_silence_unless_one_is_given(
     launched: Call, monkeypatch: pytest.MonkeyPatch, flags: list[str], seconds: float
 ) -> None:
     monkeypatch.setenv("KVSTORE_DEAD_AFTER", "3")

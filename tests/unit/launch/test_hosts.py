@@ -53,7 +53,7 @@ def test_a_file_without_hosts_is_refused() -> None:
         parse_hosts("# none\n", "file")
 
 
-def test_workers_fill_the_slots_of_each_host_and_begin_anew() -> None:
+def test_workers_fill_the_slots_of_each_host_and_start_over() -> None:
     assert names(place_workers([A, B], 7)) == "aabaaba"
     assert names(place_workers([A, B], 1)) == "a"
 

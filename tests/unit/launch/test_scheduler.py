@@ -228,7 +228,7 @@ def test_one_that_gives_up_takes_all_along_and_says_why(job: Job) -> None:
         (m.JoinJob("worker", 2, 2, 2, -1, "a", 0, 1, "m"), ConfigurationError),
     ],
 )
-def test_what_a_stranger_says_is_refused_and_changes_nothing(
+def test_requests_of_an_unknown_process_are_refused_and_change_nothing(
     job: Job, body: m.RequestBody, kind: type[KVStoreError]
 ) -> None:
     before = job.scheduler.missing().partition(";")[0]
@@ -312,7 +312,7 @@ def test_silence_while_the_scheduler_stood_still_does_not_count(job: Job) -> Non
     assert not job.scheduler.is_over(101.0)
 
 
-def test_the_scheduler_waits_for_nobody_who_is_gone_when_it_ends(job: Job) -> None:
+def test_the_scheduler_does_not_wait_for_processes_that_are_gone_when_it_ends(job: Job) -> None:
     for name in EVERYBODY:
         job.join(name)
     job.scheduler.tick(0.0)

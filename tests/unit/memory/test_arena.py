@@ -1,4 +1,4 @@
-"""Flat storage: values, aliasing, what saving and copying a model sees, and what is refused."""
+"""Flat storage: values, aliasing, views of the former memory, what a model's copies see, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kvstore_server.plan import ALIGNMENT, Plan, TensorSpec, make_plan
-from kvtrainer.errors import ConfigurationError
+from kvtrainer import Trainer
+from kvtrainer.errors import ConfigurationError, ParameterMovedError, SharedWeightsWarning
 from kvtrainer.memory import arena as arenas
 from kvtrainer.memory.arena import Arena
 from tests.support.interrupts import Interrupt, lines_of
 from tests.support.limits import SOON
 from tests.support.processes import Call
+from tests.support.ways_to_train import backward
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -188,7 +190,7 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
             assert torch.equal(arena.grads[dtype], flat)
 
 
-def test_gradients_that_are_gathered_elsewhere_leave_the_arena_and_come_back_with_zeros_where_absent() -> (
+def test_gradients_gathered_into_other_buffers_leave_the_arena_and_come_back_with_zeros_where_absent() -> (
     None
 ):
     parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
@@ -208,7 +210,7 @@ def test_gradients_that_are_gathered_elsewhere_leave_the_arena_and_come_back_wit
     assert elsewhere[0].unique().tolist() == [0.0]
 
 
-def test_an_interrupt_while_gradients_go_elsewhere_for_the_first_time_leaves_them_going_there() -> None:
+def test_an_interrupt_while_gradients_first_go_into_other_buffers_leaves_them_going_there() -> None:
     def made() -> tuple[Arena, list[Tensor], dict[int, Tensor]]:
         parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
         arena, grads = arena_of(parameters), [torch.ones_like(p) for p in parameters]
@@ -285,3 +287,57 @@ def test_unsuitable_parameters_are_refused_before_anything_changes(
     with pytest.raises(ConfigurationError, match=message):
         arena_of(parameters)
     assert [p.data_ptr() for p in parameters] == before
+
+
+VIEWS: dict[str, Callable[[nn.Module], Any]] = {
+    "shared memory": lambda net: net.share_memory(),
+    "NumPy": lambda net: net.get_parameter("weight").detach().numpy(),
+    "state_dict": lambda net: net.state_dict(),
+    "row": lambda net: net.get_parameter("weight").detach()[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_sees_the_former_memory_is_warned_of_with_the_names(view: str) -> None:
+    net = nn.Linear(2, 1)
+    seen = VIEWS[view](net)
+    with pytest.warns(SharedWeightsWarning, match=r"2 of 2 .*'weight', 'bias'|1 of 2 .*'weight'") as caught:
+        Trainer(net, "sgd", kvstore=None)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    del seen
+
+
+def test_views_that_are_gone_and_copies_and_views_of_larger_memory_are_not_warned_of() -> None:
+    net, whole = nn.Linear(2, 1), torch.zeros(4)
+    copy = {name: value.clone() for name, value in net.state_dict().items()}
+    net.weight.detach().numpy()
+    cycle: list[Any] = [net.weight.detach()]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        Trainer([*net.parameters(), Parameter(whole[:2])], "sgd", kvstore=None)
+    finally:
+        gc.enable()
+    Trainer(net, "sgd", kvstore=None)  # what another Trainer holds is no view
+    net(torch.ones(1, 2)).sum().backward()
+    Trainer(net, "sgd", kvstore=None)
+    assert len(copy) == 2
+
+
+def test_parameters_of_one_memory_that_all_move_are_not_warned_of() -> None:
+    whole = torch.zeros(4)
+    parts = [Parameter(whole[:2]), Parameter(whole[2:])]
+    del whole
+    Trainer(parts, "sgd", kvstore=None)
+
+
+def test_share_memory_after_the_trainer_is_refused_with_a_way_out() -> None:
+    net = nn.Linear(2, 1)
+    trainer = Trainer(net, "sgd", kvstore=None)
+    net.share_memory()
+    for p in net.parameters():
+        backward(p)
+    with pytest.raises(ParameterMovedError, match=r"share_memory\(\).*weight, bias.*clone\(\)"):
+        trainer.step(1)

@@ -77,7 +77,7 @@ def test_who_listens_is_called_when_a_backward_pass_has_added_to_a_gradient() ->
     assert len(seen) == 3
 
 
-def test_nobody_is_called_where_a_function_gives_no_gradient() -> None:
+def test_listeners_are_not_called_where_a_function_gives_no_gradient() -> None:
     class Nothing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None
     assert not is_fresh(tracker)
 
 
-def test_gradients_are_those_that_were_seen_until_a_backward_pass_or_somebody_says_that_there_may_be_others() -> (
+def test_gradients_stay_those_that_were_seen_until_a_backward_pass_or_forget() -> (
     None
 ):
     p = ones()

@@ -23,6 +23,7 @@ from kvtrainer.errors import (
     UnknownNameError,
 )
 from kvtrainer.registry import OPTIMIZERS
+from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
 from tests.support.pairwise import pairwise
 
 
@@ -285,7 +286,7 @@ def test_multipliers_of_parameters_divide_a_group_for_the_step_alone() -> None:
 
 
 @pytest.mark.parametrize("store", ["device", "local"])
-def test_replicas_are_updated_together_by_one_optimizer(store: str) -> None:
+def test_replicas_are_updated_by_one_optimizer(store: str) -> None:
     expected = trained_by_torch(lambda model: Sharing(model.parameters()), 3)
     model = DataParallel(net(), ["cpu", "cpu"])
     trainer = Trainer(model, Sharing, kvstore=store)
@@ -483,6 +484,11 @@ def by_file(trainer: Any, other: Trainer, path: Path) -> None:
 
 def by_state_dict(trainer: Any, other: Trainer, path: Path) -> None:
     other.load_state_dict(trainer.state_dict())
+
+
+def by_checkpoint(trainer: Any, other: Trainer, path: Path) -> None:
+    common, own = unpack_tree(pack_tree([common_states(trainer), own_states(trainer)]))
+    fit_states(other, common, own)()
 
 
 def by_entry(trainer: Any, other: Trainer, path: Path) -> None:
@@ -793,6 +799,9 @@ class Momentum(torch.optim.Optimizer):
 
 RESUMED: dict[str, tuple[Any, Any, torch.dtype]] = {
     "a state_dict of its own": (lambda model: Trainer(two_groups(model), Sharing), by_state_dict, torch.float64),
+    "a state_dict of its own, in a checkpoint": (
+        lambda model: Trainer(model, Sharing(two_groups(model))), by_checkpoint, torch.float64,
+    ),
     "half precision": (lambda model: Trainer(model, Averaging), by_file, torch.float16),
     "masters": (lambda model: Trainer(model, Averaging, {"multi_precision": True}), by_file, torch.float16),
     "an argument that is no plain value": (

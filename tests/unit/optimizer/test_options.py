@@ -13,14 +13,7 @@ import torch
 
 import kvtrainer.optimizer as facade
 from kvstore_server.errors import ConfigurationError, SchedulerInUseError, UnknownNameError
-from kvstore_server.optimizer import (
-    Optimizer,
-    create,
-    create_from_spec,
-    gluon,
-    layerwise,
-    register,
-)
+from kvstore_server.optimizer import Optimizer, create, create_from_spec, gluon, layerwise, register
 from kvstore_server.optimizer.lr_scheduler import FactorScheduler
 from kvstore_server.optimizer.torch_family import ELEMENTWISE
 from kvtrainer import Trainer

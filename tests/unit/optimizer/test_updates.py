@@ -234,7 +234,7 @@ def test_state_of_another_model_is_refused_and_nothing_changes(
 
 @pytest.mark.parametrize("name", [*WHOLE, "adam", "torch:NAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_of_a_key_that_was_taken_out_and_put_elsewhere_continues_to_the_bit(
+def test_the_state_of_a_key_that_was_moved_to_another_shard_continues_to_the_bit(
     name: str, dtype: torch.dtype
 ) -> None:
     optimizer = make(name, multi_precision=True)
@@ -319,3 +319,14 @@ def test_update_sees_the_shape_the_name_and_the_number_of_the_update() -> None:
     for _ in range(2):
         key.update(torch.ones(2, 3))
     assert seen == [((2, 3), torch.float32, (2, 3), "fc", step, 0.5) for step in (11, 12)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
+def test_a_master_collects_updates_that_are_too_small_to_see_one_by_one(dtype: torch.dtype) -> None:
+    moved = []
+    for master in (True, False):
+        key = Key(create("sgd", lr=1.0, multi_precision=master), torch.ones(3, dtype=dtype))
+        for _ in range(64):
+            key.update(torch.full((3,), 2.0**-13))
+        moved.append(key.weight[0].item())
+    assert moved == [1 - 2.0**-7, 1.0]

@@ -12,10 +12,10 @@ from torch.nn import BatchNorm1d, Linear, Module, Parameter, Sequential, Tanh
 
 from kvtrainer import DataParallel, Trainer
 from kvtrainer.errors import NonFiniteGradientError, StaleGradientError
+from tests.support.pairwise import pairwise
 from tests.support.replica_training import STORES
 
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-REDUCERS = pytest.mark.parametrize("reducer", ["auto", "tree", "flat", "coalesced"])
 
 
 def net(seed: int = 1) -> Sequential:
@@ -47,8 +47,8 @@ def trained_by_torch(size: int) -> list[Tensor]:
     return [p.detach() for p in module.parameters()]
 
 
-def train(model: DataParallel, trainer: Trainer, size: int = 8, part: slice = slice(None)) -> None:
-    for batch in batches(size)[part]:
+def train(model: DataParallel, trainer: Trainer, size: int = 8) -> None:
+    for batch in batches(size):
         model.forward_losses(batch, squares).backward()
         trainer.step()
 
@@ -71,24 +71,23 @@ def check_equal(found: list[list[Parameter]], expected: list[Tensor]) -> None:
         assert all(torch.equal(replicas[0], one) for one in replicas)
 
 
-@STORES
-@pytest.mark.parametrize("size", [8, 7, 2])
-def test_replicas_train_as_one_device_does_on_the_whole_batch(name: str, in_store: Any, size: int) -> None:
-    """Also where the parts are unequal, and where one of three replicas gets nothing."""
-    model = DataParallel(net(), ["cpu"] * 3)
-    trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=name, update_on_kvstore=in_store)
+@pytest.mark.parametrize(
+    ("store", "size", "count", "reducer"),
+    pairwise(
+        [("device", None), ("local", True), ("device", False), ("local", False)],
+        [8, 7, 2],
+        [2, 3, 4],
+        ["auto", "tree", "flat", "coalesced"],
+    ),
+)
+def test_replicas_train_as_one_device_does_on_the_whole_batch(
+    store: Any, size: int, count: int, reducer: str
+) -> None:
+    """Also where the parts are unequal, and where a replica gets nothing; the model chooses the reducer."""
+    model = DataParallel(net(), ["cpu"] * count, reducer=reducer)
+    trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=store[0], update_on_kvstore=store[1])
     train(model, trainer, size)
     check_equal(model.params, trained_by_torch(size))
-
-
-@REDUCERS
-@pytest.mark.parametrize("name", ["local", "device"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_model_chooses_the_reducer_whatever_the_store(reducer: str, name: str, count: int) -> None:
-    model = DataParallel(net(), ["cpu"] * count, reducer=reducer)
-    trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=name)
-    train(model, trainer)
-    check_equal(model.params, trained_by_torch(8))
 
 
 @pytest.mark.parametrize(("reducer", "expected"), [("tree", 0.0), ("flat", -0.25)])
@@ -178,20 +177,6 @@ def test_loaded_weights_are_those_of_every_replica_in_the_next_step() -> None:
         model.forward_losses(torch.ones(2, 1), mean).backward()
         trainer.step()
         assert [p.item() for p in model.params[0]] == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("in_store", [True, False])
-def test_saved_momenta_are_those_of_every_replica(in_store: bool) -> None:
-    def build() -> tuple[DataParallel, Any]:
-        model = DataParallel(net(), ["cpu"] * 2)
-        return model, Trainer(model, torch.optim.SGD, OPTIONS, update_on_kvstore=in_store)
-
-    (model, trainer), (resumed, other) = build(), build()
-    train(model, trainer, part=slice(2))
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(trainer.state_dict())
-    train(resumed, other, part=slice(2, None))
-    check_equal(resumed.params, trained_by_torch(8))
 
 
 def test_batch_norm_normalises_on_every_replica_by_itself() -> None:

@@ -259,7 +259,7 @@ def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() ->
     assert moves(trainer, p, 1) == [0.25]
 
 
-def test_rate_of_a_group_that_somebody_else_sets_is_noticed() -> None:
+def test_rate_of_a_group_that_other_code_sets_is_noticed() -> None:
     [p] = zeros(1)
     trainer = scheduled([p], lr_scheduler=lambda n: 0.5)
     step_with(trainer, p)

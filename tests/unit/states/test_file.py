@@ -240,7 +240,8 @@ def test_other_safetensors_file_is_refused(tmp_path: Path) -> None:
         read_state_file(tmp_path / "weights")
 
 
-def test_every_damage_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """And every other damage."""
     path = tmp_path / "states"
     write_state_file(path, states_of(1.0, 4))
     whole = path.read_bytes()

@@ -16,14 +16,7 @@ from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.lr_scheduler import FactorScheduler, LRScheduler, register
 from kvtrainer.states.format import SavedStates, read_state_file, write_state_file
-from tests.support.saved_training import (
-    PLACES,
-    Net,
-    same,
-    train,
-    trainer_of,
-    weights,
-)
+from tests.support.saved_training import PLACES, Net, same, train, trainer_of, weights
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (2, 3), "b": (3,), "c": ()}
 

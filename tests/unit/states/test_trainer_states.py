@@ -16,7 +16,7 @@ from kvtrainer.errors import ConfigurationError, StateMismatchError
 from tests.support.saved_training import PLACES, Net, same, train, trainer_of, weights
 
 
-def test_loaded_state_is_a_copy_and_is_shown_before_the_store_has_it() -> None:
+def test_loaded_state_is_a_copy_and_is_readable_before_the_store_has_it() -> None:
     net = Net()
     plain = Adam(net.parameters())
     train(net, plain, 0, 1)

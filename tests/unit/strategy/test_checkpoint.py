@@ -43,41 +43,6 @@ def simple(make: Make, net: nn.Module | None = None, **given: Any) -> Strategy:
     return strategy
 
 
-class Counting(torch.optim.SGD):
-    """Divides each step by how many there were, which its state_dict has beside the state of parameters."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.grad /= self.count
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-        super().load_state_dict(state_dict)
-
-
-def test_what_an_optimizer_keeps_beside_parameters_goes_on(make: Make, tmp_path: Path) -> None:
-    found = []
-    for path in ("save", "resume"):
-        net = Net()
-        strategy = make()
-        strategy.prepare(net, optim_wrapper=Counting(net.parameters(), lr=0.1))
-        if path == "save":
-            steps(net, strategy.optim_wrapper, 2)
-            strategy.save_checkpoint(str(tmp_path / "a.pt"))
-        else:
-            strategy.resume(str(tmp_path / "a.pt"))
-        steps(net, strategy.optim_wrapper, 2)
-        found.append(weights(net))
-    assert same(*found)
-
-
 def test_file_holds_plain_values_and_says_what_they_are(make: Make, tmp_path: Path) -> None:
     strategy, model, trainer = prepared(make, experiment_name="try")
     steps(model, trainer, 2)
@@ -230,7 +195,7 @@ def test_it_is_found_after_its_directory_was_moved(make: Make, tmp_path: Path, n
     assert find_last(str(moved)) == str(moved / name)
 
 
-def test_a_note_that_cannot_be_read_is_no_reason_to_begin_anew(make: Make) -> None:
+def test_a_note_that_cannot_be_read_is_no_reason_to_start_from_scratch(make: Make) -> None:
     strategy = saved(make, "a.pt")
     Path(strategy.work_dir, "last_checkpoint").write_bytes(b"\xff\xfe")
     with pytest.raises(StateFileError, match=r"cannot read in .* which checkpoint is the latest"):

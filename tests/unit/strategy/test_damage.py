@@ -164,7 +164,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_file_that_was_changed_and_written_anew_is_refused(
+def test_a_file_that_was_changed_and_written_again_is_refused(
     make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
 ) -> None:
     content = torch.load(path, weights_only=True)

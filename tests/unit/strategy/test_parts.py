@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,32 +40,30 @@ def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself(make: Make) 
     assert all(unwrapped(one) is one for one in (Numbered(), whole))
 
 
-def test_prefix_of_a_wrapper_is_taken_away_and_nothing_else() -> None:
-    net = Numbered()
-    saved = {"module.module1.weight": torch.tensor([[3.0]]), "module.module1.bias": torch.tensor([4.0])}
-    assert not load_weights(net, saved, strict=True)
-    assert net.module1.weight.item() == 3.0
-    own = {name: value + 1 for name, value in net.state_dict().items()}
-    assert not load_weights(net, own, strict=True)
-    assert net.module1.bias.item() == 5.0
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "a name that begins like a wrapper": Numbered,
+    "a part called module": lambda: nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 1)}),
+    "nothing but a part called module": lambda: nn.ModuleDict(
+        {"module": nn.Linear(2, 2), "other": nn.Identity()}
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("make_net", MODELS.values(), ids=MODELS)
+def test_the_prefix_of_a_wrapper_is_taken_away_and_nothing_else(
+    make_net: Callable[[], nn.Module], prefix: str
+) -> None:
+    net, saved = make_net(), {name: value + 1 for name, value in make_net().state_dict().items()}
+    assert not load_weights(net, {f"{prefix}{name}": value for name, value in saved.items()}, strict=True)
+    assert all(map(torch.equal, net.state_dict().values(), saved.values()))
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, StateMismatchError])
 def test_what_does_not_fit_is_the_error_that_torch_and_mmengine_raise(kind: type[Exception]) -> None:
     with pytest.raises(kind):
         load_weights(Net(), {"weight": torch.zeros(1)}, strict=True)
-
-
-def test_what_ddp_puts_before_names_is_taken_away_and_a_part_called_module_keeps_its_name() -> None:
-    net, other = Net(), nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
-    assert not load_weights(net, {f"module.{name}": v for name, v in Net().state_dict().items()}, strict=True)
-    assert not load_weights(other, other.state_dict(), strict=True)
-
-
-def test_a_model_that_is_nothing_but_a_part_called_module_loads_what_it_saved() -> None:
-    net = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.Identity()})
-    assert not load_weights(net, net.state_dict(), strict=True)
-    assert not load_weights(net, {f"module.{name}": v for name, v in net.state_dict().items()}, strict=True)
 
 
 def test_checkpoints_and_models_fit_whichever_of_their_parts_are_compiled() -> None:

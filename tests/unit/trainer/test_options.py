@@ -1,4 +1,4 @@
-"""Where the Trainer's numbers come from: groups, attributes, the optimizer object; and groups that are added."""
+"""Where the Trainer's numbers come from: groups, attributes, the optimizer; groups that are added; removed options."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from kvtrainer import RowSparseParameter, Trainer, optimizer
@@ -171,7 +172,7 @@ def test_several_groups_may_be_added_to_a_store_between_two_steps() -> None:
 
 
 @pytest.mark.parametrize("case", ["row-sparse", "third-party"])
-def test_group_is_refused_once_a_store_has_parameters_that_it_cannot_lay_out_anew(case: str) -> None:
+def test_group_is_refused_once_a_store_has_parameters_that_it_cannot_lay_out_again(case: str) -> None:
     [p] = zeros(1)
     first = RowSparseParameter((2, 1)) if case == "row-sparse" else Parameter(torch.zeros(1))
     trainer = Trainer([first], "sgd", kvstore=create("local") if case == "row-sparse" else SumStore())
@@ -244,3 +245,41 @@ def test_a_worker_that_trains_alone_in_a_job_of_several_is_warned(
     monkeypatch.setenv("KVSTORE_NUM_WORKERS", "2")
     Trainer(zeros(), "sgd", kvstore="device" if is_named else create("device"))
     assert "'device' keeps gradients in this process, although the job has 2 workers" in caplog.text
+
+
+@pytest.mark.parametrize("given", [True, 1, "yes"])
+def test_overlap_pull_is_refused_and_overlap_is_named(given: Any) -> None:
+    net = nn.Linear(2, 1)
+    before = net.weight.data_ptr()
+    with pytest.raises(ConfigurationError, match="overlap=True"):
+        Trainer(net, "sgd", kvstore="dist_sync", overlap_pull=given)
+    assert net.weight.data_ptr() == before
+
+
+@pytest.mark.parametrize("section", ["", "optim_wrapper"])
+def test_overlap_pull_is_refused_in_a_configuration_too(section: str) -> None:
+    own = {"optimizer": {"type": "SGD", "lr": 0.1}, "overlap_pull": True}
+    cfg = {section: own} if section else own
+    with pytest.raises(ConfigurationError, match="overlap=True"):
+        Trainer.from_config(nn.Linear(2, 1), cfg)
+
+
+@pytest.mark.parametrize("given", [False, None])
+def test_overlap_pull_may_be_said_to_be_off(given: bool | None, recwarn: pytest.WarningsRecorder) -> None:
+    net = nn.Linear(2, 1)
+    trainer = Trainer(net, "sgd", {"lr": 1.0}, overlap_pull=given)
+    before = net.weight.detach().clone()
+    net(torch.ones(1, 2)).sum().backward()
+    trainer.step(1)
+    assert torch.equal(net.weight, before - 1)
+    assert not recwarn.list
+
+
+def test_wait_says_that_there_is_nothing_to_wait_for() -> None:
+    with pytest.raises(ConfigurationError, match=r"step\(\)"):
+        Trainer(nn.Linear(2, 1), "sgd").wait()
+
+
+def test_snapshot_says_how_weights_are_copied() -> None:
+    with pytest.raises(ConfigurationError, match=r"p\.detach\(\)\.clone\(\)"):
+        Trainer(nn.Linear(2, 1), "sgd").snapshot()

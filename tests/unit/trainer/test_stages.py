@@ -11,11 +11,7 @@ from torch.nn import Parameter
 
 from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer import Trainer
-from kvtrainer.errors import (
-    ArgumentTypeError,
-    ConfigurationError,
-    NonFiniteGradientError,
-)
+from kvtrainer.errors import ArgumentTypeError, ConfigurationError, NonFiniteGradientError
 from kvtrainer.options.stages import GradientLimits, make_limits
 from kvtrainer.types import StepResult
 from tests.support.ways_to_train import STORES

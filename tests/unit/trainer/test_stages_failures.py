@@ -211,7 +211,7 @@ def test_other_options_leave_a_scale_alone_that_was_loaded(tmp_path: Path) -> No
     assert second.update_params(q.sum()).loss_scale == 8.0
 
 
-def test_states_from_before_the_first_pass_begin_the_windows_anew(tmp_path: Path) -> None:
+def test_states_from_before_the_first_pass_restart_the_windows(tmp_path: Path) -> None:
     p, q = parameter(), parameter()
     first, second = (trainer_of(one, accumulate=2) for one in (p, q))
     first.save_states(tmp_path / "states")
@@ -317,23 +317,18 @@ def test_impossible_progress_is_refused(done: Any, total: Any) -> None:
         Accumulation(2).set_progress(done, total)
 
 
-def accumulating(p: Parameter, counts: int, in_store: bool | None = None, **options: Any) -> Trainer:
-    store = "local" if in_store is not None else None
-    return Trainer({"p": p}, "torch:SGD", {"lr": 1.0}, store, None, in_store, accumulate=counts, **options)
-
-
 def test_nothing_reaches_the_store_before_the_window_is_full() -> None:
     p = Parameter(torch.zeros(3))
-    trainer = accumulating(p, 2, in_store=True)
+    trainer = trainer_of(p, True, accumulate=2)
     trainer.update_params(p.sum())
     assert not trainer.server_stats()
     trainer.update_params(p.sum())
     assert trainer.server_stats()[0]["tables"][0]["rounds_applied"] >= 1
 
 
-def test_plain_backward_is_refused_because_nobody_counts_it() -> None:
+def test_plain_backward_is_refused_because_it_is_not_counted() -> None:
     p = Parameter(torch.zeros(()))
-    trainer = accumulating(p, 2)
+    trainer = trainer_of(p, accumulate=2)
     (p * 1.0).backward()
     with pytest.raises(ConfigurationError, match=r"accumulate=2 counts .* trainer.backward\(loss\)"):
         trainer.step()
@@ -342,7 +337,7 @@ def test_plain_backward_is_refused_because_nobody_counts_it() -> None:
 
 def test_saved_states_know_how_many_passes_there_were(tmp_path: Any) -> None:
     p, q = Parameter(torch.zeros(())), Parameter(torch.zeros(()))
-    first, second = accumulating(p, 2), accumulating(q, 2)
+    first, second = trainer_of(p, accumulate=2), trainer_of(q, accumulate=2)
     for _ in range(4):
         first.update_params(p * 1.0)
     first.save_states(tmp_path / "states")
@@ -354,7 +349,7 @@ def test_saved_states_know_how_many_passes_there_were(tmp_path: Any) -> None:
 
 def test_states_from_beyond_the_last_pass_are_refused_before_anything_changes(tmp_path: Any) -> None:
     p, q = Parameter(torch.zeros(())), Parameter(torch.zeros(()))
-    first, second = accumulating(p, 2), accumulating(q, 2)
+    first, second = trainer_of(p, accumulate=2), trainer_of(q, accumulate=2)
     for _ in range(4):
         first.update_params(p * 1.0)
     first.set_learning_rate(0.5)
@@ -367,12 +362,12 @@ def test_states_from_beyond_the_last_pass_are_refused_before_anything_changes(tm
 
 def test_window_that_never_got_full_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     p = Parameter(torch.zeros(()))
-    with caplog.at_level(logging.WARNING), accumulating(p, 2) as trainer:
+    with caplog.at_level(logging.WARNING), trainer_of(p, accumulate=2) as trainer:
         for _ in range(3):
             trainer.update_params(p * 1.0)
     assert "the last 1 backward passes" in caplog.text
     caplog.clear()
-    with caplog.at_level(logging.WARNING), accumulating(p, 2) as trainer:
+    with caplog.at_level(logging.WARNING), trainer_of(p, accumulate=2) as trainer:
         for _ in range(2):
             trainer.update_params(p * 1.0)
     assert not caplog.records
@@ -390,7 +385,7 @@ def test_backward_pass_of_no_loss_at_all_is_refused_and_not_counted(nothing: Any
 
 def test_zeroing_within_a_window_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     p = Parameter(torch.zeros(()))
-    trainer = accumulating(p, 2)
+    trainer = trainer_of(p, accumulate=2)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             trainer.update_params(p * 1.0)

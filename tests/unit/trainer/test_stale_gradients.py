@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kvtrainer import Trainer
-from kvtrainer.errors import (
-    ConfigurationError,
-    GradientWriteWarning,
-    StaleGradientError,
-    UnknownNameError,
-)
+from kvtrainer.errors import ConfigurationError, GradientWriteWarning, StaleGradientError, UnknownNameError
 from tests.support.ways_to_train import STORES, backward, trainer_of, zeros
 
 

@@ -109,7 +109,7 @@ def test_a_wait_of_which_several_servers_tell_is_one_as_long_as_the_longest() ->
     assert found == [("a barrier", 9.0, [1]), ("round 7", 3.0, [1]), ("round 7", 1.0, [0])]
 
 
-def test_nobody_is_slowest_where_nobody_waited() -> None:
+def test_no_worker_is_slowest_where_none_waited() -> None:
     assert seen([server(job([worker(0)]))], [server(job([worker(0)]))]).jobs[0].slowest is None
 
 
