@@ -362,15 +362,6 @@ def test_processes_of_a_job_inherit_nothing_of_the_place_that_another_launcher_g
     assert (kept["HOME"], kept["SLURM_JOB_ID"]) == ("/home/me", "9")
 
 
-def test_the_place_on_a_host_is_that_of_the_launcher_that_gives_the_rank() -> None:
-    mpirun_in_a_batch_script = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "SLURM_LOCALID": "0",
-    }
-    assert local_rank({**mpirun_in_a_batch_script, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == 1
-
-
 def test_a_worker_finds_the_topology_in_the_variables_that_say_it() -> None:
     topology = Topology(1, 3, ("tcp://127.0.0.1:5000", "tcp://[::1]:5001"))
     assert read_topology(topology.as_variables(0)) == topology

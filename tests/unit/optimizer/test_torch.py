@@ -10,7 +10,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kvstore_server.errors import ConfigurationError, OptimizerError
-from kvstore_server.optimizer import Optimizer, create, create_from_spec, register, spec_for_store
+from kvstore_server.optimizer import Optimizer, create, register, spec_for_store
 from kvstore_server.optimizer.torch_family import ELEMENTWISE, WHOLE, TorchOptimizer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer import Trainer
@@ -126,34 +126,6 @@ def test_an_instance_brings_the_current_options_of_its_only_group() -> None:
 def test_an_instance_with_several_groups_brings_its_defaults() -> None:
     groups = [{"params": [torch.zeros(1)], "lr": 1.0}, {"params": [torch.zeros(1)]}]
     assert create(optim.SGD(groups, lr=torch.tensor(0.5), momentum=0.9)).lr == 0.5
-
-
-class HalfLife(optim.Optimizer):
-    """A foreign class that counts its steps in a Python int and makes its state in the first step."""
-
-    def __init__(self, params: Any, lr: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["step"] = 0
-                state["step"] += 1
-                assert isinstance(state["step"], int)
-                param.sub_(param.grad, alpha=group["lr"] ** state["step"])
-
-
-def test_a_declared_foreign_class_runs_with_its_own_step_count() -> None:
-    register(HalfLife)
-    key = Key(create_from_spec(create(HalfLife, lr=0.5).spec()), torch.zeros(3))
-    for _ in range(3):
-        key.update(torch.ones(3))
-    assert key.weight.tolist() == [-0.875] * 3
-    assert not key.padding.any()
-    assert key.optimizer.may_raise
 
 
 def test_class_that_a_store_would_take_for_another_one_is_refused() -> None:
