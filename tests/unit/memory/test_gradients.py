@@ -191,9 +191,7 @@ def test_zero_grad_to_none_makes_a_gradient_stale_and_frees_its_memory() -> None
     assert not is_fresh(tracker)
 
 
-def test_gradients_stay_those_that_were_seen_until_a_backward_pass_or_forget() -> (
-    None
-):
+def test_gradients_stay_those_that_were_seen_until_a_backward_pass_or_forget() -> None:
     p = ones()
     tracker = watch(p)
     backward(p, 3)
