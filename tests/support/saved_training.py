@@ -1,7 +1,8 @@
-"""A small model, and its training by every kind of optimizer and at every place, for tests of saved states."""
+"""A small model, its training by every kind of optimizer at every place, and ways in which its states are saved."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtrainer import Trainer, kvstore
+from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
 
 PLACES = pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -83,3 +85,27 @@ def weights(net: nn.Module) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def random_steps(net: nn.Module, optimizer: Any, *steps: int) -> None:
+    """Steps of torch's optimizer, or of a Trainer, with random gradients that depend only on their number."""
+    for at in steps:
+        generator = torch.Generator().manual_seed(at)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def by_file(trainer: Any, other: Trainer, path: Path) -> None:
+    trainer.save_states(path)
+    other.load_states(path)
+
+
+def by_state_dict(trainer: Any, other: Trainer, path: Path) -> None:
+    other.load_state_dict(trainer.state_dict())
+
+
+def by_checkpoint(trainer: Any, other: Trainer, path: Path) -> None:
+    """As a strategy's checkpoint has the states."""
+    common, own = unpack_tree(pack_tree([common_states(trainer), own_states(trainer)]))
+    fit_states(other, common, own)()

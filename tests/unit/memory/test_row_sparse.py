@@ -26,7 +26,6 @@ from kvtrainer.errors import (
     WeightsWrittenError,
 )
 from tests.support.capabilities import SumStore
-from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.limits import SOON
 from tests.support.processes import together
 from tests.support.row_tables import SGD, Model, alone, column
@@ -68,18 +67,6 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
     (rows * torch.tensor([[2048.0]] + [[1.0]] * 8, dtype=torch.float16)).sum().backward()
     assert table.grad is not None
     assert table.grad._values().item() == 2056
-
-
-@pytest.mark.parametrize("case", GOLDEN)
-def test_the_table_follows_mxnets_trajectory(case: str) -> None:
-    name, options, expected = GOLDEN[case]
-    table = RowSparseParameter((3, 2), torch.tensor(START))
-    trainer = Trainer([table], name, options)
-    for step, touched in enumerate(TOUCHED):
-        (table.row_sparse_data(touched) * gradient(step)).sum().backward()
-        trainer.step(1)
-    found = table.row_sparse_data([0, 1, 2]).flatten().tolist()
-    assert found == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore::kvtrainer.errors.SparseGradientWarning")

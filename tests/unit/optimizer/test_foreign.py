@@ -23,8 +23,8 @@ from kvtrainer.errors import (
     UnknownNameError,
 )
 from kvtrainer.registry import OPTIMIZERS
-from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
 from tests.support.pairwise import pairwise
+from tests.support.saved_training import by_checkpoint, by_file, by_state_dict
 
 
 class Plain(torch.optim.Optimizer):
@@ -475,20 +475,6 @@ class LateCount(Averaging):
 
 
 FOREIGN = [Averaging, Stateless, OwnAdam, OwnAdagrad, LateCount]
-
-
-def by_file(trainer: Any, other: Trainer, path: Path) -> None:
-    trainer.save_states(path)
-    other.load_states(path)
-
-
-def by_state_dict(trainer: Any, other: Trainer, path: Path) -> None:
-    other.load_state_dict(trainer.state_dict())
-
-
-def by_checkpoint(trainer: Any, other: Trainer, path: Path) -> None:
-    common, own = unpack_tree(pack_tree([common_states(trainer), own_states(trainer)]))
-    fit_states(other, common, own)()
 
 
 def by_entry(trainer: Any, other: Trainer, path: Path) -> None:

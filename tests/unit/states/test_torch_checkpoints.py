@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from kvtrainer import Trainer
 from tests.support.pairwise import pairwise
+from tests.support.saved_training import random_steps, weights
 
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -41,12 +42,8 @@ def net() -> nn.Module:
 
 
 def go(model: nn.Module, optimizer: Any, *steps: int) -> list[Tensor]:
-    for at in steps:
-        generator = torch.Generator().manual_seed(at)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    random_steps(model, optimizer, *steps)
+    return weights(model)
 
 
 def given(model: nn.Module, form: str, is_ours: bool) -> Any:
@@ -56,7 +53,7 @@ def given(model: nn.Module, form: str, is_ours: bool) -> Any:
     return model if form == "module" and is_ours else model.parameters()
 
 
-def plain(model: nn.Module, source: Any, again: nn.Module, target: Any, path: Path) -> None:
+def directly(model: nn.Module, source: Any, again: nn.Module, target: Any, path: Path) -> None:
     target.load_state_dict(source.state_dict())
 
 
@@ -81,7 +78,7 @@ def by_functions(model: nn.Module, source: Any, again: nn.Module, target: Any, p
     pairwise(
         range(len(CLASSES)),
         ["module", "list", "named"],
-        [plain, raw, by_functions],
+        [directly, raw, by_functions],
         [{}, IN_STORE],
         [True, False],
     ),

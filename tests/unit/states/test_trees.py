@@ -21,7 +21,7 @@ from kvtrainer import Trainer
 from kvtrainer.errors import OptimizerError, StateFileError
 from kvtrainer.optimizer import register
 from kvtrainer.states.format import SavedParameter, SavedStates, pack, read_state_file, unpack
-from kvtrainer.strategy.checkpoint import common_states, fit_states, own_states, pack_tree, unpack_tree
+from tests.support.saved_training import by_checkpoint, by_file, by_state_dict, random_steps, weights
 
 TREE = {
     "mode": "fast",
@@ -99,66 +99,36 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 30), nn.Linear(30, 1)).to(dtype)
 
 
-def give(model: nn.Module, at: int) -> None:
-    generator = torch.Generator().manual_seed(at)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def go(model: nn.Module, optimizer: Any, *steps: int) -> None:
-    for at in steps:
-        give(model, at)
-        optimizer.step()
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def saved(trainer: Trainer, other: Trainer, path: Path) -> None:
-    trainer.save_states(path)
-    other.load_states(path)
-
-
-def taken(trainer: Trainer, other: Trainer, path: Path) -> None:
-    other.load_state_dict(trainer.state_dict())
-
-
-def checkpointed(trainer: Trainer, other: Trainer, path: Path) -> None:
-    common, own = unpack_tree(pack_tree([common_states(trainer), own_states(trainer)]))
-    fit_states(other, common, own)()
-
-
 IN_STORE = {"kvstore": "local", "update_on_kvstore": True}
 
 
-@pytest.mark.parametrize("way", [saved, taken, checkpointed])
+@pytest.mark.parametrize("way", [by_file, by_state_dict, by_checkpoint])
 @pytest.mark.parametrize("where", [{}, IN_STORE], ids=["here", "in a store"])
 @pytest.mark.parametrize("cls", [Quantised, Elementwise])
 def test_training_goes_on_from_trees_as_if_never_interrupted(
     cls: Any, where: dict[str, Any], way: Callable[..., None], tmp_path: Path
 ) -> None:
     expected = net()
-    go(expected, cls(expected.parameters()), *range(5))
+    random_steps(expected, cls(expected.parameters()), *range(5))
 
     first, second = net(), net()
     with Trainer(first, cls, {}, **where) as trainer, Trainer(second, cls, {}, **where) as other:
-        go(first, trainer, 0, 1, 2)
+        random_steps(first, trainer, 0, 1, 2)
         second.load_state_dict(first.state_dict())
         way(trainer, other, tmp_path / "states")
         there, here = trainer.state_dict()["state"], other.state_dict()["state"]
         assert all(is_same(one, here[at][name]) for at in there for name, one in there[at].items())
         assert (here[0]["mode"], type(here[0]["seen"])) == ("fast", tuple)
         assert here[0]["quant"]["code"].shape == (30, 7)
-        go(second, other, 3, 4)
+        random_steps(second, other, 3, 4)
     assert all(map(torch.equal, weights(second), weights(expected)))
 
 
 def test_half_precision_weights_keep_float32_in_their_trees(tmp_path: Path) -> None:
     model, again = net(torch.bfloat16), net(torch.bfloat16)
     trainer, other = Trainer(model, Quantised, {}), Trainer(again, Quantised, {})
-    go(model, trainer, 0, 1)
-    saved(trainer, other, tmp_path / "states")
+    random_steps(model, trainer, 0, 1)
+    by_file(trainer, other, tmp_path / "states")
     there, here = (one.state_dict()["state"][0]["quant"]["absmax"] for one in (trainer, other))
     assert is_same(there, here)
     assert here[0].dtype == torch.float32
@@ -180,16 +150,16 @@ class Narrow(torch.optim.Optimizer):
             p.sub_(state["buffer"].mul_(0.5).add_(p.grad), alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("way", [saved, taken])
+@pytest.mark.parametrize("way", [by_file, by_state_dict])
 def test_text_and_dtypes_come_back_as_they_were(way: Callable[..., None], tmp_path: Path) -> None:
     first, second = net(), net()
     trainer, other = Trainer(first, Narrow, {}), Trainer(second, Narrow, {})
-    go(first, trainer, 0, 1)
+    random_steps(first, trainer, 0, 1)
     second.load_state_dict(first.state_dict())
     way(trainer, other, tmp_path / "states")
     assert other.state_dict()["state"][0]["mode"] == "fast"
-    go(first, trainer, 2)
-    go(second, other, 2)
+    random_steps(first, trainer, 2)
+    random_steps(second, other, 2)
     assert all(map(torch.equal, weights(first), weights(second)))
 
 
@@ -215,10 +185,10 @@ def test_an_instance_with_tensors_in_lists_and_dicts_is_saved_with_what_its_stat
     first, second = net(), net()
     mine, theirs = Slow(first.parameters()), Slow(second.parameters())
     trainer, other = Trainer(first, mine), Trainer(second, theirs)
-    go(first, trainer, 0)
+    random_steps(first, trainer, 0)
     with torch.no_grad():
         mine.slow[0][0].fill_(3.0)
-    saved(trainer, other, tmp_path / "states")
+    by_file(trainer, other, tmp_path / "states")
     assert is_same(theirs.slow, mine.slow)
     assert is_same(theirs.by_name, mine.by_name)
 
@@ -241,8 +211,8 @@ def test_an_instance_with_lookup_tables_trains_and_is_saved_as_its_class_is(
         Trainer(model, Maps(model.parameters()), **where) as trainer,
         Trainer(again, Maps, {"lr": 0.5}, **where) as other,
     ):
-        go(model, trainer, 0)
-        go(again, other, 0)
+        random_steps(model, trainer, 0)
+        random_steps(again, other, 0)
         trainer.save_states(tmp_path / "instance")
         other.save_states(tmp_path / "class")
     assert all(map(torch.equal, weights(model), weights(again)))
@@ -314,7 +284,7 @@ class Odd(torch.optim.SGD):
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     model = net()
     trainer = Trainer(model, Odd, {"lr": 0.5})
-    go(model, trainer, 0)
+    random_steps(model, trainer, 0)
     with pytest.raises(StateFileError, match=r"'odd' of '0\.weight'.*builtins\.object"):
         trainer.save_states(tmp_path / "states")
     assert not list(tmp_path.iterdir())
@@ -323,4 +293,4 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 def test_a_store_refuses_what_it_could_not_send() -> None:
     model = net()
     with Trainer(model, Odd, {"lr": 0.5}, **IN_STORE) as trainer, pytest.raises(OptimizerError, match="odd"):
-        go(model, trainer, 0)
+        random_steps(model, trainer, 0)
