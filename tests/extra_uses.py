@@ -194,7 +194,8 @@ def docs() -> None:
 
 
 def test() -> None:
-    Path("test_one.py").write_text("def test_one():\n    pass\n")
+    code = "from hypothesis import given, strategies\n@given(strategies.integers())\ndef test_one(number): pass\n"
+    Path("test_one.py").write_text(code)
     assert "1 passed" in run(sys.executable, "-m", "pytest", "-n", "1", "--timeout", "60", "test_one.py")
 
 

@@ -242,13 +242,6 @@ def test_update_count_is_the_greatest_of_all_keys_as_in_mxnet(uok: bool | None) 
     assert (a.item(), b.item()) == (-(1 + 2 + 3), -(1 + 2 + 3))
 
 
-@pytest.mark.parametrize("uok", STORES)
-def test_plain_function_schedules_wherever_the_optimizer_runs_and_is_not_sent(uok: bool | None) -> None:
-    [p] = zeros(1)
-    trainer = scheduled([p], uok, kind="adam", lr_scheduler=lambda n: 0.5**n)
-    assert moves(trainer, p, 3) == pytest.approx([0.5, 0.25, 0.125], rel=1e-5)
-
-
 def test_setting_the_rate_beside_a_scheduler_is_an_error_and_a_user_warning() -> None:
     [p] = zeros(1)
     trainer = scheduled([p], lr_scheduler=FactorScheduler(2, 0.5, base_lr=1))

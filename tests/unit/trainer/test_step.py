@@ -183,16 +183,6 @@ def test_key_that_the_optimizer_cannot_update_is_found_before_any_other_is_updat
     assert (matrix.tolist(), scalar.item()) == ([[0, 0], [0, 0]], 1)
 
 
-def test_zero_sized_and_zero_dimensional_parameters_are_trained() -> None:
-    scalar, empty = Parameter(torch.tensor(1.0)), zeros(0, 3)
-    trainer = trainer_of([scalar, empty], True)
-    for p in (scalar, empty):
-        backward(p)
-    trainer.step(1)
-    assert scalar.item() == 0
-    assert empty.shape == (0, 3)
-
-
 def test_step_hooks_of_torch_run_around_the_step() -> None:
     p = zeros()
     trainer = trainer_of([p])
