@@ -79,9 +79,7 @@ SERVERS = (1, 2, 3)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_verbs_of_every_store_give_the_same_bits_to_workers_as_to_replicas_in_one_process(
-    jobs: Servers, optimizer: str
-) -> None:
+def test_verbs_give_workers_the_bits_of_replicas(jobs: Servers, optimizer: str) -> None:
     ends: set[str] = set()
     for count, again in ((1, 0), (2, 1), (3, 0), (3, 1)):
 

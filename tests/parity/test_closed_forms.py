@@ -62,9 +62,7 @@ def pulled(kv: DistKVStore, shapes: dict[str, Size], dtype: torch.dtype = torch.
     return ranges(outs)
 
 
-def test_pushes_add_their_rescaled_sum_and_a_rate_that_changes_at_every_push_reaches_every_server(
-    jobs: Servers, size: Size
-) -> None:
+def test_pushes_add_up_while_the_rate_changes(jobs: Servers, size: Size) -> None:
     def body(kv: DistKVStore, rank: int) -> Any:
         kv.init(list(PUSHED), [torch.ones(shape) for shape in PUSHED.values()])
         optimizer = kvtrainer.optimizer.create("test", learning_rate=-1.0, rescale_grad=2.0)
@@ -87,9 +85,7 @@ def test_pushes_add_their_rescaled_sum_and_a_rate_that_changes_at_every_push_rea
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_pushes_of_float16_add_up_exactly_with_and_without_multi_precision(
-    jobs: Servers, size: Size, is_exact: bool
-) -> None:
+def test_pushes_of_float16_add_up_exactly(jobs: Servers, size: Size, is_exact: bool) -> None:
     def body(kv: DistKVStore, rank: int) -> list[list[Range]]:
         half = [torch.ones(shape, dtype=torch.float16) for shape in HALF_PUSHED.values()]
         kv.init(list(HALF_PUSHED), half)
@@ -107,9 +103,7 @@ def test_pushes_of_float16_add_up_exactly_with_and_without_multi_precision(
 
 
 @pytest.mark.parametrize("shape", [SMALL, (300, 301)], ids=["small", "sliced"])
-def test_verbs_without_an_optimizer_replace_and_never_accumulate(
-    jobs: Servers, size: Size, shape: Size
-) -> None:
+def test_verbs_without_an_optimizer_replace(jobs: Servers, size: Size, shape: Size) -> None:
     def body(kv: DistKVStore, rank: int) -> list[Range]:
         ones, out = torch.ones(shape), torch.empty(shape)
         kv.init("k", ones * (rank + 5))
@@ -243,9 +237,7 @@ def test_stores_of_one_process_sum_replicas_in_float32(kvstore: str, dtype: torc
 
 @DTYPES
 @pytest.mark.parametrize("in_store", [True, False])
-def test_a_trainers_step_sums_in_float32_at_either_site_of_the_update(
-    jobs: Servers, dtype: torch.dtype, in_store: bool
-) -> None:
+def test_a_trainers_step_sums_in_float32(jobs: Servers, dtype: torch.dtype, in_store: bool) -> None:
     def body(kv: DistKVStore, rank: int) -> list[float]:
         parameters = [one.requires_grad_() for one in full(dtype, LARGE[dtype])]
         options = {"learning_rate": 1.0, "multi_precision": True}

@@ -132,7 +132,7 @@ def check_random(jobs: Servers, workers: int, count: int, kind: str, shapes: Any
 
 
 @pytest.mark.parametrize(("size", "kind", "verb"), pairwise(DEFAULT, ["1bit", "2bit"], VERBS))
-def test_constant_gradients_move_the_weights_as_in_mxnet(
+def test_constant_gradients_move_weights_as_in_mxnet(
     jobs: Servers, size: tuple[int, int], kind: str, verb: str
 ) -> None:
     check_script(jobs, *size, kind, verb, SMALL_SHAPES)
@@ -149,9 +149,7 @@ def test_each_workers_random_gradients_are_quantised_with_a_residual_of_its_own(
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["1bit", "2bit"])
 @pytest.mark.parametrize(("workers", "count"), GRID)
-def test_mxnets_sizes_of_keys_and_all_sizes_of_jobs(
-    jobs: Servers, workers: int, count: int, kind: str
-) -> None:
+def test_all_sizes_of_keys_and_jobs_of_mxnet(jobs: Servers, workers: int, count: int, kind: str) -> None:
     check_script(jobs, workers, count, kind, VERBS[(workers + count) % 2], FULL_SHAPES)
     check_random(jobs, workers, count, kind, FULL_SHAPES)
 

@@ -40,9 +40,7 @@ def test_keys_may_be_initialised_in_any_order_which_differs_between_workers(jobs
 
 
 @pytest.mark.parametrize("type", ["dist_sync_device", "p3"])
-def test_workers_may_push_and_pull_keys_in_other_groups_and_in_another_order(
-    jobs: Servers, type: str
-) -> None:
+def test_workers_may_group_and_order_keys_differently(jobs: Servers, type: str) -> None:
     groups = ([[0, 1, 2, 3], [4]], [[4, 2], [0], [3, 1]], [[3], [2, 1, 0, 4]])
     shape = (300, 100)  # on all servers
 
@@ -65,9 +63,7 @@ def test_workers_may_push_and_pull_keys_in_other_groups_and_in_another_order(
     ("count", "repeats"),
     [(100, 3), pytest.param(10_000, 50, marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
 )
-def test_many_keys_in_one_call_are_pushed_and_pushpulled_exactly(
-    jobs: Servers, type: str, count: int, repeats: int
-) -> None:
+def test_many_keys_in_one_call_are_exact(jobs: Servers, type: str, count: int, repeats: int) -> None:
     workers = 2
     is_sync = type in ("dist_sync", "p3")
 

@@ -57,9 +57,7 @@ def on(jobs: Servers, servers: int, *given: Any, **options: Any) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-def test_weights_and_saved_states_are_those_of_a_table_that_workers_hold(
-    jobs: Servers, tmp_path: Path, servers: int
-) -> None:
+def test_a_stored_table_is_saved_as_a_held_one(jobs: Servers, tmp_path: Path, servers: int) -> None:
     weights, state, _ = on(jobs, 1, False, tmp_path / "held")
     found, kept, _ = on(jobs, servers, True, tmp_path / "stored")
     assert torch.equal(found, weights)
@@ -68,7 +66,7 @@ def test_weights_and_saved_states_are_those_of_a_table_that_workers_hold(
 
 
 @pytest.mark.parametrize("saves_stored", [True, False])
-def test_training_goes_on_from_states_that_the_other_kind_has_saved(
+def test_training_resumes_from_states_of_the_other_kind(
     jobs: Servers, tmp_path: Path, saves_stored: bool
 ) -> None:
     on(jobs, 3, saves_stored, tmp_path / "states")

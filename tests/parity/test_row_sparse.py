@@ -64,9 +64,7 @@ def begin(kv: DistKVStore, key: str, value: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rows_that_ranks_share_add_up_and_the_others_are_zero_in_what_is_pulled(
-    jobs: Servers, size: Size, dtype: torch.dtype
-) -> None:
+def test_shared_rows_add_up_and_others_are_zero(jobs: Servers, size: Size, dtype: torch.dtype) -> None:
     """Rank r adds (r + 1) · 2 to row r mod 2; then two rows are asked for, as floats, in two dimensions, repeated."""
 
     def body(kv: DistKVStore, rank: int) -> list[Any]:
@@ -89,9 +87,7 @@ def test_rows_that_ranks_share_add_up_and_the_others_are_zero_in_what_is_pulled(
 
 
 @pytest.mark.parametrize("shape", [SMALL, BIG], ids=["small", "big"])
-def test_a_push_of_no_rows_takes_part_and_a_pull_of_none_is_zero(
-    jobs: Servers, size: Size, shape: Size
-) -> None:
+def test_a_push_of_no_rows_takes_part(jobs: Servers, size: Size, shape: Size) -> None:
     def body(kv: DistKVStore, rank: int) -> tuple[list[float], int]:
         begin(kv, "11", torch.ones(shape))
         kv.push("11", rows(shape, [], 0.0))
@@ -191,9 +187,7 @@ CASES_AND_KINDS = [*itertools.product(GOLDEN, ["gradient", "weight"])]
         [(job, *one) for job in JOBS for one in CASES_AND_KINDS],
     ),
 )
-def test_tables_follow_mxnets_trajectories(
-    jobs: Servers, job: tuple[str, int, int], case: str, kind: str
-) -> None:
+def test_tables_follow_mxnets_runs(jobs: Servers, job: tuple[str, int, int], case: str, kind: str) -> None:
     """Every worker gives the same gradient, and the mean is taken."""
     type, workers, servers = job
     name, options, expected = GOLDEN[case]
@@ -219,9 +213,7 @@ def batch_of(rank: int, step: int) -> Tensor:
 
 @KINDS
 @pytest.mark.parametrize("lazy", [False, True])
-def test_tables_train_as_one_process_with_all_batches_does_in_float64(
-    jobs: Servers, size: Size, kind: str, lazy: bool
-) -> None:
+def test_tables_train_as_one_process_does(jobs: Servers, size: Size, kind: str, lazy: bool) -> None:
     start = torch.rand(TABLE, generator=torch.Generator().manual_seed(1))
 
     def body(kv: DistKVStore, rank: int) -> Tensor:
@@ -258,9 +250,7 @@ def in_one_process(name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "servers"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(CASES)])
-def test_workers_have_the_weights_of_one_process_and_all_the_same(
-    jobs: Servers, name: str, servers: int
-) -> None:
+def test_workers_have_the_weights_of_one_process(jobs: Servers, name: str, servers: int) -> None:
     """A rank may have no rows of a table at all."""
     models = [Embeddings() for _ in range(2)]  # each seeds the random numbers of all threads
 
@@ -281,9 +271,7 @@ def test_workers_have_the_weights_of_one_process_and_all_the_same(
 @pytest.mark.parametrize(
     ("type", "workers", "servers"), [*((type, 1, 1) for type in STORES), ("dist_sync", 2, 3)]
 )
-def test_tables_with_prefetched_rows_train_to_the_same_bits(
-    jobs: Servers, type: str, workers: int, servers: int
-) -> None:
+def test_prefetched_rows_train_to_the_same_bits(jobs: Servers, type: str, workers: int, servers: int) -> None:
     def train(prefetches: bool) -> list[Tensor]:
         def body(kv: DistKVStore, rank: int) -> Tensor:
             table = kvtrainer.RowSparseParameter(TABLE, 1.0)

@@ -70,7 +70,7 @@ def test_gluons_optimizers_are_there_under_a_prefix_or_a_name_that_torch_lacks()
     ],
     ids=str,
 )  # fmt: skip
-def test_optimizer_config_and_fp16_are_the_options_of_one_hook(
+def test_optimizer_config_and_fp16_are_one_hooks_options(
     cfg: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert arguments(**cfg) == expected
@@ -161,9 +161,7 @@ def test_optimizer_may_be_made_by_a_function_which_is_given_groups() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_optim_wrapper_of_mmengine_becomes_the_options_of_a_trainer(
-    cfg: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_optim_wrapper_becomes_a_trainers_options(cfg: dict[str, Any], expected: dict[str, Any]) -> None:
     optimizer = {**SGD, "weight_decay": 0.1}
     made = trainer_arguments(nn.Linear(1, 1), {"optim_wrapper": {"optimizer": optimizer, **cfg}})
     assert made.pop("optimizer_params") == {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
@@ -318,9 +316,7 @@ REST = [
 """Sections of MMCV and mmengine that are of other parts of a program."""
 
 
-def test_a_whole_configuration_of_mmengine_is_an_object_of_which_the_rest_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_of_mmengines_configuration_the_rest_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     rest = dict.fromkeys(REST)
     model = nn.Linear(1, 1)
     steps = [{"type": "LinearLR", "start_factor": 0.5, "by_epoch": False, "end": 2}, {"type": "PolyLR"}]
@@ -343,9 +339,7 @@ def test_a_whole_configuration_of_mmengine_is_an_object_of_which_the_rest_is_nam
     assert trainer.param_groups[0]["lr"] == pytest.approx(SGD["lr"] * 2 / 3)
 
 
-def test_custom_imports_come_before_the_names_that_they_register(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_imports_come_before_registered_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "constructors_of_mine.py").write_text(
         "import torch\n"
@@ -436,9 +430,7 @@ def test_optimizer_that_is_not_torchs_is_left_to_the_trainer() -> None:
         ({"bias_lr_mul": 2.0}, ConfigurationError),
     ],
 )
-def test_constructor_validates_when_it_is_made_as_mmcvs_does(
-    paramwise: dict[str, Any], error: type[Exception]
-) -> None:
+def test_constructor_validates_as_mmcvs_does(paramwise: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         DefaultOptimizerConstructor(SGD, paramwise)
     if "bias_lr_mul" not in paramwise:

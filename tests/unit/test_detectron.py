@@ -72,9 +72,7 @@ def test_configuration_keys_become_arguments_of_a_trainer(is_flat: bool) -> None
     assert rates == pytest.approx(warm_up, rel=1e-6)
 
 
-def test_each_parameter_that_will_be_updated_is_named_at_debug_level(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_parameters_to_update_are_named_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     net[0].bias.requires_grad_(False)
     trainer = Trainer(**detectron_arguments(net, {}))

@@ -88,18 +88,14 @@ def test_a_framework_that_is_older_than_the_tests_lowest_is_refused_with_the_com
 
 
 @pytest.mark.parametrize("found", ["2.5.0", "2.6.6", "2.6.0.post1"])
-def test_a_framework_of_a_version_within_the_tests_range_is_taken(
-    found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_framework_within_the_tested_range_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
     with integrations.needing("lightning"):
         pass
 
 
 @pytest.mark.parametrize("found", ["2.7.0", "3.0.0rc1"])
-def test_a_framework_that_is_newer_than_the_tests_newest_is_taken_with_a_warning(
-    found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_framework_is_taken_with_a_warning(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
     with (
         pytest.warns(UserWarning, match=rf"2\.5 to 2\.6, .*{found}.*'lightning==2\.6\.\*'"),
@@ -131,9 +127,7 @@ def test_a_store_that_keeps_to_one_of_several_processes_is_refused(monkeypatch: 
         Workers("local")
 
 
-def test_workers_meet_at_an_address_that_the_servers_of_their_store_are_reached_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_meet_at_an_address_towards_their_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Asked(Exception):
         """The way to an address is looked for."""
 

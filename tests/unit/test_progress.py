@@ -46,9 +46,7 @@ def test_quick_work_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(("environ", "is_told"), [({}, False), ({PROGRESS: "1"}, True)])
-def test_where_there_is_no_terminal_work_is_shown_only_if_the_launcher_has_one(
-    environ: dict[str, str], is_told: bool
-) -> None:
+def test_without_a_terminal_the_launcher_decides(environ: dict[str, str], is_told: bool) -> None:
     pipe = io.StringIO()
     list(tracked(range(4), "loading", pipe, clock_of(1.0), environ))
     with announced("writing", LARGE, pipe, clock_of(1.0), environ):

@@ -124,9 +124,7 @@ def test_entry_point_may_be_a_module_that_registers_names_of_its_own(
     assert boxes.get("Hidden").__module__ == "module_of_boxes"
 
 
-def test_broken_plugin_is_named_in_the_error_and_does_not_keep_others_from_working(
-    boxes: Registry, modules: Path
-) -> None:
+def test_broken_plugin_is_named_and_disturbs_no_other(boxes: Registry, modules: Path) -> None:
     plugin(modules, "broken_box", "raise RuntimeError('no disk')", "Broken = broken_box:Broken")
     plugin(modules, "good_box", "class Good: pass", "Good = good_box:Good")
     assert boxes.get("Good").__name__ == "Good"
@@ -187,7 +185,7 @@ def test_class_is_registered_by_every_call_form_and_built_from_a_dict(names: tup
         (lambda boxes: boxes.register("three")(3), TypeError, "3"),
     ],
 )
-def test_what_cannot_be_registered_or_built_is_refused(
+def test_what_cannot_be_built_is_refused(
     boxes: Registry, call: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
@@ -219,9 +217,7 @@ def test_every_torch_optimizer_is_built_by_its_name() -> None:
 
 @pytest.mark.usefixtures("_own_optimizers")
 @pytest.mark.parametrize("is_elementwise", [False, True])
-def test_registered_torch_class_is_known_to_stores_which_give_it_whole_keys_unless_declared(
-    is_elementwise: bool,
-) -> None:
+def test_registered_torch_class_gets_whole_keys_unless_declared(is_elementwise: bool) -> None:
     class Mine(torch.optim.SGD):
         pass
 

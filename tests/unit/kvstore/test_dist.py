@@ -36,7 +36,7 @@ def test_names_with_async_apply_contributions_one_by_one(name: str) -> None:
     ("given", "environ", "bound"),
     [(3, {}, 3), (0, {"KVSTORE_STALENESS": "9"}, 0), (None, {"KVSTORE_STALENESS": "9"}, 9), (None, {}, 1)],
 )
-def test_the_bound_comes_from_the_argument_then_the_environment(
+def test_the_bound_is_the_argument_or_the_variable(
     given: int | None, environ: dict[str, str], bound: int
 ) -> None:
     assert mode_of("dist_ssp", given, False, environ).bound == bound
@@ -72,9 +72,7 @@ def test_options_that_do_not_fit_are_refused(
         ("p3", {"DMLC_PS_WATER_MARK": "3"}, 3),
     ],
 )
-def test_messages_queue_by_priority_where_p3_is_asked_for(
-    name: str, environ: dict[str, str], mark: int
-) -> None:
+def test_messages_queue_by_priority_with_p3(name: str, environ: dict[str, str], mark: int) -> None:
     assert water_mark_of(name, environ) == mark
 
 
@@ -133,7 +131,7 @@ def test_a_worker_shows_its_debug_log_on_standard_error_once(
     assert line.endswith(" worker 3 DEBUG round state=started")
 
 
-def test_a_worker_leaves_its_debug_log_to_the_handlers_of_the_script(
+def test_a_worker_logs_by_the_scripts_handlers(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     _show_debug_log(3)

@@ -48,9 +48,7 @@ def test_type_error_inside_a_store_is_not_taken_for_a_wrong_option() -> None:
         kvstore.create(name)
 
 
-def test_store_registered_under_a_name_in_use_replaces_it_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_registering_a_name_in_use_replaces_it_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     name = f"twice-{uuid.uuid4()}"
     kvstore.register(name)(LocalKVStore)
     with caplog.at_level(logging.WARNING):
@@ -76,9 +74,7 @@ class Plain(KVStoreBase):
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None: ...
 
 
-def test_store_registered_as_mxnet_does_it_is_known_by_its_class_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_store_registered_as_in_mxnet_has_its_class_name(caplog: pytest.LogCaptureFixture) -> None:
     assert KVStoreBase.register(Plain) is Plain
     assert isinstance(kvstore.create("PLAIN"), Plain)
     with pytest.raises(ConfigurationError, match="'plain' does not take these options"):

@@ -90,9 +90,7 @@ def test_a_replica_that_is_missing_for_once_keeps_its_residual() -> None:
         {"type": "topk", "ratio": 0.25},
     ],
 )
-def test_every_dtype_follows_the_same_rule_with_a_residual_in_its_compute_dtype(
-    dtype: torch.dtype, params: dict[str, Any]
-) -> None:
+def test_every_dtype_follows_one_rule_with_a_residual(dtype: torch.dtype, params: dict[str, Any]) -> None:
     store = device(params, dtype)
     generator = torch.Generator().manual_seed(3)
     compute = np.float64 if dtype == torch.float64 else np.float32

@@ -53,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
     [["-s", "3"], ["-n", "5", "--", "-s"], ["--version"], ["--help"], ["--", "-n"], ["--bogus=1", "x"]],
 )
 @pytest.mark.parametrize("separator", [[], ["--"]])
-def test_everything_after_the_name_of_the_command_is_the_commands(
+def test_arguments_after_the_command_are_the_commands(
     launched: Call, separator: list[str], command: list[str]
 ) -> None:
     assert launched("-n1", "--servers", "0", *separator, "printf", "<%s>", *command)[0] == [
@@ -63,9 +63,7 @@ def test_everything_after_the_name_of_the_command_is_the_commands(
     ]
 
 
-def test_variables_of_the_command_line_are_in_the_environment(
-    launched: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_command_line_are_set(launched: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTRAINER_Y", "kept")
     _, environ, _ = launched("-n", "1", "--env", "KVTRAINER_X=a=b", "--env", "KVTRAINER_Y", "true")
     assert (environ["KVTRAINER_X"], environ["KVTRAINER_Y"]) == ("a=b", "kept")
@@ -126,7 +124,7 @@ def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.C
     assert "add --allow-public-bind" in told
 
 
-def test_a_bad_dead_after_is_wrong_usage(
+def test_a_bad_dead_after_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVSTORE_DEAD_AFTER", "-1")
@@ -147,7 +145,7 @@ def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("main", [kvlaunch.main, cli.main])
-def test_every_command_says_its_version(
+def test_commands_print_their_version(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

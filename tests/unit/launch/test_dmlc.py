@@ -137,7 +137,7 @@ def test_a_worker_that_is_given_another_number_of_workers_is_refused() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2"}, None, None),
     ],
 )
-def test_a_worker_claims_the_rank_that_is_said_first(
+def test_a_worker_claims_the_first_rank(
     environ: dict[str, str], rank: int | None, expected: int | None
 ) -> None:
     given = in_role("worker", **environ)

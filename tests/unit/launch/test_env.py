@@ -326,9 +326,7 @@ def test_a_process_has_the_number_on_its_host_that_a_launcher_says_or_else_its_r
         ({"KVSTORE_RANK": "1", "KVSTORE_ATTEMPT": "1"}, 1),
     ],
 )
-def test_an_attempt_of_a_job_has_the_number_that_its_launcher_says(
-    environ: dict[str, str], expected: int
-) -> None:
+def test_the_attempt_of_a_job_is_the_launchers(environ: dict[str, str], expected: int) -> None:
     assert attempt_of_job(environ) == expected
 
 
@@ -341,9 +339,7 @@ def test_an_attempt_of_a_job_has_the_number_that_its_launcher_says(
         {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2", "GROUP_WORLD_SIZE": "2"},
     ],
 )
-def test_a_number_that_not_all_processes_of_the_job_are_told_alike_is_not_that_of_its_attempt(
-    environ: dict[str, str],
-) -> None:
+def test_a_count_that_not_all_processes_share_is_no_attempt(environ: dict[str, str]) -> None:
     assert attempt_of_job(environ) == 0
 
 
@@ -354,9 +350,7 @@ def test_an_attempt_that_is_no_count_is_refused_with_its_variable(text: str) -> 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_processes_of_a_job_inherit_nothing_of_the_place_that_another_launcher_gave_its_starter(
-    launcher: str,
-) -> None:
+def test_processes_of_a_job_inherit_no_place_of_another_launcher(launcher: str) -> None:
     kept = inherited({**LAUNCHERS[launcher], "HOME": "/home/me", "SLURM_JOB_ID": "9"})
     assert not kept.keys() & LAUNCHERS[launcher].keys()
     assert (kept["HOME"], kept["SLURM_JOB_ID"]) == ("/home/me", "9")

@@ -125,9 +125,7 @@ PLACES = st.tuples(st.sampled_from("ab"), st.integers(0, 3))
 
 
 @given(st.data(), st.lists(PLACES, min_size=2, max_size=12))
-def test_ranks_are_the_same_for_every_order_of_the_joins(
-    data: st.DataObject, places: list[tuple[str, int]]
-) -> None:
+def test_ranks_are_the_same_in_every_order(data: st.DataObject, places: list[tuple[str, int]]) -> None:
     job, claimed = Job(), {0: 0, len(places) - 1: len(places) - 1}
     joins = [
         job.process(f"w{at}", host=host, started=started, rank=claimed.get(at, -1))
@@ -159,9 +157,7 @@ def test_task_numbers_order_a_role_although_they_count_on_over_both(job: Job) ->
 
 
 @pytest.mark.parametrize(("claim", "text"), [({"rank": 1}, "rank 1"), ({"task": 4}, "task 4 (DMLC_TASK_ID)")])
-def test_two_processes_that_claim_one_place_fail_the_job_for_all_with_one_error(
-    job: Job, claim: dict[str, int], text: str
-) -> None:
+def test_two_claims_of_one_place_fail_the_job(job: Job, claim: dict[str, int], text: str) -> None:
     job.join("w1", **claim)
     errors = [refused(job.join(name, 0.5, **claim)) for name in ("w2", "w1", "w2")]
     errors.append(refused(job.join("s1", 0.5)))
@@ -228,9 +224,7 @@ def test_one_that_gives_up_takes_all_along_and_says_why(job: Job) -> None:
         (m.JoinJob("worker", 2, 2, 2, -1, "a", 0, 1, "m"), ConfigurationError),
     ],
 )
-def test_requests_of_an_unknown_process_are_refused_and_change_nothing(
-    job: Job, body: m.RequestBody, kind: type[KVStoreError]
-) -> None:
+def test_an_unknown_process_is_refused(job: Job, body: m.RequestBody, kind: type[KVStoreError]) -> None:
     before = job.scheduler.missing().partition(";")[0]
     assert type(refused(job.say("x1", body))) is kind
     assert job.say("x1", m.Leave("hm", False)) is None

@@ -83,9 +83,7 @@ def test_another_thread_may_build_an_arena_whenever_garbage_is_collected_in_one_
     assert len(kept) > 1
 
 
-def test_a_parameter_where_one_lay_that_is_gone_stays_known_though_another_thread_forgets_that_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reused_address_stays_known_beside_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     there, calls, me = Parameter(torch.zeros(1)), list[Call](), threading.get_ident()
 
     class Placed(dict[int, Any]):
@@ -170,9 +168,7 @@ def test_gradients_are_gathered_in_row_major_order_and_absent_pieces_are_zero() 
 
 
 @pytest.mark.parametrize("absent", [None, 0, 7, 29])
-def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_between(
-    absent: int | None,
-) -> None:
+def test_gradients_of_one_dimension_lie_in_place_with_zeros_between(absent: int | None) -> None:
     torch.manual_seed(3)
     shapes = [*[(1 + at % 19,) for at in range(12)], (2, 3), (), (5,), (0,), *[(5_000,)] * 14]
     dtypes = [torch.float64 if at in (4, 5) else torch.float32 for at in range(len(shapes))]
@@ -190,9 +186,7 @@ def test_gradients_of_one_dimension_side_by_side_have_their_places_and_zeros_bet
             assert torch.equal(arena.grads[dtype], flat)
 
 
-def test_gradients_gathered_into_other_buffers_leave_the_arena_and_come_back_with_zeros_where_absent() -> (
-    None
-):
+def test_gradients_in_other_buffers_leave_the_arena_and_come_back() -> None:
     parameters = [Parameter(torch.zeros(40, 50)), Parameter(torch.zeros(7))]
     arena, elsewhere = arena_of(parameters), {0: torch.zeros(2000)}
     grads = [torch.full_like(p, 3.0) for p in parameters]
@@ -279,9 +273,7 @@ BASE = torch.arange(10.0)
         ([torch.ones(2), torch.ones(2, device="meta")], r"'p1' is on meta but 'p0' is on cpu"),
     ],
 )
-def test_unsuitable_parameters_are_refused_before_anything_changes(
-    tensors: list[Tensor], message: str
-) -> None:
+def test_unsuitable_parameters_are_refused_first(tensors: list[Tensor], message: str) -> None:
     parameters = [Parameter(tensor) for tensor in tensors]
     before = [p.data_ptr() for p in parameters]
     with pytest.raises(ConfigurationError, match=message):

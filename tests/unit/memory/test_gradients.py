@@ -309,9 +309,7 @@ def test_a_graph_that_outlives_the_tracker_finds_its_hooks_dead() -> None:
     assert slopes(p) == [3, 3]
 
 
-def test_a_lazy_parameter_is_hooked_once_though_two_threads_end_a_forward_pass_when_it_has_its_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lazy_parameter_is_hooked_once_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy, other, meeting = nn.LazyLinear(1), nn.Linear(1, 1), threading.Barrier(2)
     parameters, seen = list(lazy.parameters()), list[int]()
     tracker = watch(*parameters)
@@ -346,9 +344,7 @@ def test_closed_or_deleted_tracker_acts_no_more(end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "delete"])
-def test_a_tracker_leaves_no_hooks_on_parameters_that_another_one_goes_on_with(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_tracker_leaves_no_hooks_for_the_others(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, ran = ones(), list[str]()
 
     class Noting(gradients._BeforeAccumulation):

@@ -114,9 +114,7 @@ def test_random_values_are_determined_where_the_parameter_is_made() -> None:
 
 
 @pytest.mark.parametrize("does", ["fills", "makes"])
-def test_a_table_that_is_filled_while_another_thread_has_one_gets_the_values_that_it_gets_alone(
-    does: str,
-) -> None:
+def test_tables_filled_by_two_threads_get_the_values_of_one(does: str) -> None:
     meeting = threading.Barrier(2)
 
     def meet() -> None:

@@ -115,7 +115,7 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("lazy", "store", "dtype"), pairwise([True, False], places(), [torch.float16, torch.float32])
 )
-def test_rows_are_divided_by_the_batch_size_and_multiplied_by_rescale_grad(
+def test_rows_are_divided_by_the_batch_size_and_rescaled(
     lazy: bool, store: dict[str, Any], dtype: torch.dtype
 ) -> None:
     table = Embedding(3, 1, sparse=True, dtype=dtype)

@@ -315,9 +315,7 @@ def test_beside_a_table_whose_rows_travel_a_write_to_another_parameter_is_found_
         step_by_rows(trainer, table, small, torch.tensor([3]))
 
 
-def test_after_a_round_that_failed_training_goes_on_from_the_weights_that_are_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_failed_round_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     net = net_of()
     trainer = trainer_of(net)
     train(net, trainer)
@@ -347,9 +345,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[StoreExchange]:
     return asked
 
 
-def test_the_stores_weights_are_asked_for_only_after_a_write_that_was_not_published(
-    pulls: list[StoreExchange],
-) -> None:
+def test_the_stores_weights_are_pulled_only_after_an_unpublished_write(pulls: list[StoreExchange]) -> None:
     net = net_of()
     trainer = trainer_of(net)
     for _ in range(3):

@@ -98,9 +98,7 @@ def test_the_argument_comes_before_the_variable(monkeypatch: pytest.MonkeyPatch)
     assert rates() == [0.1, 0.01, 0.1]
 
 
-def test_a_trainer_takes_it_as_an_option_and_a_store_from_the_variable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trainer_takes_the_option_and_a_store_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     trainer = Trainer([weight], "nag", {"compat": "mxnet1", "learning_rate": 0.1, "momentum": 0.9, "wd": 0.1})
     for _ in range(2):
@@ -194,9 +192,7 @@ def test_rmsprop_has_the_words_of_mxnet_1() -> None:
         kvtrainer.optimizer.create("rmsprop", gamma1=0.5)
 
 
-def test_who_asks_for_a_release_is_not_asked_whether_torchs_was_meant(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_a_named_release_gives_no_warning_about_torchs_names(recwarn: pytest.WarningsRecorder) -> None:
     kvtrainer.optimizer.create("SGD", compat="mxnet1")
     kvtrainer.optimizer.create("SGD", compat="mxnet2")
     assert not recwarn.list

@@ -210,9 +210,7 @@ def test_what_raises_in_the_middle_leaves_everything_as_it_was() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-def test_what_breaks_off_behind_the_update_is_as_if_it_had_not_begun(
-    kind: type[BaseException], dtype: torch.dtype
-) -> None:
+def test_what_breaks_off_after_the_update_is_undone(kind: type[BaseException], dtype: torch.dtype) -> None:
     Failing = failing(Plain, kind)
     weight = nn.Parameter(torch.ones(3, dtype=dtype))
     options = {"a": 2.0**-12, "b": 0.0, "c": None, "multi_precision": dtype is torch.float16}
@@ -329,9 +327,7 @@ def test_a_store_runs_what_it_can_build_with_the_groups_of_the_trainer(way: str)
     ("cls", "mark"),
     [(torch.optim.AdamW, {"decoupled_weight_decay": True}), (torch.optim.SGD, {"lr_scale": 0.5})],
 )
-def test_what_torch_or_a_script_puts_into_the_groups_survives_a_resume(
-    cls: Any, mark: dict[str, Any]
-) -> None:
+def test_what_torch_or_a_script_puts_into_groups_is_resumed(cls: Any, mark: dict[str, Any]) -> None:
     first, resumed = (
         Trainer(model, cls([{"params": list(model.parameters()), **mark}], lr=0.1))
         for model in (net(), net())
@@ -408,7 +404,7 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
-def test_modes_of_an_optimizer_are_those_of_the_trainer(
+def test_modes_of_an_optimizer_are_the_trainers(
     options: dict[str, Any], dtype: torch.dtype, is_class: bool
 ) -> None:
     w = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -563,9 +559,7 @@ NEW = [Averaging, Stateless, OwnAdam, OwnAdagrad, Momentum]
 @pytest.mark.parametrize("cls", NEW)
 @pytest.mark.parametrize("writer", ["torch", "trainer"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_distributed_checkpoint_loads_into_a_trainer_that_has_not_stepped(
-    cls: Any, writer: str, tmp_path: Path
-) -> None:
+def test_a_new_trainer_loads_a_distributed_checkpoint(cls: Any, writer: str, tmp_path: Path) -> None:
     first, second = net(), net()
     source: Any = (
         cls(first.parameters(), lr=LR) if writer == "torch" else Trainer(first.parameters(), cls, {"lr": LR})
@@ -585,9 +579,7 @@ def test_a_distributed_checkpoint_loads_into_a_trainer_that_has_not_stepped(
 
 @pytest.mark.parametrize("way", [by_state_dict, by_file])
 @pytest.mark.parametrize("cls", [*NEW, Composing])
-def test_states_of_a_trainer_that_has_not_stepped_leave_what_a_constructor_made(
-    cls: Any, way: Any, tmp_path: Path
-) -> None:
+def test_states_of_a_new_trainer_leave_what_constructors_made(cls: Any, way: Any, tmp_path: Path) -> None:
     expected, model = net(), net()
     oracle, trainer = cls(expected.parameters(), lr=LR), Trainer(model, cls, {"lr": LR})
     way(Trainer(net(), cls, {"lr": LR}), trainer, tmp_path / "states")

@@ -145,9 +145,7 @@ def test_a_changing_learning_rate_follows_the_formula(label: str, dtype: torch.d
 @pytest.mark.parametrize(
     ("label", "dtype", "master"), pairwise(EVERY, [torch.float16, torch.bfloat16], [True, False])
 )
-def test_half_precision_is_rounded_once_with_a_master_and_else_in_every_update(
-    label: str, dtype: torch.dtype, master: bool
-) -> None:
+def test_half_precision_is_rounded_once_with_a_master(label: str, dtype: torch.dtype, master: bool) -> None:
     roundings = 1 if master else len(RATES)
     result = by_shard(EVERY[label], dtype, master)
     assert off(result, EVERY[label]) <= roundings * torch.finfo(dtype).eps
@@ -191,7 +189,7 @@ def test_a_rate_inside_the_momentum_keeps_its_digits_however_small(lr: float, dt
 
 
 @pytest.mark.parametrize("options", [{}, {"wd": 0.1}, {"lr": 3.0}, {"lr": 0.0}], ids=str)
-def test_momentum_reads_a_gradient_where_it_lies(
+def test_momentum_reads_the_gradient_in_place(
     options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, grad, given = torch._fused_sgd_, torch.ones(32), list[Tensor]()

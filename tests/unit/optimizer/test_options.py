@@ -47,9 +47,7 @@ def test_both_spellings_mean_the_same(name: str, gluons: dict[str, Any], torchs:
     [dict(lr=1.0, learning_rate=2.0), dict(wd=0.1, weight_decay=0.2), dict(beta1=0.8, betas=(0.9, 0.99))],
 )
 @pytest.mark.parametrize("name", ["adam", "torch:Adam"])
-def test_two_values_of_one_option_under_two_spellings_are_an_error(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_two_values_under_two_spellings_are_an_error(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="|".join(options)):
         create(name, **options)
 

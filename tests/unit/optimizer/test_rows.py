@@ -97,9 +97,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_rows_beside_it(name: str, option
 
 @each_lazy
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_weights_keep_a_master_of_every_row(
-    name: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_half_weights_keep_a_master_of_rows(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     optimizer, start = create(name, multi_precision=True, **options), numbers(6, 5, seed=0).to(dtype)
     half, exact = Key(optimizer, start), Key(optimizer, start.double())
     for step, rows in enumerate(([0, 3], [3, 5], [1, 3])):

@@ -159,9 +159,7 @@ def test_every_element_moves_as_in_float64(name: str, dtype: torch.dtype, master
     assert (weight != start)[:numel].all()
 
 
-def test_half_weights_without_a_master_are_mentioned_once_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_half_weights_without_a_master_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for options, mentions in ((dict(multi_precision=True), 0), ({}, 1)):
         piece, optimizer = small_slice("bfloat16"), create("sgd", **options)
         state, weight = empty(piece), filled(piece, 0).bfloat16()
@@ -189,9 +187,7 @@ def test_state_moved_segment_by_segment_continues_to_the_bit(name: Any, dtype: s
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: str(d)[6:])
-def test_weights_that_were_replaced_win_over_the_master_and_the_others_keep_theirs(
-    dtype: torch.dtype,
-) -> None:
+def test_replaced_weights_win_over_the_master_and_others_keep_theirs(dtype: torch.dtype) -> None:
     piece, optimizer = small_slice(str(dtype)[6:]), create("sgd", lr=1.0, multi_precision=True)
     weight, state = torch.ones(piece.length, dtype=dtype), empty(piece)
     small = torch.full((piece.length,), 2.0**-13)
@@ -223,9 +219,7 @@ def test_neighbours_with_different_scalars_are_not_updated_as_one() -> None:
         ("float16", {"master": torch.zeros(3)}, "'master'.* 3 "),
     ],
 )
-def test_state_of_another_model_is_refused_and_nothing_changes(
-    dtype: str, values: dict[str, Tensor], said: str
-) -> None:
+def test_state_of_another_model_is_refused(dtype: str, values: dict[str, Tensor], said: str) -> None:
     state = empty(small_slice(dtype))
     with pytest.raises(ShapeMismatchError, match=said):
         replace_state(state, 0, {"step": 1, **values})
@@ -234,9 +228,7 @@ def test_state_of_another_model_is_refused_and_nothing_changes(
 
 @pytest.mark.parametrize("name", [*WHOLE, "adam", "torch:NAdam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_of_a_key_that_was_moved_to_another_shard_continues_to_the_bit(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_the_state_of_a_moved_key_continues_to_the_bit(name: str, dtype: torch.dtype) -> None:
     optimizer = make(name, multi_precision=True)
     key = Key(optimizer, numbers(3, 5, seed=99).to(dtype))
     for step in range(3):
@@ -287,7 +279,7 @@ def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
         (KeepingFlat, "master", "number", "'master'"),
     ],
 )
-def test_an_entry_that_no_state_can_have_is_refused_with_its_name(
+def test_an_impossible_entry_is_refused_by_name(
     cls: type[Optimizer], name: str, what: str, said: str
 ) -> None:
     key = Key(cls(name=name, what=what), torch.ones(2))

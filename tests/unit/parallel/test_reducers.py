@@ -44,9 +44,7 @@ def numbers(slopes: list[float], dtype: torch.dtype = torch.float32) -> list[tor
         ("tree", [1e8, -1e8, 1.0], 1.0),
     ],
 )
-def test_sum_of_big_and_small_numbers_shows_the_order_of_additions(
-    name: str, slopes: list[float], expected: float
-) -> None:
+def test_sums_show_the_order_of_additions(name: str, slopes: list[float], expected: float) -> None:
     assert summed(name, numbers(slopes)).tolist() == [expected] * 3
 
 
@@ -101,9 +99,7 @@ def test_broadcast_gives_everyone_the_first_ones_numbers(name: str) -> None:
         (3, lambda a, b: True, flat_sum),
     ],
 )
-def test_automatic_choice_is_the_tree_where_devices_reach_each_other(
-    count: int, reach: Any, kind: Any
-) -> None:
+def test_automatic_choice_is_the_tree_where_devices_connect(count: int, reach: Any, kind: Any) -> None:
     devices = [torch.device("cuda", at) for at in range(count)]
     assert make_reducer("auto", devices, reach).sum is kind
     assert make_reducer("auto", [CPU] * count, reach).sum is flat_sum
@@ -130,7 +126,7 @@ def test_unknown_reducer_is_refused_with_the_known_ones(given: Any) -> None:
     ("name", "slopes", "expected"),
     [("tree", BIG4, 0.0), ("flat", BIG4, -1.0), ("coalesced", BIG4, -1.0), ("tree", BIG8, -4.0)],
 )
-def test_store_sums_replicas_in_the_order_that_it_was_created_with(
+def test_store_sums_replicas_in_its_order(
     name: str, slopes: list[float], expected: float, in_store: bool
 ) -> None:
     w = replicas(len(slopes))
@@ -153,9 +149,7 @@ def test_pushed_replicas_are_summed_in_the_order_of_the_store() -> None:
 
 
 @STORES
-def test_gradient_that_some_replicas_lack_counts_as_zero_in_the_tree(
-    name: str, in_store: bool | None
-) -> None:
+def test_a_gradient_that_replicas_lack_is_zero_in_the_tree(name: str, in_store: bool | None) -> None:
     model = DataParallel(Linear(3, 1, bias=False), ["cpu"] * 4, reducer="tree")
     model.apply(lambda one: torch.nn.init.zeros_(one.weight) if isinstance(one, Linear) else None)
     trainer = Trainer(model, "sgd", {"lr": 1.0}, kvstore=name, update_on_kvstore=in_store)

@@ -80,9 +80,7 @@ def check_equal(found: list[list[Parameter]], expected: list[Tensor]) -> None:
         ["auto", "tree", "flat", "coalesced"],
     ),
 )
-def test_replicas_train_as_one_device_does_on_the_whole_batch(
-    store: Any, size: int, count: int, reducer: str
-) -> None:
+def test_replicas_train_as_one_device_does(store: Any, size: int, count: int, reducer: str) -> None:
     """Also where the parts are unequal, and where a replica gets nothing; the model chooses the reducer."""
     model = DataParallel(net(), ["cpu"] * count, reducer=reducer)
     trainer = Trainer(model, torch.optim.SGD, OPTIONS, kvstore=store[0], update_on_kvstore=store[1])

@@ -237,9 +237,7 @@ def test_only_a_trainer_gets_a_scaler(given: Any) -> None:
         amp.init_trainer(given)
 
 
-def test_states_loaded_between_a_scaled_backward_and_the_step_change_only_the_next_scale(
-    tmp_path: Path,
-) -> None:
+def test_states_loaded_before_the_step_change_only_the_next_scale(tmp_path: Path) -> None:
     p = Parameter(torch.ones(1))
     trainer = Trainer([p], "sgd", {"learning_rate": 1.0}, kvstore=None)
     own = LossScaler(8.0)

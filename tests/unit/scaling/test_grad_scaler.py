@@ -50,9 +50,7 @@ def test_result_of_a_step_has_the_scale_that_the_loss_carried(uok: bool | None) 
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("uok", STORES)
-def test_a_parameter_that_a_script_has_put_into_a_group_is_unscaled_and_its_overflow_is_seen(
-    uok: bool | None, unscales: bool
-) -> None:
+def test_a_parameter_added_to_a_group_is_unscaled(uok: bool | None, unscales: bool) -> None:
     p, q = zeros(), zeros()
     trainer, own = trainer_of([p], uok), scaler()
     trainer.param_groups[0]["params"].append(q)
@@ -217,7 +215,7 @@ def with_a_scaler_of_its_own(p: Any) -> Trainer:
         (lambda p: trainer_of({"w": p}), scaler(), torch.float16, "amp='dynamic'"),
     ],
 )  # fmt: skip
-def test_a_trainer_that_this_scaler_cannot_serve_is_refused(
+def test_a_trainer_that_it_cannot_serve_is_refused(
     trains: Any, one: Any, dtype: torch.dtype, message: str
 ) -> None:
     """Unscaling float16 gradients would lose bits."""

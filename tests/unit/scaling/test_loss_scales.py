@@ -76,7 +76,7 @@ def test_scales_do_not_depend_on_torchs_default_dtype() -> None:
         pytest.param(StaticLossScaler(512), [False, True, False], [512.0] * 3, id="static"),
     ],
 )
-def test_scale_stays_where_it_should(
+def test_scale_stays_within_its_limits(
     scaler: LossScaler, overflows: list[bool], expected: list[float]
 ) -> None:
     assert after(scaler, overflows) == expected
@@ -225,9 +225,7 @@ def test_anything_else_is_refused(amp: Any) -> None:
 
 
 @pytest.mark.parametrize("option", [{"growth_interval": 9}, {"init_scale": 2.0**25}])
-def test_a_trainer_refuses_the_state_of_a_scaler_that_adapts_otherwise_before_anything_changes(
-    tmp_path: Path, option: Any
-) -> None:
+def test_the_state_of_a_scaler_with_other_options_is_refused(tmp_path: Path, option: Any) -> None:
     p, q = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     saving = Trainer({"p": p}, "sgd", {"learning_rate": 0.25}, None, amp=option)
     saving.update_params(p.sum())

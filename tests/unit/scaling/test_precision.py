@@ -162,9 +162,7 @@ def test_gradients_that_were_zeroed_take_their_loss_scale_along(is_unscaled: boo
 
 @pytest.mark.parametrize("uok", [None, False, True], ids=["in-process", "reduced", "in-store"])
 @pytest.mark.parametrize("drives", [False, True], ids=["amp", "torch's scaler"])
-def test_gradients_that_half_precision_holds_only_scaled_count_in_full_wherever_the_update_is(
-    uok: bool | None, drives: bool
-) -> None:
+def test_small_scaled_half_gradients_count_in_full(uok: bool | None, drives: bool) -> None:
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     numbers = {"learning_rate": 1e6, "multi_precision": True}
     store = None if uok is None else kvstore.create("local")

@@ -218,9 +218,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, floa
 
 
 @pytest.mark.parametrize(("name", "kind", "in_store"), pairwise(TORCHS, OPTIMIZERS, [False, True]))
-def test_schedulers_of_torch_reach_the_update_and_resume_from_plain_numbers(
-    name: str, kind: str, in_store: bool
-) -> None:
+def test_torchs_schedulers_reach_the_update_and_resume(name: str, kind: str, in_store: bool) -> None:
     made, options = OPTIMIZERS[kind]
     [theirs] = zeros(1)
     reference = made([theirs], **options)
@@ -293,7 +291,7 @@ def epoch(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("schedules", [[WARM_UP, PLATEAU], [PLATEAU, WARM_UP]])
-def test_what_a_metric_has_lowered_stays_so_beside_other_schedules_also_after_a_resume(
+def test_what_a_metric_lowered_stays_beside_others_after_a_resume(
     schedules: list[Any], tmp_path: Path
 ) -> None:
     first = trainer_with(schedules)
@@ -419,9 +417,7 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("here", KINDS)
 @pytest.mark.parametrize("there", KINDS)
-def test_states_of_another_kind_of_schedule_are_refused_before_anything_changes(
-    here: str, there: str, tmp_path: Path
-) -> None:
+def test_states_of_another_kind_of_schedule_are_refused(here: str, there: str, tmp_path: Path) -> None:
     saving, loading = trainer_with([KINDS[there]]), trainer_with([KINDS[here]])
     step(saving)
     saving.set_learning_rate(0.7)

@@ -184,9 +184,7 @@ def test_end_is_the_end_of_training_where_it_is_not_said() -> None:
         ({"type": "LinearLR", "begin": 0.5, "end": 2.75}, {"begin": 2, "end": 11}),
     ],
 )
-def test_schedule_by_epoch_can_be_converted_to_go_by_step(
-    cfg: dict[str, Any], by_hand: dict[str, Any]
-) -> None:
+def test_schedule_by_epoch_can_be_converted_to_steps(cfg: dict[str, Any], by_hand: dict[str, Any]) -> None:
     run = {"max_epochs": 5, "max_iters": 20, "epoch_length": 4}
     optimizer = sgd()
     [bound] = bind_schedules([{**cfg, "convert_to_iter_based": True}], optimizer, run)
@@ -228,9 +226,7 @@ def test_schedulers_of_torch_are_known_by_their_names() -> None:
         scheduled([{"type": "torch:LinearLR", "start": 0.1}], 1)
 
 
-def test_own_schedules_are_found_by_their_registered_name_or_given_as_a_class(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_own_schedules_are_given_by_name_or_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES._entries))
 
     def halving(optimizer: Any, gamma: float) -> Any:

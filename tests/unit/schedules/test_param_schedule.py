@@ -208,9 +208,7 @@ def test_a_rate_for_each_group_at_the_peak_of_a_cycle() -> None:
         ({"gamma": 1}, "no option 'gamma'"),
     ],
 )
-def test_impossible_arguments_are_refused_before_anything_is_written(
-    arguments: dict[str, Any], message: str
-) -> None:
+def test_impossible_arguments_are_refused_first(arguments: dict[str, Any], message: str) -> None:
     optimizer = sgd(0.1)
     with pytest.raises(ConfigurationError, match=message):
         ParamSchedule(optimizer, "lr", "fixed", **arguments)

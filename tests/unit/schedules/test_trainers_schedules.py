@@ -51,9 +51,7 @@ def test_step_without_any_gradient_updates_nothing_and_advances_no_schedule(in_s
 
 @IN_STORE
 @pytest.mark.parametrize("gamma", [0.5, 0.8])
-def test_saved_states_resume_schedules_and_a_new_course_holds(
-    tmp_path: Path, in_store: bool, gamma: float
-) -> None:
+def test_saved_states_resume_schedules(tmp_path: Path, in_store: bool, gamma: float) -> None:
     course = {"policy": "exp", "gamma": 0.5, "by_epoch": False}
     _, first = trainer_with([course], in_store)
     for _ in range(3):
@@ -342,9 +340,7 @@ class PerKey:
     st.sampled_from([0, 7]),
     st.lists(st.tuples(st.lists(st.booleans(), min_size=KEYS, max_size=KEYS), st.booleans())),
 )
-def test_rate_and_count_follow_the_greatest_count_of_any_key(
-    begin: int, steps: list[tuple[list[bool], bool]]
-) -> None:
+def test_rate_follows_the_greatest_count_of_any_key(begin: int, steps: list[tuple[list[bool], bool]]) -> None:
     """A step updates some keys; after some steps the counts go through a file."""
     optimizer = create("sgd", lr_scheduler=lambda n: float(n), begin_num_update=begin)
     schedule, expected = UpdateCounter(optimizer), PerKey(begin)

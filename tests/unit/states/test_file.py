@@ -101,7 +101,7 @@ def test_full_disk_leaves_the_former_file_and_nothing_else(path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_failure_of_any_later_step_leaves_the_former_file_and_nothing_else(
+def test_failure_of_a_later_step_leaves_the_former_file(
     path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -116,7 +116,7 @@ def test_failure_of_any_later_step_leaves_the_former_file_and_nothing_else(
     assert os.listdir(path.parent) == ["states"]
 
 
-def test_file_is_on_the_disk_before_it_has_its_name_and_the_name_is_too(
+def test_file_is_synced_before_its_name_and_its_folder_after(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -177,9 +177,7 @@ def test_what_the_operating_system_says_is_the_error_that_python_has_for_it(
         assert (type(error), str(error)) == (type(caught.value), str(caught.value))
 
 
-def test_a_file_that_may_not_be_read_is_a_permission_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_a_permission_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read all, so the refusal is played."""
 
     def refuse(*_: Any) -> None:
@@ -334,7 +332,7 @@ def test_the_next_save_removes_what_dead_processes_have_left_and_nothing_else(pa
     assert {*os.listdir(folder)} == {"states", ".states-mine.tmp"}
 
 
-def test_a_file_that_was_taken_for_abandoned_before_it_was_locked_is_made_again(
+def test_a_file_removed_before_it_was_locked_is_made_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, taken = fcntl.flock, []

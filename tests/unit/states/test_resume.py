@@ -36,9 +36,7 @@ from tests.support.saved_training import (
 
 
 @PLACES
-def test_half_precision_key_without_updates_beside_others_is_no_obstacle(
-    uok: bool | None, tmp_path: Path
-) -> None:
+def test_half_precision_key_without_updates_is_saved(uok: bool | None, tmp_path: Path) -> None:
     """It shares a slice with them, and so has a master."""
     net = Net(dtype=torch.float16)
     net.outer.bias.requires_grad_(False)
@@ -262,7 +260,7 @@ def test_residual_goes_on_in_the_trainer_that_loads(is_new: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_residual_of_another_rank_is_not_taken_and_the_log_says_so(
+def test_residual_of_another_rank_is_dropped_and_logged(
     is_new: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters, others = zeros(), zeros()

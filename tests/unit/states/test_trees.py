@@ -179,9 +179,7 @@ class Slow(torch.optim.SGD):
         super().load_state_dict({n: v for n, v in state_dict.items() if n in ("state", "param_groups")})
 
 
-def test_an_instance_with_tensors_in_lists_and_dicts_is_saved_with_what_its_state_dict_has(
-    tmp_path: Path,
-) -> None:
+def test_an_instances_own_tensors_are_saved_with_its_state_dict(tmp_path: Path) -> None:
     first, second = net(), net()
     mine, theirs = Slow(first.parameters()), Slow(second.parameters())
     trainer, other = Trainer(first, mine), Trainer(second, theirs)
@@ -203,7 +201,7 @@ class Maps(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("where", [{}, IN_STORE], ids=["here", "in a store"])
-def test_an_instance_with_lookup_tables_trains_and_is_saved_as_its_class_is(
+def test_an_instance_with_lookup_tables_is_saved_as_its_class_is(
     where: dict[str, Any], tmp_path: Path
 ) -> None:
     model, again = net(), net()

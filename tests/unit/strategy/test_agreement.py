@@ -137,9 +137,7 @@ class Met(Strategy):
         return self.member
 
 
-def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
-    members: list[Member], tmp_path: Path
-) -> None:
+def test_a_file_damaged_for_one_worker_changes_no_weights(members: list[Member], tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "0.pt")
     (tmp_path / "1.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-1])
 
@@ -171,9 +169,7 @@ def test_a_file_that_is_damaged_for_one_worker_changes_the_weights_of_none(
     ],
     ids=["agreement_of", "Workers", "Strategy", "load_states"],
 )
-def test_what_needs_an_agreement_is_refused_before_anything_is_exchanged(
-    stores: list[Store], tmp_path: Path, use: Any
-) -> None:
+def test_what_needs_an_agreement_is_refused_first(stores: list[Store], tmp_path: Path, use: Any) -> None:
     with pytest.raises(ConfigurationError, match="2 workers of kvstore 'sums'"):
         use(stores[0], tmp_path)
     assert stores[0].meeting.values == {}

@@ -75,7 +75,7 @@ def test_callbacks_may_change_what_is_written_and_what_is_read(make: Make, tmp_p
     assert "state_dict" not in rest
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
+def test_a_failed_save_leaves_the_former_checkpoint(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy, _, _ = prepared(make)
@@ -97,9 +97,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_former_one(
 
 
 @pytest.mark.parametrize("part", ["optimizer", "param_schedulers"])
-def test_a_missing_part_is_an_error_unless_it_is_left_out_or_tolerated(
-    make: Make, tmp_path: Path, part: str
-) -> None:
+def test_a_missing_part_is_an_error_unless_tolerated(make: Make, tmp_path: Path, part: str) -> None:
     strategy, model, trainer = prepared(make)
     options = {"save_optimizer": part != "optimizer", "save_param_scheduler": part == "optimizer"}
     path = str(tmp_path / "a.pt")
@@ -132,7 +130,7 @@ def test_another_seed_in_the_configuration_is_warned_of_and_a_later_strategy_doe
     assert make(env_kwargs=None).seed != 5
 
 
-def test_another_number_of_workers_begins_with_the_seed(
+def test_another_number_of_workers_restarts_the_seed(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = make()
@@ -247,7 +245,7 @@ def test_nothing_has_changed_where_there_is_no_trainer(make: Make, tmp_path: Pat
     assert same(weights(other.model), before)
 
 
-def test_what_does_not_fit_stays_as_it_is_where_that_is_tolerated(
+def test_what_does_not_fit_stays_if_that_is_tolerated(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A larger model with another optimizer and no schedule takes the weights that it has in common."""
@@ -272,9 +270,7 @@ def test_what_does_not_fit_stays_as_it_is_where_that_is_tolerated(
     assert "'param_schedulers' is not resumed" in said
 
 
-def test_passes_are_counted_from_the_iteration_where_the_file_does_not_count_them(
-    make: Make, tmp_path: Path
-) -> None:
+def test_passes_are_counted_from_the_iteration_without_a_count(make: Make, tmp_path: Path) -> None:
     """Saved without accumulation: with four of seven passes made, the seventh is a window of its own."""
     path = str(tmp_path / "a.pt")
     simple(make).save_checkpoint(path, extra_ckpt={"meta": {"iter": 4}})
@@ -289,9 +285,7 @@ def test_passes_are_counted_from_the_iteration_where_the_file_does_not_count_the
 
 
 @pytest.mark.parametrize("name", ["file://{}/a.pt", "{}/a.pt"])
-def test_a_run_without_schedules_goes_on_from_a_file_of_plain_torch(
-    make: Make, tmp_path: Path, name: str
-) -> None:
+def test_a_run_without_schedules_resumes_a_file_of_torch(make: Make, tmp_path: Path, name: str) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25, momentum=0.9)
     net(torch.ones(1, 2)).sum().backward()
@@ -306,9 +300,7 @@ def test_a_run_without_schedules_goes_on_from_a_file_of_plain_torch(
     assert same(weights(strategy.model), weights(net))
 
 
-def test_what_is_not_saved_is_not_there_and_such_a_file_is_not_the_one_to_resume_from(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_file_without_states_is_not_the_one_to_resume_from(make: Make, tmp_path: Path) -> None:
     strategy, _, _ = prepared(make)
     assert strategy.load_or_resume() is strategy.load_or_resume(resume=True) is None
     strategy.save_checkpoint(f"file://{tmp_path}/a.pt")
@@ -338,7 +330,7 @@ def test_what_is_not_resumed_stays_as_it_is(make: Make, tmp_path: Path) -> None:
         ({"optimizer": {}}, "'optimizer'"),
     ],
 )
-def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(
+def test_what_needs_code_to_load_is_refused_by_its_place(
     make: Make, tmp_path: Path, extra: dict[str, Any], message: str
 ) -> None:
     strategy = simple(make)
@@ -349,7 +341,7 @@ def test_what_cannot_be_loaded_without_code_is_refused_by_its_place(
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/a.pt", "https://example.com/a.pt"])
-def test_checkpoints_are_not_written_to_addresses(
+def test_checkpoints_are_not_written_to_urls(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -411,7 +403,7 @@ def test_a_strategy_needs_a_model_and_is_closed_with_its_trainers(make: Make) ->
         steps(model, trainer, 1)
 
 
-def test_the_log_and_the_store_are_closed_although_the_trainer_raises(
+def test_log_and_store_are_closed_although_the_trainer_raises(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy, closed = make(), []

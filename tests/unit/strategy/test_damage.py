@@ -164,7 +164,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_file_that_was_changed_and_written_again_is_refused(
+def test_a_file_that_was_edited_is_refused(
     make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
 ) -> None:
     content = torch.load(path, weights_only=True)
@@ -177,7 +177,7 @@ def test_a_file_that_was_changed_and_written_again_is_refused(
     assert run.state() == before
 
 
-def test_a_file_of_an_older_release_is_read_with_one_warning(
+def test_a_file_of_an_older_release_gives_one_warning(
     make: Make, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = Run(make, 9, 0)
@@ -192,7 +192,7 @@ def test_a_file_of_an_older_release_is_read_with_one_warning(
     assert not set(MARKS) & set(rest["meta"])
 
 
-def test_a_file_of_others_needs_no_checksum(
+def test_files_of_others_need_no_checksum(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What torch.save notes of the records suffices; a file of torch before 1.6 has nothing, and that is said."""
@@ -255,7 +255,7 @@ UNFIT: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("edit", UNFIT.values(), ids=UNFIT)
-def test_a_part_that_does_not_fit_leaves_all_others_as_they_were(
+def test_a_part_that_does_not_fit_changes_no_other(
     make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
 ) -> None:
     """The file is as it was written; a callback changes what is read, as a user's does with foreign checkpoints."""

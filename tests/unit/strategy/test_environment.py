@@ -55,7 +55,7 @@ def test_arguments_are_keywords_and_the_base_is_abstract() -> None:
         Strategy("device", "work")  # type: ignore[misc]
 
 
-def test_directories_and_names_carry_the_time(
+def test_names_and_directories_carry_the_time(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_directories_and_names_carry_the_time(
     assert named.experiment_name == f"try_{named.timestamp}"
 
 
-def test_ranks_that_cannot_find_one_another_are_told_what_is_missing(
+def test_ranks_that_cannot_connect_are_told_what_is_missing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_RANK", "0")
@@ -79,9 +79,7 @@ def test_ranks_that_cannot_find_one_another_are_told_what_is_missing(
         make("device")
 
 
-def test_process_that_is_not_told_which_of_several_it_is_does_not_train_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_several_without_a_rank_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigurationError, match="SLURM_PROCID is not set"):
         make("device")
@@ -212,9 +210,7 @@ def test_properties_of_a_process_alone_cannot_be_set(make: Make) -> None:
         ({"log_kwargs": {"log_levl": "INFO"}}, "Did you mean 'log_level'"),
     ],
 )
-def test_argument_that_nothing_takes_is_refused_before_anything_is_made(
-    wrong: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unknown_argument_is_refused_first(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Strategy(work_dir=str(tmp_path / "work"), **wrong)
     assert not (tmp_path / "work").exists()
@@ -236,7 +232,7 @@ def test_value_that_cannot_be_is_refused(make: Make, wrong: dict[str, Any], mess
         make(**wrong)
 
 
-def test_distributed_training_is_set_up_in_a_launched_job_or_as_dist_cfg_says(
+def test_distributed_training_is_set_up_in_a_job_or_by_dist_cfg(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []

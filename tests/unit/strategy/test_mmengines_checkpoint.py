@@ -97,7 +97,7 @@ def test_schedules_by_step_count_updates_where_mmengine_counts_passes(make: Make
         ),
     ],
 )
-def test_other_schedules_than_those_that_mmengine_had_are_refused(
+def test_other_schedules_than_mmengines_are_refused(
     make: Make, tmp_path: Path, schedules: list[Any], message: str
 ) -> None:
     strategy = make(kvstore=None)
@@ -119,9 +119,7 @@ PLATEAU = {
 }  # fmt: skip
 
 
-def test_what_goes_by_a_metric_remembers_the_best_one_and_how_often_it_was_worse(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_metric_schedule_resumes_its_best_value_and_patience(make: Make, tmp_path: Path) -> None:
     strategy = make(kvstore=None)
     plateau = {"type": "ReduceOnPlateauLR", "patience": 1, "monitor": "loss", "end": 9}
     _, trainer, _ = strategy.prepare(

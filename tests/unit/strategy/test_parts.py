@@ -52,9 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("prefix", ["", "module."])
 @pytest.mark.parametrize("make_net", MODELS.values(), ids=MODELS)
-def test_the_prefix_of_a_wrapper_is_taken_away_and_nothing_else(
-    make_net: Callable[[], nn.Module], prefix: str
-) -> None:
+def test_only_the_prefix_of_a_wrapper_is_removed(make_net: Callable[[], nn.Module], prefix: str) -> None:
     net, saved = make_net(), {name: value + 1 for name, value in make_net().state_dict().items()}
     assert not load_weights(net, {f"{prefix}{name}": value for name, value in saved.items()}, strict=True)
     assert all(map(torch.equal, net.state_dict().values(), saved.values()))

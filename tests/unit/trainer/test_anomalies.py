@@ -92,9 +92,7 @@ def test_row_sparse_parameter_counts_as_used_where_rows_of_it_are() -> None:
     trainer.close()
 
 
-def test_checkpointed_activations_are_seen_unless_the_checkpoint_is_reentrant(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_checkpointed_activations_are_seen_unless_reentrant(caplog: pytest.LogCaptureFixture) -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
     assert names(checkpoint(layer, x, use_reentrant=False).sum(), layer) == []
     report_anomalies(checkpoint(layer, x, use_reentrant=True).sum(), layer)
@@ -157,9 +155,7 @@ def test_loss_that_is_not_finite_is_named(value: float, problem: str | None) -> 
     assert describe_nonfinite(loss) == problem
 
 
-def test_loss_that_is_not_a_number_stops_training_with_a_critical_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nan_loss_stops_training_with_a_critical_line(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NonFiniteLossError, match="Loss is NaN"):
         check_loss(torch.tensor(math.nan))
     assert [(r.levelname, r.message) for r in caplog.records] == [("CRITICAL", "Loss is NaN")]

@@ -89,7 +89,7 @@ def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] |
     ],
     ids=["no store", "all together", "in the store", "beside the store"],
 )
-def test_a_step_that_is_interrupted_at_any_of_many_lines_is_made_once_or_the_loop_is_told(
+def test_an_interrupted_step_is_made_once_or_the_loop_is_told(
     optimizer: Any, options: dict[str, Any]
 ) -> None:
     wanted = weights_of_torch()
@@ -104,7 +104,7 @@ def test_a_step_that_is_interrupted_at_any_of_many_lines_is_made_once_or_the_loo
     assert [line for line, one in went_on if not all(map(torch.allclose, one, wanted))] == []
 
 
-def test_a_trainer_that_updates_by_itself_goes_on_after_an_interrupt_and_says_so_once(
+def test_a_trainer_without_a_store_survives_an_interrupt_and_logs_it_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parameters = fresh()

@@ -88,9 +88,7 @@ def test_step_names_every_parameter_without_a_shape(uok: bool | None, is_strict:
 
 @pytest.mark.parametrize("how", ["requires_grad", "grad_req"])
 @pytest.mark.parametrize("uok", STORES)
-def test_parameter_that_takes_no_part_may_stay_without_a_shape(
-    uok: bool | None, how: str, tmp_path: Path
-) -> None:
+def test_unused_parameter_may_stay_without_a_shape(uok: bool | None, how: str, tmp_path: Path) -> None:
     net = lazy_net()
     for p in net[2].parameters():
         if how == "requires_grad":
@@ -149,9 +147,7 @@ def test_states_are_refused_until_shapes_are_known(uok: bool | None, tmp_path: P
 
 
 @pytest.mark.parametrize("uok", STORES)
-def test_states_loaded_between_the_first_forward_and_the_first_step_count(
-    uok: bool | None, tmp_path: Path
-) -> None:
+def test_states_loaded_after_the_first_forward_count(uok: bool | None, tmp_path: Path) -> None:
     def train(trainer: Trainer, net: nn.Module, steps: int) -> None:
         for _ in range(steps):
             net(X).square().sum().backward()

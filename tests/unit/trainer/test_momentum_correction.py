@@ -76,9 +76,7 @@ def is_close(a: Sequence[float], b: Sequence[float], bound: float = 1e-6) -> boo
 
 @IN_STORE
 @pytest.mark.parametrize(("kind", "rates"), DETECTRON)
-def test_steps_with_correction_are_those_of_detectron(
-    kind: str, rates: tuple[float, ...], in_store: bool
-) -> None:
+def test_corrected_steps_are_detectrons(kind: str, rates: tuple[float, ...], in_store: bool) -> None:
     assert is_close(trained(rates, True, kind, in_store), DETECTRON[kind, rates])
 
 
@@ -139,9 +137,7 @@ def test_momentum_of_a_float32_copy_is_corrected(dtype: torch.dtype) -> None:
 
 
 @IN_STORE
-def test_saved_and_loaded_momentum_is_corrected_for_the_rate_that_it_was_saved_with(
-    in_store: bool, tmp_path: Path
-) -> None:
+def test_loaded_momentum_is_corrected_for_the_rate_of_its_file(in_store: bool, tmp_path: Path) -> None:
     options = {"momentum": 0.9, "wd": 1e-4, "momentum_correction": True}
     parameter = one()
     trainer = trainer_of({"w": parameter}, "sgd", options, in_store)

@@ -140,9 +140,7 @@ def test_calls_inside_of_a_call_are_free(net: torch.nn.Linear) -> None:
     assert isinstance(trainer.step(closure=loss), torch.Tensor)
 
 
-def test_the_mark_of_a_call_that_was_interrupted_beside_its_guard_blocks_no_later_call(
-    net: torch.nn.Linear,
-) -> None:
+def test_the_mark_of_an_interrupted_call_blocks_no_later_call(net: torch.nn.Linear) -> None:
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=None)
     interrupted = thread_guard._Call()
     interrupted.method, interrupted.thread = "step", threading.get_ident()

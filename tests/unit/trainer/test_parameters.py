@@ -181,9 +181,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("uok", STORES)
-def test_frozen_parameter_of_any_kind_stays_where_it_is_beside_trained_ones(
-    uok: bool | None, kind: str
-) -> None:
+def test_frozen_parameter_of_any_kind_stays_beside_trained_ones(uok: bool | None, kind: str) -> None:
     frozen = Parameter(KINDS[kind](), requires_grad=False)
     data, before = frozen.data, None if frozen.is_meta else frozen.detach().to_dense().tolist()
     trained, last = (Parameter(torch.zeros(2)) for _ in range(2))

@@ -111,9 +111,7 @@ def test_every_replica_is_in_the_parameter_groups_and_zeroed() -> None:
 
 @pytest.mark.parametrize("is_seen_by_torch", [True, False])
 @pytest.mark.parametrize("written", [0, 1])
-def test_write_to_any_replica_is_noticed_while_the_store_has_the_weights(
-    written: int, is_seen_by_torch: bool
-) -> None:
+def test_write_to_any_replica_in_the_store_is_noticed(written: int, is_seen_by_torch: bool) -> None:
     w = replicas()
     trainer = Trainer({"w": w}, "sgd", {"lr": 1.0}, kvstore="device")
     backward(w)
@@ -203,9 +201,7 @@ def test_nccl_takes_cuda_parameters_only() -> None:
 
 
 @STORES
-def test_state_is_kept_once_and_moves_between_one_device_and_several(
-    name: str, in_store: bool | None, tmp_path: Path
-) -> None:
+def test_state_moves_between_one_device_and_several(name: str, in_store: bool | None, tmp_path: Path) -> None:
     def trainer_of(parameters: list[Parameter], given: Any, uok: bool | None) -> Trainer:
         options = {"learning_rate": 1.0, "momentum": 0.5}
         return Trainer({"w": parameters}, "sgd", options, kvstore=given, update_on_kvstore=uok)

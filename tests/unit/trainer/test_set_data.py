@@ -179,7 +179,7 @@ STEPS: dict[str, Callable[[Trainer], object]] = {
 @pytest.mark.parametrize(
     ("move", "how", "uok", "is_late"), pairwise(MOVES, STEPS, [None, False, True], [False, True])
 )
-def test_moved_data_are_named_whatever_became_of_the_gradients(
+def test_moved_data_are_named_whatever_the_gradients(
     move: str, how: str, uok: bool | None, is_late: bool
 ) -> None:
     net = nn.Linear(3, 2)

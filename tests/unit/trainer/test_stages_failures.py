@@ -87,9 +87,7 @@ def test_losses_of_replicas_can_be_used_after_an_anomaly_was_found() -> None:
 
 
 @pytest.mark.parametrize("in_store", STORES)
-def test_interrupted_update_leaves_what_the_stages_know_as_it_was(
-    in_store: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_update_leaves_the_stages(in_store: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     p = parameter()
     steps = [lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
     trainer = trainer_of(p, in_store, amp={"init_scale": 8.0, "growth_interval": 2}, schedules=steps)
@@ -398,7 +396,7 @@ def test_zeroing_within_a_window_is_said_once(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("in_store", [None, False, True])
-def test_a_loop_that_catches_what_a_schedule_raises_goes_on(
+def test_a_loop_that_catches_a_schedules_error_goes_on(
     in_store: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rate(step: int) -> float:

@@ -71,9 +71,7 @@ def test_stale_first_step_opens_no_store() -> None:
 
 @pytest.mark.parametrize("how", ["ignore_stale_grad", "no batch size"])
 @pytest.mark.parametrize("uok", STORES)
-def test_stale_parameter_that_is_left_out_feels_neither_decay_nor_momentum(
-    uok: bool | None, how: str
-) -> None:
+def test_stale_parameter_feels_neither_decay_nor_momentum(uok: bool | None, how: str) -> None:
     a, b = Parameter(torch.ones(2)), Parameter(torch.ones(2))
     trainer = trainer_of([a, b], uok, options={"lr": 0.5, "momentum": 0.5, "wd": 0.5})
     for p in (a, b):
@@ -149,9 +147,7 @@ def test_parameter_frozen_at_first_trains_from_when_it_is_unfrozen(uok: bool | N
 
 @pytest.mark.parametrize("owner", ["trainer", "module"])
 @pytest.mark.parametrize("uok", STORES)
-def test_zeros_in_place_of_gradients_count_for_step_as_they_do_for_torch(
-    uok: bool | None, owner: str
-) -> None:
+def test_zeros_in_place_of_gradients_count_as_for_torch(uok: bool | None, owner: str) -> None:
     options = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
     mine, twin = (nn.ParameterList([torch.ones(2), torch.ones(2)]) for _ in range(2))
     trainer = trainer_of(mine, uok, "torch:SGD", options=options)
@@ -224,18 +220,14 @@ CLEAR = [written_after_zero_grad, written_before_the_backward_pass, written_afte
 @pytest.mark.parametrize("loop", CLEAR, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("arguments", [{}, {"batch_size": 1}], ids=["step()", "step(1)"])
 @pytest.mark.parametrize("uok", STORES)
-def test_what_is_written_over_zeros_is_a_new_gradient(
-    uok: bool | None, arguments: dict[str, Any], loop: Loop
-) -> None:
+def test_what_is_written_over_zeros_is_new(uok: bool | None, arguments: dict[str, Any], loop: Loop) -> None:
     mine = trained_by(loop, lambda given: trainer_of(given, uok, "torch:SGD", OPTIONS), **arguments)
     assert mine == trained_by(loop, lambda given: torch.optim.SGD(given, **OPTIONS))
 
 
 @pytest.mark.parametrize("loop", [written_without_zeros, written_without_a_backward_pass])
 @pytest.mark.parametrize("uok", STORES)
-def test_what_is_written_over_used_gradients_counts_for_step_as_for_torch_and_is_named_once(
-    uok: bool | None, loop: Loop
-) -> None:
+def test_writes_over_used_gradients_count_as_for_torch_with_one_warning(uok: bool | None, loop: Loop) -> None:
     with pytest.warns(GradientWriteWarning) as caught:
         mine = trained_by(
             loop, lambda given: trainer_of(dict(zip("ab", given, strict=True)), uok, "torch:SGD", OPTIONS)

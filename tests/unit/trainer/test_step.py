@@ -31,9 +31,7 @@ def test_rescale_grad_set_later_holds_from_the_next_step_on(uok: bool | None) ->
 
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("uok", STORES)
-def test_closure_runs_with_gradients_enabled_and_its_result_comes_back(
-    uok: bool | None, by_keyword: bool
-) -> None:
+def test_closure_runs_with_gradients_and_returns_its_result(uok: bool | None, by_keyword: bool) -> None:
     p = zeros()
     trainer = trainer_of([p], uok)
 

@@ -25,9 +25,7 @@ def lengths(parts: list[Tensor], axis: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "slices", "expected"), [(6, 3, [2, 2, 2]), (5, 2, [3, 2]), (7, 3, [3, 2, 2]), (3, 3, [1, 1, 1])]
 )
-def test_the_first_slices_of_an_uneven_split_are_longer_by_one(
-    size: int, slices: int, expected: list[int]
-) -> None:
+def test_the_first_slices_of_an_uneven_split_are_longer(size: int, slices: int, expected: list[int]) -> None:
     data = torch.arange(2 * size).reshape(size, 2)
     parts = split_data(data, slices, even_split=False)
     assert lengths(parts) == expected

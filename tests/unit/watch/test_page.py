@@ -69,7 +69,7 @@ def fetch(url: str, **headers: str) -> bytes:
         return body
 
 
-def test_without_prometheus_client_the_metrics_say_what_to_install(
+def test_without_prometheus_client_metrics_say_what_to_install(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
