@@ -146,9 +146,7 @@ def test_a_worker_claims_the_first_rank(
 
 def test_a_worker_without_a_scheduler_says_where_it_looked_and_gives_up() -> None:
     environ = in_role("worker", DMLC_PS_ROOT_PORT=str(held_port()))
-    with pytest.raises(
-        ConnectTimeoutError, match=r"the scheduler at tcp://127.0.0.1:\d+ did not answer within 0.3 s"
-    ):
+    with pytest.raises(ConnectTimeoutError, match=r"tcp://127.0.0.1:\d+ .* 0.3 s"):
         find_topology(environ, connect_timeout=0.3)
 
 

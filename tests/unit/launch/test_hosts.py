@@ -84,9 +84,7 @@ def test_servers_listen_on_loopback_or_on_the_address_of_their_host() -> None:
 
 
 def test_a_host_that_others_cannot_reach_under_its_name_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"host localhost has the address .* which other hosts cannot reach"
-    ):
+    with pytest.raises(ConfigurationError, match="host localhost has the address"):
         bind_addresses([Host("", "localhost", 1)], True)
 
 

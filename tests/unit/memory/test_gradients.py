@@ -291,9 +291,7 @@ def test_grad_req_is_read_when_it_matters() -> None:
 
 def test_unknown_grad_req_is_refused_by_name() -> None:
     tracker = watch(ones(), ones(grad_req="wirte"))
-    with pytest.raises(
-        ConfigurationError, match="'p1' has grad_req='wirte'; set it to one of 'write', 'add'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'p1' .*grad_req='wirte'.*'write', 'add'"):
         tracker.participating()
 
 

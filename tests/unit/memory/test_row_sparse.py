@@ -168,9 +168,7 @@ def test_a_parameter_without_a_new_gradient_is_stale() -> None:
     model(torch.tensor([1])).sum().backward()
     trainer.step(1)
     model.head(torch.ones(2)).sum().backward()
-    with pytest.raises(
-        StaleGradientError, match="1 of 3 parameters got no gradient since the last step: table"
-    ):
+    with pytest.raises(StaleGradientError, match=r"1 of 3 .*: table"):
         trainer.step(1)
     before = column(model.table)
     trainer.step(1, ignore_stale_grad=True)
@@ -268,18 +266,14 @@ def test_a_model_with_a_table_can_be_copied_and_moved_before_it_has_a_trainer() 
 
 def test_without_a_trainer_there_are_no_rows() -> None:
     table = RowSparseParameter((3, 1))
-    with pytest.raises(
-        RowSparseError, match=r"cannot get row_sparse data for .* when no Trainer is created with it"
-    ):
+    with pytest.raises(RowSparseError, match="no Trainer is created with it"):
         table.row_sparse_data([0])
 
 
 def test_a_second_trainer_is_refused_but_takes_over_dense_parameters() -> None:
     model = Model()
     trainer = Trainer(model, "sgd", SGD)
-    with pytest.raises(
-        RowSparseError, match="failed to set the trainer for Parameter 'table' because it was already"
-    ):
+    with pytest.raises(RowSparseError, match="'table' because it was already"):
         Trainer(model, "sgd", SGD)
     assert Trainer(model.head, "sgd", SGD) is not trainer
 

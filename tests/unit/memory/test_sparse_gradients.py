@@ -106,9 +106,7 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
     p = Parameter(torch.zeros(3, 300_000))
     trainer = Trainer({"table": p}, "sgd", kvstore=None)
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 300_000), (3, 300_000))
-    with pytest.raises(
-        ConfigurationError, match=r"'table' is sparse, but its rows of 300000 float32 elements"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'table' .* 300000 float32"):
         trainer.step(1)
 
 

@@ -77,9 +77,7 @@ def test_step_names_every_parameter_without_a_shape(uok: bool | None, is_strict:
     net = lazy_net()
     trainer = trainer_of(net, uok)
     net[0](X).sum().backward()
-    with pytest.raises(
-        NotInitializedError, match=r"2 of 4 parameters have no shape yet.*: 2\.weight, 2\.bias\."
-    ):
+    with pytest.raises(NotInitializedError, match=r"2 of 4 .*: 2\.weight, 2\.bias\."):
         trainer.step(1) if is_strict else trainer.step()
     assert trainer.server_stats() == []
     net(X).sum().backward()

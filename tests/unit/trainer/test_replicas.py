@@ -54,9 +54,7 @@ def test_update_of_replicas_that_were_not_summed_is_refused() -> None:
     w = replicas()
     trainer = Trainer([w], "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
     backward(w)
-    with pytest.raises(
-        ConfigurationError, match=r"2 replicas that were not summed; call allreduce_grads\(\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"2 replicas .* allreduce_grads\(\)"):
         trainer.update(1)
     trainer.step(1)
     assert values(w) == [-2.0, -2.0]
@@ -146,9 +144,7 @@ def test_new_weights_reach_every_replica_and_state_stays(given: str | None) -> N
 def test_groups_of_replicas_can_be_added_before_the_first_step() -> None:
     w, b = replicas(), replicas()
     trainer = Trainer([w], "sgd", {"lr": 1.0})
-    with pytest.raises(
-        ConfigurationError, match=r"new group are on \[cpu\] while the others are on \[cpu, cpu\]"
-    ):
+    with pytest.raises(ConfigurationError, match=r"\[cpu\] .*\[cpu, cpu\]"):
         trainer.add_param_group({"params": [Parameter(torch.zeros(1))]})
     with pytest.raises(ConfigurationError, match="already"):
         trainer.add_param_group({"params": [[w[1], Parameter(torch.zeros(3))]]})

@@ -204,9 +204,7 @@ def test_replaced_parameters_are_hinted_at_once_where_nothing_gets_a_gradient(uo
     trainer = trainer_for(net, uok)
     replace(net)
     backward(net)
-    with pytest.warns(
-        NoGradientWarning, match=r"none of the 2 parameters .* load_state_dict\(assign=True\)"
-    ) as caught:
+    with pytest.warns(NoGradientWarning, match=r"of the 2 .* load_state_dict\(assign=True\)") as caught:
         trainer.step()
     assert caught[0].filename == __file__
     trainer.step()  # a second warning would be an error here
@@ -217,9 +215,7 @@ def test_replaced_parameters_are_hinted_at_by_a_strict_step() -> None:
     trainer = trainer_for(net, None)
     replace(net)
     backward(net)
-    with pytest.raises(
-        StaleGradientError, match=r"2 of 2 .*load_state_dict\(assign=True\).*build a new Trainer"
-    ):
+    with pytest.raises(StaleGradientError, match=r"2 of 2 .*load_state_dict\(assign=True\)"):
         trainer.step(1)
 
 
