@@ -22,6 +22,9 @@ def damages(draw: st.DrawFn, whole: bytes) -> bytes:
     elif kind == "clear":
         found[at : at + count] = bytes(len(found[at : at + count]))
     else:
-        other = draw(st.integers(0, len(whole) - 1))
-        found[at], found[other] = found[other], found[at]
+        one, other = (draw(st.integers(0, len(whole) // count - 1)) * count for _ in range(2))
+        found[one : one + count], found[other : other + count] = (
+            found[other : other + count],
+            found[one : one + count],
+        )
     return bytes(found)

@@ -111,6 +111,12 @@ def test_own_backward_pass_of_a_loss_in_bfloat16_needs_the_context_only() -> Non
     assert result.updated
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype_in_place_of_the_options_says_where_it_belongs(dtype: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"amp=dict\(dtype='{dtype}'\)"):
+        Trainer(torch.nn.Linear(2, 1), "torch:SGD", {"lr": 0.1}, None, amp=dtype)
+
+
 @pytest.mark.parametrize("call", ["step", "update", "allreduce_grads"])
 @pytest.mark.parametrize(
     ("option", "said"),
