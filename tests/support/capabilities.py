@@ -110,10 +110,7 @@ class Outcome:
         return cls(when, error=type(error).__name__, text=str(error))
 
 
-GROUP = [
-    Place("device", 1, lambda: "device", ranks=2),
-    Place("nccl", 1, lambda: "nccl", ranks=2),
-]
+GROUP = [Place("device", 1, lambda: "device", ranks=2), Place("nccl", 1, lambda: "nccl", ranks=2)]
 """Stores inside a torch.distributed job over gloo on the CPU; `workers.capabilities` tries them out."""
 
 
