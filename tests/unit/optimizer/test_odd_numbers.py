@@ -152,13 +152,12 @@ def test_the_number_of_an_update_is_exact_whatever_dtype_is_the_default(name: st
 
 @pytest.mark.parametrize("rate", [torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5)])
 @pytest.mark.parametrize("name", ["sgd", "torch:SGD"])
-@pytest.mark.parametrize("store", [None, "local"])
-def test_a_learning_rate_may_be_whatever_is_one_number(name: str, rate: Any, store: str | None) -> None:
+@IN_STORE
+def test_a_learning_rate_may_be_whatever_is_one_number(name: str, rate: Any, in_store: bool) -> None:
     parameter = Parameter(torch.ones(2))
-    trainer = Trainer([parameter], name, {"lr": rate if name == "torch:SGD" else 0.5}, kvstore=store)
+    trainer = trainer_of([parameter], name, {"lr": rate if name == "torch:SGD" else 0.5}, in_store)
     for _ in range(2):
-        parameter.grad = torch.ones(2)
-        trainer.step(1)
+        step(trainer)
         trainer.param_groups[0]["lr"] = rate
     assert parameter.tolist() == [0.0, 0.0]
 
