@@ -132,7 +132,7 @@ def check_random(jobs: Servers, workers: int, count: int, kind: str, shapes: Any
 
 
 @pytest.mark.parametrize(("size", "kind", "verb"), pairwise(DEFAULT, ["1bit", "2bit"], VERBS))
-def test_constant_gradients_move_weights_as_in_mxnet(
+def test_constant_gradients_move_weights_exactly(
     jobs: Servers, size: tuple[int, int], kind: str, verb: str
 ) -> None:
     check_script(jobs, *size, kind, verb, SMALL_SHAPES)

@@ -66,9 +66,7 @@ def test_a_stored_table_is_saved_as_a_held_one(jobs: Servers, tmp_path: Path, se
 
 
 @pytest.mark.parametrize("saves_stored", [True, False])
-def test_training_resumes_from_states_of_the_other_kind(
-    jobs: Servers, tmp_path: Path, saves_stored: bool
-) -> None:
+def test_training_resumes_from_the_other_kind(jobs: Servers, tmp_path: Path, saves_stored: bool) -> None:
     on(jobs, 3, saves_stored, tmp_path / "states")
     expected, state, _ = on(jobs, 2, saves_stored, tmp_path / "states", loads=True)
     found, kept, _ = on(jobs, 2, not saves_stored, tmp_path / "states", loads=True)

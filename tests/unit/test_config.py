@@ -70,9 +70,7 @@ def test_gluons_optimizers_are_there_under_a_prefix_or_a_name_that_torch_lacks()
     ],
     ids=str,
 )  # fmt: skip
-def test_optimizer_config_and_fp16_are_one_hooks_options(
-    cfg: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_optimizer_config_and_fp16_are_one_hook(cfg: dict[str, Any], expected: dict[str, Any]) -> None:
     assert arguments(**cfg) == expected
 
 

@@ -185,7 +185,7 @@ def test_class_is_registered_by_every_call_form_and_built_from_a_dict(names: tup
         (lambda boxes: boxes.register("three")(3), TypeError, "3"),
     ],
 )
-def test_what_cannot_be_built_is_refused(
+def test_impossible_entries_are_refused(
     boxes: Registry, call: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:

@@ -36,9 +36,7 @@ def test_names_with_async_apply_contributions_one_by_one(name: str) -> None:
     ("given", "environ", "bound"),
     [(3, {}, 3), (0, {"KVSTORE_STALENESS": "9"}, 0), (None, {"KVSTORE_STALENESS": "9"}, 9), (None, {}, 1)],
 )
-def test_the_bound_is_the_argument_or_the_variable(
-    given: int | None, environ: dict[str, str], bound: int
-) -> None:
+def test_the_bound_has_its_order_of_sources(given: int | None, environ: dict[str, str], bound: int) -> None:
     assert mode_of("dist_ssp", given, False, environ).bound == bound
 
 
@@ -131,7 +129,7 @@ def test_a_worker_shows_its_debug_log_on_standard_error_once(
     assert line.endswith(" worker 3 DEBUG round state=started")
 
 
-def test_a_worker_logs_by_the_scripts_handlers(
+def test_a_worker_leaves_its_log_to_the_script(
     logger: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     _show_debug_log(3)

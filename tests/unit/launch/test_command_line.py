@@ -53,9 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Call:
     [["-s", "3"], ["-n", "5", "--", "-s"], ["--version"], ["--help"], ["--", "-n"], ["--bogus=1", "x"]],
 )
 @pytest.mark.parametrize("separator", [[], ["--"]])
-def test_arguments_after_the_command_are_the_commands(
-    launched: Call, separator: list[str], command: list[str]
-) -> None:
+def test_what_follows_the_command_is_its(launched: Call, separator: list[str], command: list[str]) -> None:
     assert launched("-n1", "--servers", "0", *separator, "printf", "<%s>", *command)[0] == [
         "printf",
         "<%s>",
@@ -78,7 +76,7 @@ def test_after_an_unannounced_death_the_others_get_the_time_of_silence_unless_on
     assert limits.linger_unheard == seconds
 
 
-def test_a_terminal_is_told_at_once_what_is_started(
+def test_a_terminal_is_told_what_starts(
     launched: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -124,9 +122,7 @@ def test_servers_on_other_hosts_need_permission(tmp_path: Path, capsys: pytest.C
     assert "add --allow-public-bind" in told
 
 
-def test_a_bad_dead_after_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_dead_after_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KVSTORE_DEAD_AFTER", "-1")
     told = said(capsys, "-n", "1", "true")
     assert "KVSTORE_DEAD_AFTER is '-1'; it must be a number of seconds above 0" in told
@@ -145,9 +141,7 @@ def test_help_names_every_variable_that_is_set(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("main", [kvlaunch.main, cli.main])
-def test_commands_print_their_version(
-    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_say_a_version(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert (caught.value.code, *capsys.readouterr()) == (0, f"{__version__}\n", "")

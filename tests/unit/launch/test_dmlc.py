@@ -137,9 +137,7 @@ def test_a_worker_that_is_given_another_number_of_workers_is_refused() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2"}, None, None),
     ],
 )
-def test_a_worker_claims_the_first_rank(
-    environ: dict[str, str], rank: int | None, expected: int | None
-) -> None:
+def test_a_worker_claims_one_rank(environ: dict[str, str], rank: int | None, expected: int | None) -> None:
     given = in_role("worker", **environ)
     assert dmlc._claimed_rank(given, job_of("worker", **environ), rank, None) == expected
 

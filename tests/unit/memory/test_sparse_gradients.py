@@ -113,9 +113,7 @@ def test_rows_that_are_too_long_to_travel_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("lazy", "store", "dtype"), pairwise([True, False], places(), [torch.float16, torch.float32])
 )
-def test_rows_are_divided_by_the_batch_size_and_rescaled(
-    lazy: bool, store: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_rows_are_divided_and_rescaled(lazy: bool, store: dict[str, Any], dtype: torch.dtype) -> None:
     table = Embedding(3, 1, sparse=True, dtype=dtype)
     torch.nn.init.zeros_(table.weight)
     options = {"learning_rate": 1.0, "rescale_grad": 2.0, "lazy_update": lazy}

@@ -158,7 +158,7 @@ def test_a_users_optimizer_has_no_release_but_one_derived_from_ours_has() -> Non
 
 
 @pytest.mark.parametrize("variable", ["", "mxnet1", "mxnet2"])
-def test_a_description_means_the_same_whatever_the_other_process_has_in_its_environment(
+def test_a_description_is_independent_of_the_environment(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [kvtrainer.optimizer.create("rmsprop", compat=release) for release in ("mxnet1", "mxnet2")]

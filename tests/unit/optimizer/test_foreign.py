@@ -350,7 +350,7 @@ IN_STORE = {"kvstore": "local", "update_on_kvstore": True}
 @pytest.mark.parametrize(
     ("cls", "store", "way"), pairwise(FOREIGN, [{}, IN_STORE], [by_file, by_state_dict, by_entry])
 )
-def test_a_foreign_class_goes_on_from_state_that_was_saved_here_as_in_torch(
+def test_a_foreign_class_resumes_as_in_torch(
     cls: Any, store: dict[str, Any], way: Any, tmp_path: Path
 ) -> None:
     OPTIMIZERS.register_module(force=True)(cls)
@@ -404,9 +404,7 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
-def test_modes_of_an_optimizer_are_the_trainers(
-    options: dict[str, Any], dtype: torch.dtype, is_class: bool
-) -> None:
+def test_modes_are_those_of_the_trainer(options: dict[str, Any], dtype: torch.dtype, is_class: bool) -> None:
     w = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
     if not is_class:  # it brings its own options
         options = {name: value for name, value in options.items() if name != "optimizer_params"}

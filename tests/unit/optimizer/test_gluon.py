@@ -189,7 +189,7 @@ def test_a_rate_inside_the_momentum_keeps_its_digits_however_small(lr: float, dt
 
 
 @pytest.mark.parametrize("options", [{}, {"wd": 0.1}, {"lr": 3.0}, {"lr": 0.0}], ids=str)
-def test_momentum_reads_the_gradient_in_place(
+def test_momentum_reads_a_gradient_in_place(
     options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, grad, given = torch._fused_sgd_, torch.ones(32), list[Tensor]()

@@ -67,7 +67,7 @@ def test_an_accepted_number_breaks_off_no_update(name: str) -> None:
     ],
 )  # fmt: skip
 @IN_STORE
-def test_a_number_that_is_set_while_training_is_refused_by_name_before_any_group_is_updated(
+def test_an_impossible_number_set_while_training_is_refused(
     name: str, option: str, value: Any, in_store: bool
 ) -> None:
     parameters = [Parameter(torch.ones(2, 2)) for _ in range(2)]
@@ -172,7 +172,7 @@ def test_a_bound_that_no_gradient_reaches_is_taken_for_any_dtype() -> None:
 
 @pytest.mark.parametrize("store", [None, "local"])
 @pytest.mark.parametrize("name", ["sgd", "torch:Adam"])
-def test_a_rate_that_changes_in_each_step_is_not_tried_out_in_each_step(
+def test_a_changing_rate_is_not_tried_out_each_step(
     name: str, store: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameter = Parameter(torch.ones(2))

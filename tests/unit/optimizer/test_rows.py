@@ -109,7 +109,7 @@ def test_half_weights_keep_a_master_of_rows(name: str, options: dict[str, Any], 
 
 
 @each_lazy
-def test_rows_that_are_updated_some_at_a_time_have_the_bits_of_all_at_once(
+def test_rows_updated_in_blocks_have_the_bits_of_all(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gen = torch.Generator().manual_seed(0)

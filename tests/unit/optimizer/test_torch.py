@@ -363,7 +363,7 @@ SWITCHED: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("case", SWITCHED, ids=lambda case: f"{case[0].__name__}-{case[2]}")
-def test_an_option_that_needs_state_may_be_switched_on(
+def test_an_option_with_state_may_be_switched_on(
     case: tuple[type[optim.Optimizer], dict[str, Any], str],
 ) -> None:
     """torch raises a KeyError then, unless the script makes the entry."""

@@ -279,9 +279,7 @@ def test_a_users_entry_may_be_a_number_or_have_any_shape(what: str) -> None:
         (KeepingFlat, "master", "number", "'master'"),
     ],
 )
-def test_an_impossible_entry_is_refused_by_name(
-    cls: type[Optimizer], name: str, what: str, said: str
-) -> None:
+def test_an_impossible_entry_is_named(cls: type[Optimizer], name: str, what: str, said: str) -> None:
     key = Key(cls(name=name, what=what), torch.ones(2))
     with pytest.raises(OptimizerError, match=said):
         key.update(torch.ones(2))

@@ -126,9 +126,7 @@ def test_unknown_reducer_is_refused_with_the_known_ones(given: Any) -> None:
     ("name", "slopes", "expected"),
     [("tree", BIG4, 0.0), ("flat", BIG4, -1.0), ("coalesced", BIG4, -1.0), ("tree", BIG8, -4.0)],
 )
-def test_store_sums_replicas_in_its_order(
-    name: str, slopes: list[float], expected: float, in_store: bool
-) -> None:
+def test_store_sums_in_its_order(name: str, slopes: list[float], expected: float, in_store: bool) -> None:
     w = replicas(len(slopes))
     store = kvstore.create("device", reducer=name)
     trainer = Trainer([w], "sgd", {"lr": 1.0}, kvstore=store, update_on_kvstore=in_store)

@@ -215,7 +215,7 @@ def with_a_scaler_of_its_own(p: Any) -> Trainer:
         (lambda p: trainer_of({"w": p}), scaler(), torch.float16, "amp='dynamic'"),
     ],
 )  # fmt: skip
-def test_a_trainer_that_it_cannot_serve_is_refused(
+def test_a_trainer_it_cannot_serve_is_refused(
     trains: Any, one: Any, dtype: torch.dtype, message: str
 ) -> None:
     """Unscaling float16 gradients would lose bits."""

@@ -76,9 +76,7 @@ def test_scales_do_not_depend_on_torchs_default_dtype() -> None:
         pytest.param(StaticLossScaler(512), [False, True, False], [512.0] * 3, id="static"),
     ],
 )
-def test_scale_stays_within_its_limits(
-    scaler: LossScaler, overflows: list[bool], expected: list[float]
-) -> None:
+def test_scale_stays_in_its_limits(scaler: LossScaler, overflows: list[bool], expected: list[float]) -> None:
     assert after(scaler, overflows) == expected
 
 

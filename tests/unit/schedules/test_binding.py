@@ -291,9 +291,7 @@ def epoch(trainer: Trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("schedules", [[WARM_UP, PLATEAU], [PLATEAU, WARM_UP]])
-def test_what_a_metric_lowered_stays_beside_others_after_a_resume(
-    schedules: list[Any], tmp_path: Path
-) -> None:
+def test_what_a_metric_lowered_stays_after_a_resume(schedules: list[Any], tmp_path: Path) -> None:
     first = trainer_with(schedules)
     assert epoch(first) == pytest.approx([0.01, 0.055, 0.1])
     assert epoch(first) == pytest.approx([0.1] * 3)

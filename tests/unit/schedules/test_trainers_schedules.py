@@ -84,7 +84,7 @@ def test_groups_with_remembered_values_are_taken_again() -> None:
     ids=["ours", "torch's"],
 )
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_schedule_by_epoch_of_a_run_that_never_ended_one_is_said_at_the_end(
+def test_schedule_by_epoch_without_epochs_is_logged(
     schedule: dict[str, Any], epochs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, trainer = trainer_with([schedule])

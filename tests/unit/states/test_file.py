@@ -101,7 +101,7 @@ def test_full_disk_leaves_the_former_file_and_nothing_else(path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_failure_of_a_later_step_leaves_the_former_file(
+def test_a_late_failure_leaves_the_former_file(
     path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -116,9 +116,7 @@ def test_failure_of_a_later_step_leaves_the_former_file(
     assert os.listdir(path.parent) == ["states"]
 
 
-def test_file_is_synced_before_its_name_and_its_folder_after(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_synced_before_its_name_is_set(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     sync, replace = os.fsync, os.replace
 
@@ -163,7 +161,7 @@ MISSING, DIRECTORY, IN_A_FILE = "missing/states", "folder", "file/states"
         (saving, DIRECTORY, IsADirectoryError, errno.EISDIR),
     ],
 )
-def test_what_the_operating_system_says_is_the_error_that_python_has_for_it(
+def test_errors_of_the_system_are_those_of_python(
     tmp_path: Path, action: Any, name: str, native: type[OSError], number: int
 ) -> None:
     (tmp_path / DIRECTORY).mkdir()
@@ -332,9 +330,7 @@ def test_the_next_save_removes_what_dead_processes_have_left_and_nothing_else(pa
     assert {*os.listdir(folder)} == {"states", ".states-mine.tmp"}
 
 
-def test_a_file_removed_before_it_was_locked_is_made_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_removed_before_its_lock_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, taken = fcntl.flock, []
 
     def overtaken(file: Any, how: int) -> None:

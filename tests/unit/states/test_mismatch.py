@@ -298,9 +298,7 @@ def test_equal_scheduler_stays_the_object_that_the_user_has(tmp_path: Path) -> N
     assert other.optimizer.lr_scheduler is mine
 
 
-def test_file_without_a_scheduler_removes_it_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_without_a_scheduler_removes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer_of(Net(), "adam", learning_rate=0.25).save_states(tmp_path / "states")
     other = trainer_of(Net(), "adam", lr_scheduler=FactorScheduler(step=2, base_lr=1.0))
     with caplog.at_level(logging.WARNING):

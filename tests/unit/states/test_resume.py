@@ -260,7 +260,7 @@ def test_residual_goes_on_in_the_trainer_that_loads(is_new: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_residual_of_another_rank_is_dropped_and_logged(
+def test_residual_of_another_rank_is_dropped(
     is_new: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters, others = zeros(), zeros()

@@ -105,7 +105,7 @@ IN_STORE = {"kvstore": "local", "update_on_kvstore": True}
 @pytest.mark.parametrize("way", [by_file, by_state_dict, by_checkpoint])
 @pytest.mark.parametrize("where", [{}, IN_STORE], ids=["here", "in a store"])
 @pytest.mark.parametrize("cls", [Quantised, Elementwise])
-def test_training_goes_on_from_trees_as_if_never_interrupted(
+def test_training_goes_on_from_trees(
     cls: Any, where: dict[str, Any], way: Callable[..., None], tmp_path: Path
 ) -> None:
     expected = net()
@@ -201,9 +201,7 @@ class Maps(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("where", [{}, IN_STORE], ids=["here", "in a store"])
-def test_an_instance_with_lookup_tables_is_saved_as_its_class_is(
-    where: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_instance_with_lookup_tables_is_saved_as_a_class(where: dict[str, Any], tmp_path: Path) -> None:
     model, again = net(), net()
     with (
         Trainer(model, Maps(model.parameters()), **where) as trainer,

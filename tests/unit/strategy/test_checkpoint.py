@@ -75,9 +75,7 @@ def test_callbacks_may_change_what_is_written_and_what_is_read(make: Make, tmp_p
     assert "state_dict" not in rest
 
 
-def test_a_failed_save_leaves_the_former_checkpoint(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_changes_nothing(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, _, _ = prepared(make)
     path = tmp_path / "a.pt"
     strategy.save_checkpoint(str(path))
@@ -116,7 +114,7 @@ def test_a_missing_part_is_an_error_unless_tolerated(make: Make, tmp_path: Path,
     strategy.resume(path, resume_optimizer=part != "optimizer", resume_param_scheduler=part == "optimizer")
 
 
-def test_another_seed_in_the_configuration_is_warned_of_and_a_later_strategy_does_not_inherit_it(
+def test_another_seed_is_warned_of_and_not_inherited(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = make(env_kwargs={"randomness": {"seed": 5}})
@@ -130,7 +128,7 @@ def test_another_seed_in_the_configuration_is_warned_of_and_a_later_strategy_doe
     assert make(env_kwargs=None).seed != 5
 
 
-def test_another_number_of_workers_restarts_the_seed(
+def test_another_world_size_restarts_seeds(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = make()
@@ -245,7 +243,7 @@ def test_nothing_has_changed_where_there_is_no_trainer(make: Make, tmp_path: Pat
     assert same(weights(other.model), before)
 
 
-def test_what_does_not_fit_stays_if_that_is_tolerated(
+def test_what_does_not_fit_may_be_tolerated(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A larger model with another optimizer and no schedule takes the weights that it has in common."""
@@ -330,9 +328,7 @@ def test_what_is_not_resumed_stays_as_it_is(make: Make, tmp_path: Path) -> None:
         ({"optimizer": {}}, "'optimizer'"),
     ],
 )
-def test_what_needs_code_to_load_is_refused_by_its_place(
-    make: Make, tmp_path: Path, extra: dict[str, Any], message: str
-) -> None:
+def test_what_needs_code_is_refused(make: Make, tmp_path: Path, extra: dict[str, Any], message: str) -> None:
     strategy = simple(make)
     with pytest.raises(ConfigurationError, match=message):
         strategy.save_checkpoint(str(tmp_path / "a.pt"), extra_ckpt=extra)
@@ -341,7 +337,7 @@ def test_what_needs_code_to_load_is_refused_by_its_place(
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/a.pt", "https://example.com/a.pt"])
-def test_checkpoints_are_not_written_to_urls(
+def test_checkpoints_go_to_files_only(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -403,9 +399,7 @@ def test_a_strategy_needs_a_model_and_is_closed_with_its_trainers(make: Make) ->
         steps(model, trainer, 1)
 
 
-def test_log_and_store_are_closed_although_the_trainer_raises(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_and_store_are_closed_after_an_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, closed = make(), []
     strategy.prepare(Net(), optim_wrapper=SGD)
     strategy._made_store = SimpleNamespace(close=lambda: closed.append("store"))  # type: ignore[assignment]

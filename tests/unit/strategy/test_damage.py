@@ -165,9 +165,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_file_that_was_edited_is_refused(
-    make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
-) -> None:
+def test_an_edited_file_is_refused(make: Make, path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     content = torch.load(path, weights_only=True)
     edit(content)
     torch.save(content, path)
@@ -178,9 +176,7 @@ def test_a_file_that_was_edited_is_refused(
     assert run.state() == before
 
 
-def test_a_file_of_an_older_release_gives_one_warning(
-    make: Make, path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_file_gives_one_warning(make: Make, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = Run(make, 9, 0)
     expected.strategy.resume(str(path))
     assert "checksum" not in caplog.text
@@ -256,7 +252,7 @@ UNFIT: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("edit", UNFIT.values(), ids=UNFIT)
-def test_a_part_that_does_not_fit_changes_no_other(
+def test_a_part_that_does_not_fit_is_refused(
     make: Make, path: Path, edit: Callable[[dict[str, Any]], object]
 ) -> None:
     """The file is as it was written; a callback changes what is read, as a user's does with foreign checkpoints."""

@@ -55,7 +55,7 @@ def test_arguments_are_keywords_and_the_base_is_abstract() -> None:
         Strategy("device", "work")  # type: ignore[misc]
 
 
-def test_names_and_directories_carry_the_time(
+def test_names_and_folders_carry_the_time(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,9 +69,7 @@ def test_names_and_directories_carry_the_time(
     assert named.experiment_name == f"try_{named.timestamp}"
 
 
-def test_ranks_that_cannot_connect_are_told_what_is_missing(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_connect_are_told_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_RANK", "0")
     monkeypatch.setenv("KVSTORE_NUM_WORKERS", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -113,7 +111,7 @@ def test_dist_cfg_without_effect_is_refused(make: Make) -> None:
         make("device", env_kwargs={"dist_cfg": {"backend": "gloo"}})
 
 
-def test_multiprocessing_and_threads_are_left_alone_unless_asked(
+def test_threads_are_left_alone_unless_asked(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -232,9 +230,7 @@ def test_value_that_cannot_be_is_refused(make: Make, wrong: dict[str, Any], mess
         make(**wrong)
 
 
-def test_distributed_training_is_set_up_in_a_job_or_by_dist_cfg(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distributed_training_is_set_up_in_a_job_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
     class Mine(Strategy):

@@ -97,9 +97,7 @@ def test_schedules_by_step_count_updates_where_mmengine_counts_passes(make: Make
         ),
     ],
 )
-def test_other_schedules_than_mmengines_are_refused(
-    make: Make, tmp_path: Path, schedules: list[Any], message: str
-) -> None:
+def test_other_schedules_are_refused(make: Make, tmp_path: Path, schedules: list[Any], message: str) -> None:
     strategy = make(kvstore=None)
     model, trainer, _ = strategy.prepare(
         nn.Linear(3, 1), optim_wrapper=SGD, param_scheduler=schedules, dispatch_kwargs=RUN

@@ -192,7 +192,7 @@ def test_one_method_is_compiled_if_asked_and_names_of_weights_stay(make: Make, t
         ({"optim_wrapper": {**SGD, "accumulative_counts": 3}}, ConfigurationError, '"max_iters"'),
     ],
 )
-def test_what_cannot_be_prepared_fails(
+def test_impossible_parts_are_refused(
     make: Make, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -209,9 +209,7 @@ def test_the_trainer_advances_schedules_to_the_end_of_the_run_which_is_needed(ma
         make().prepare(Net(), optim_wrapper=SGD, param_scheduler=cosine)
 
 
-def test_accumulating_trainers_and_batch_norm_are_warned_of(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accumulation_beside_batch_norm_is_warned_of(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     twice = {**SGD, "accumulative_counts": 2}
     make().prepare(Net(), optim_wrapper={"body": SGD, "head": SGD})
     make().prepare(Net(), optim_wrapper=twice, dispatch_kwargs={"max_iters": 2})

@@ -89,9 +89,7 @@ def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] |
     ],
     ids=["no store", "all together", "in the store", "beside the store"],
 )
-def test_an_interrupted_step_is_made_once_or_the_loop_is_told(
-    optimizer: Any, options: dict[str, Any]
-) -> None:
+def test_an_interrupted_step_is_made_once_or_the_loop_told(optimizer: Any, options: dict[str, Any]) -> None:
     wanted = weights_of_torch()
     found, lines = train(optimizer, -1, **options)
     assert found is not None
@@ -104,9 +102,7 @@ def test_an_interrupted_step_is_made_once_or_the_loop_is_told(
     assert [line for line, one in went_on if not all(map(torch.allclose, one, wanted))] == []
 
 
-def test_a_trainer_without_a_store_survives_an_interrupt_and_logs_it_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_trainer_without_a_store_survives_an_interrupt_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     parameters = fresh()
     trainer = kvtrainer.Trainer(parameters, "sgd", {"lr": LR}, kvstore=None)
     give(parameters, 0)
@@ -165,7 +161,7 @@ def test_what_an_interrupted_step_has_left_with_a_store_is_not_saved(call: str, 
 
 
 @pytest.mark.parametrize("call", SAVES)
-def test_what_an_interrupted_step_has_left_without_a_store_is_saved_and_that_is_logged(
+def test_an_interrupted_step_without_a_store_is_saved_and_logged(
     call: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = interrupted_in_its_end(kvstore=None)

@@ -58,9 +58,7 @@ SECOND_OF_A_TRAINER: dict[str, Callable[[Trainer], Any]] = {
 
 @pytest.mark.parametrize("method", SECOND_OF_A_TRAINER)
 @pytest.mark.parametrize("store", [None, "local"])
-def test_a_trainer_takes_one_thread_at_a_time_and_the_first_one_ends_as_if_alone(
-    net: torch.nn.Linear, method: str, store: str | None
-) -> None:
+def test_a_trainer_takes_one_thread_at_a_time(net: torch.nn.Linear, method: str, store: str | None) -> None:
     trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.5}, kvstore=store)
     before, pause = net.weight.detach().clone(), Pause()
 

@@ -225,7 +225,7 @@ class Unknown(torch.optim.Optimizer):
         (Unknown, {"kvstore": None}, "Unknown", ("None", False)),
     ],
 )
-def test_repr_names_the_optimizer_the_store_and_the_accumulation(
+def test_repr_names_the_parts(
     optimizer: Any, options: dict[str, Any], name: str, place: tuple[str, bool]
 ) -> None:
     shown = repr(Trainer(zeros(), optimizer, **options)).splitlines()
@@ -238,7 +238,7 @@ def test_repr_names_the_optimizer_the_store_and_the_accumulation(
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_worker_that_trains_alone_in_a_job_of_several_is_warned(
+def test_a_lone_trainer_in_a_job_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_named: bool
 ) -> None:
     monkeypatch.setenv("KVSTORE_RANK", "0")

@@ -179,9 +179,7 @@ STEPS: dict[str, Callable[[Trainer], object]] = {
 @pytest.mark.parametrize(
     ("move", "how", "uok", "is_late"), pairwise(MOVES, STEPS, [None, False, True], [False, True])
 )
-def test_moved_data_are_named_whatever_the_gradients(
-    move: str, how: str, uok: bool | None, is_late: bool
-) -> None:
+def test_moved_data_are_named_in_any_case(move: str, how: str, uok: bool | None, is_late: bool) -> None:
     net = nn.Linear(3, 2)
     trainer = trainer_for(net, uok)
     if is_late:

@@ -396,9 +396,7 @@ def test_zeroing_within_a_window_is_said_once(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("in_store", [None, False, True])
-def test_a_loop_that_catches_a_schedules_error_goes_on(
-    in_store: bool | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_may_catch_a_schedules_error(in_store: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     def rate(step: int) -> float:
         if step == 2:
             raise LookupError

@@ -69,9 +69,7 @@ def fetch(url: str, **headers: str) -> bytes:
         return body
 
 
-def test_without_prometheus_client_metrics_say_what_to_install(
-    page: Page, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_prometheus_client_an_error_says_so(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(urllib.error.HTTPError) as caught:
         fetch(f"{page.url}metrics")
