@@ -45,6 +45,7 @@ from kvtrainer.sync.exchange import (
 )
 from kvtrainer.sync.rank_exchange import GroupExchange
 from kvtrainer.sync.select import Selection, group_too_late
+from kvtrainer.sync.step_guard import StepGuard
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +142,7 @@ class Binding:
         """Sends gradients during the backward pass; None where they are sent by the step."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the numbers that hold now, as `round` takes them."""
-        self.step_incomplete = False
-        """Whether a step has begun to change weights, state or counts, or others may have made it, and has not ended.
-
-        It is set before the first change and taken back after the last: whatever interrupts them in between leaves it.
-        """
+        self.guard = StepGuard()
 
     @property
     def is_alone(self) -> bool:
@@ -205,7 +202,7 @@ class Binding:
     def start(self, layout: Memory, optimizer: Optimizer) -> None:
         """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively.
 
-        `step_incomplete` is left set, for the caller has more to do.
+        The caller ends the step of `guard`, because it has more to do.
         """
         self.check_whole()
         arena = layout.arena
@@ -218,7 +215,7 @@ class Binding:
             self._left = None
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
-        self.step_incomplete = True
+        self.guard.begin()
         is_on_cpu = arena.device.type == "cpu"
         has_replicas = is_on_cpu and layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and not has_replicas:
@@ -227,11 +224,8 @@ class Binding:
             if not self.selection.overlaps:
                 self.exchange.allocate_shared_grads(arena.long, allocates=self.zero_copy, gathers=is_on_cpu)
         if self.exchange is not None:
-            try:
+            with self.guard.ended_by_errors():
                 self.exchange.init(arena.weights, layout.tables.first())
-            except Exception:
-                self.step_incomplete = False
-                raise
             layout.tables.are_placed()
             arena.mark_updated(None)
         if is_on_cpu:
@@ -306,14 +300,13 @@ class Binding:
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
-        self.exchange.may_be_applied = False
-        self.step_incomplete = True
+        self.guard.begin()
         try:
-            outcome = self.exchange.run(gradients, arena.weights)
+            outcome = self.exchange.run(gradients, arena.weights, self.guard)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
         except BaseException as error:
-            self._note_lost(layout, error)
+            self._abort(layout, error)
             raise
         finally:
             layout.devices[0].borrowed = {}
@@ -330,25 +323,8 @@ class Binding:
         return outcome
 
     def check_whole(self, consequence: str = "training goes on with them") -> None:
-        """Raise KVStoreError if an interrupted step has, or may have, changed some things.
-
-        A Trainer that updates by itself goes on, with a line in the log: nobody else has weights that could differ, and
-        whoever stops a loop in a notebook would lose more by a new beginning.
-
-        Args:
-            consequence: for that line, what becomes of weights and state as they are.
-        """
-        if not self.step_incomplete:
-            return
-        if self.exchange is None:
-            self.step_incomplete = False
-            _log.warning("a step was interrupted when its update had begun: some weights, optimizer state and counts "
-                         "may have it already; %s", consequence)  # fmt: skip
-            return
-        raise KVStoreError(
-            "a step was interrupted when its update had begun, here or on other workers, so weights, optimizer "
-            "state and counts may have only a part of it. Restart from the last saved states"
-        )
+        """Raise KVStoreError if an interrupted step may have been applied in part; see `StepGuard.check`."""
+        self.guard.check(self.exchange is not None, consequence)
 
     def _gradients(
         self,
@@ -382,18 +358,18 @@ class Binding:
             layout.arena.grads, device.rows, scale, absent, changed, veto, guard, borrowed, device.targets
         )
 
-    def _note_lost(self, layout: Memory, error: BaseException) -> None:
-        """Note what a round that broke off may have left behind, here or on other workers."""
-        assert self.exchange is not None
-        # Interrupted, it may have left some of the new weights here.
+    def _abort(self, layout: Memory, error: BaseException) -> None:
+        """Record what a round that raised may have changed, here or on other workers."""
+        # An interrupted round may have left some of the new weights here.
         layout.accept_writes(self.has_weights)
-        # The others may make an update of which this worker lacks the sum. What a store updates comes with the next
-        # round: after an error, which tells the loop. An interrupt tells it nothing.
-        lacks_sum = not self.updates_weights and self.num_workers > 1
+        # If the others apply the round, this worker lacks the sum for its own update. Weights that a store updates
+        # come with the next round, but only an error tells the loop that there has to be one, an interrupt does not.
+        is_missed = not self.updates_weights and self.num_workers > 1
         if isinstance(error, Exception):
-            self.step_incomplete = lacks_sum and self.holder is not None and self.exchange.may_be_applied
+            is_missed = is_missed and self.holder is not None
         else:
-            self.step_incomplete = (lacks_sum or self.updates_weights) and self.exchange.may_be_applied
+            is_missed = is_missed or self.updates_weights
+        self.guard.abort(is_missed)
 
     def _predict_hypers(self) -> bytes:
         """Pack the numbers that a step would find now, if they are not those of the last."""

@@ -32,6 +32,7 @@ from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HostSum
 from kvtrainer.sync.staging import SideStream, Staging
+from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import NO_TARGETS, Arenas
 
 _log = logging.getLogger(__name__)
@@ -115,17 +116,18 @@ class Exchange(ABC):
     """Gradients in the servers' memory; None where there can be none."""
     refuses_rows: str = ""
     """Why gradients may not be row-sparse here; empty where they may."""
-    may_be_applied = False
-    """Whether the last call of `run` has begun what others may count, and has not raised since in a way that says that
-    they do not."""
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
 
     @abstractmethod
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
-        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`."""
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`.
+
+        Args:
+            step: Is told whether other workers may apply the round.
+        """
 
     @abstractmethod
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
@@ -323,7 +325,7 @@ class StoreExchange(Exchange):
         """List the keys (by index) that have a part in some slices (by index)."""
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         """Run one round over the client; see `Exchange.run`."""
         self._forget_read()
         target = weights if self.updates_weights else grads.arenas
@@ -353,7 +355,8 @@ class StoreExchange(Exchange):
             rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
             guard=grads.guard, borrowed=borrowed, shared_grads=shared_grads, unread=unread, mapped=self._in_servers,
         )  # fmt: skip
-        number, self.may_be_applied = self._table.round, True
+        number = self._table.round
+        step.sent()
         try:
             given = contribution if self._host is None else self._host.before(contribution)
             ticket = self._client.rounds.start(given)
@@ -363,7 +366,8 @@ class StoreExchange(Exchange):
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._report_inconsistent(error)
-            self.may_be_applied = self._may_count(number)
+            is_open = self._table.index in self._client.rounds.open  # interrupted as it ended
+            step.sent(may_be_applied=is_open or self._table.stands(number))
             raise
         self._check_places(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
@@ -379,10 +383,6 @@ class StoreExchange(Exchange):
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
         written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
         return RoundResult(left_out, False, None, measured, decision, written)
-
-    def _may_count(self, number: int) -> bool:
-        """Tell whether a round that has raised here may count for others: it stands, or was interrupted as it ended."""
-        return self._table.index in self._client.rounds.open or self._table.stands(number)
 
     @property
     def plan(self) -> Plan:
@@ -617,8 +617,8 @@ class PluginExchange(Exchange):
         for key, piece in enumerate(self._pieces(weights)):
             self._store.broadcast(key, piece, piece)
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
-        self.may_be_applied = True
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+        step.sent()
         for key, piece in enumerate(self._pieces(grads.arenas)):
             if grads.scale != 1.0:
                 piece.mul_(grads.scale)

@@ -39,6 +39,7 @@ from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.process_group import Buckets, RankGroup, SumsUnderWay
 from kvtrainer.sync.exchange import Exchange, Gradients, JoinedRound, RoundResult, keys_worth_borrowing
+from kvtrainer.sync.step_guard import StepGuard
 
 _log = logging.getLogger(__name__)
 
@@ -124,14 +125,14 @@ class GroupExchange(Exchange):
         if self._overlap is not None:
             self._overlap.close()
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor]) -> RoundResult:
+    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         """Run one round; see Exchange.
 
         Raises:
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
         """
         self._hyper = grads.hyper or self._hyper
-        self.may_be_applied = True
+        step.sent()
         return self._sum(grads, self._headers("step", grads))
 
     def _sum(self, grads: Gradients, headers: _Headers | None) -> RoundResult:

@@ -64,12 +64,9 @@ def _follow_others(pipeline: StepPipeline) -> None:
     # 3. One round after another, until the servers say that all workers have joined.
     is_over = False
     while not is_over:
-        link.step_incomplete = True
-        try:
+        link.guard.begin()
+        with link.guard.ended_by_errors():
             joined = link.run_without_data(memory.arena)
-        except BaseException as error:
-            link.step_incomplete = not isinstance(error, Exception)
-            raise
         is_over = joined.is_over
         # In asynchronous modes every worker's schedules count its own updates, so options of others are not adopted.
         if joined.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
@@ -80,7 +77,7 @@ def _follow_others(pipeline: StepPipeline) -> None:
                 group.update({**values, "lr": group["lr"]} if has_scheduler else values)
         if not is_over:
             _follow_round(pipeline, joined.hyper, joined.outcome)
-        link.step_incomplete = False
+        link.guard.end()
     # 4. Afterwards the weights count as unchanged by the loop.
     memory.share_weights()
     memory.accept_writes(link.has_weights)

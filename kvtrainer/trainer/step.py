@@ -227,7 +227,7 @@ class StepPipeline:
                 self.loss_scaler.mark_scaled()  # this worker has no gradient, but those of others are scaled
             # The rows of a single gradient need not be written back.
             self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
-        self.link.step_incomplete = False
+        self.link.guard.end()
 
     def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
         self.refuse_in_join("update()")
@@ -350,7 +350,7 @@ class StepPipeline:
             self.memory.share_weights()
         self.memory.accept_writes(self.link.has_weights)
         self.states.hand_over()
-        self.link.step_incomplete = False
+        self.link.guard.end()
         return True
 
     def _decide(self) -> None:
@@ -623,16 +623,17 @@ class StepPipeline:
         options: dict[str, Any] | None = None,
     ) -> GradientCheck:
         """Update keys with their gradients in the arena, clipped, unless the step is skipped."""
-        was_incomplete = self.link.step_incomplete
+        guard = self.link.guard
+        was_incomplete = guard.is_incomplete
         try:
             return self._update_here(present, scale, again, options)
         except Exception:
-            self.link.step_incomplete = False  # as on all workers: nothing has changed
+            guard.end()  # as on all workers: nothing has changed
             raise
         except BaseException:
             one = self.states.here[0]
             if isinstance(one, JointUpdate) and one.was_undone:
-                self.link.step_incomplete = was_incomplete
+                guard.is_incomplete = was_incomplete
             raise
 
     def set_mode(self, mode: str) -> None:
@@ -679,7 +680,7 @@ class StepPipeline:
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
-        self.link.step_incomplete = True
+        self.link.guard.begin()
         # 3. Update.
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
@@ -753,12 +754,9 @@ class StepPipeline:
 
     def conclude(self, updated: Sequence[bool] | None) -> None:
         """Count a step's updates, as its last change: if a user's schedule raises, everything else is done."""
-        try:
+        with self.link.guard.ended_by_errors():
             self.count(updated)
-        except Exception:
-            self.link.step_incomplete = False
-            raise
-        self.link.step_incomplete = False
+        self.link.guard.end()
 
     def count(self, updated: Sequence[bool] | None) -> None:
         if updated is not None:

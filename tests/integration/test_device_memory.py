@@ -15,8 +15,9 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync import staging
-from kvtrainer.sync.exchange import Gradients, StoreExchange
+from kvtrainer.sync.exchange import StoreExchange
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
+from tests.support.engines import run_round
 from tests.support.limits import LIMIT
 from tests.support.stores import Servers
 
@@ -59,7 +60,7 @@ class Worker:
             len(self.grads["float32"]), generator=torch.Generator().manual_seed(8 * step + rank)
         )
         self.compute(lambda: self.grads["float32"].copy_(drawn))
-        self.exchange.run(Gradients(self.grads, {}, 1.0, frozenset(absent), veto=veto), self.weights)
+        run_round(self.exchange, self.grads, self.weights, absent=frozenset(absent), veto=veto)
 
     def values(self) -> list[Tensor]:
         """Copy the weights of each parameter, as the device has them when it has done all."""

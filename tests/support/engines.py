@@ -15,10 +15,12 @@ from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import Mode
 from kvstore_server.plan import Plan, TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.rows import RowSet
 from kvstore_server.transport.arena import Leases
 from kvtrainer.client.client import Client, Loopback
 from kvtrainer.client.session import SessionOptions
 from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult
+from kvtrainer.sync.step_guard import StepGuard
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed
 from tests.support.messages import contribution
@@ -51,16 +53,17 @@ def views(plan: Plan, arenas: Mapping[str, Tensor]) -> list[Tensor]:
     return [arenas[spec.dtype][at : at + spec.numel].view(spec.shape) for spec, at in rows]
 
 
-def step(
+def run_round(
     exchange: Exchange,
     grads: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     scale: float = 1.0,
     absent: frozenset[int] = frozenset(),
-    veto: bool = False,
+    rows: Mapping[int, RowSet] | None = None,
+    **others: Any,
 ) -> RoundResult:
-    """One round of dense gradients without new hyper-parameters."""
-    return exchange.run(Gradients(grads, {}, scale, absent, veto=veto), weights)
+    """One round of dense gradients; `others` are more fields of what this worker gives."""
+    return exchange.run(Gradients(grads, rows or {}, scale, absent, **others), weights, StepGuard())
 
 
 class EngineJob:

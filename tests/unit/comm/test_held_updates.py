@@ -16,8 +16,8 @@ from kvstore_server.plan import Plan
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.norms import Decision, Guard, Measured, measure
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.sync.exchange import Gradients, RoundResult, StoreExchange
-from tests.support.engines import client_of, filled, plan_of
+from kvtrainer.sync.exchange import RoundResult, StoreExchange
+from tests.support.engines import client_of, filled, plan_of, run_round
 from tests.support.pairwise import pairwise
 
 SHAPES = {"table": (4000, 20), "bias": (9,), "big": (300, 700), "scale": (3, 3)}
@@ -63,7 +63,7 @@ class Job:
         rows: Mapping[int, RowSet] | None = None,
     ) -> RoundResult:
         guard = Guard(norm_type, lambda measured: decision) if decision is not None else None
-        return self.exchange.run(Gradients(arenas, rows or {}, scale, absent, guard=guard), self.weights)
+        return run_round(self.exchange, arenas, self.weights, scale, absent, rows=rows or {}, guard=guard)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,5 @@ def test_a_guard_where_the_store_does_not_update_is_refused() -> None:
     exchange = StoreExchange(client_of(1), plan, None)
     weights = filled(plan, {key: torch.zeros(shape) for key, shape in SHAPES.items()})
     exchange.init(weights)
-    guarded = Gradients(weights, {}, 1.0, frozenset(), guard=Guard(2.0, lambda m: Decision()))
     with pytest.raises(ConfigurationError):
-        exchange.run(guarded, weights)
+        run_round(exchange, weights, weights, guard=Guard(2.0, lambda m: Decision()))

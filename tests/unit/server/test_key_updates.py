@@ -12,8 +12,8 @@ from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.base import StateValue
 from kvtrainer.errors import ProtocolError
 from kvtrainer.states.format import export_states
-from kvtrainer.sync.exchange import Gradients, StoreExchange
-from tests.support.engines import client_of, filled, plan_of, views
+from kvtrainer.sync.exchange import StoreExchange
+from tests.support.engines import client_of, filled, plan_of, run_round, views
 
 SHAPES = {"bias": (1, 5), "big": (150, 200), "odd": (7, 13), "second": (40, 300)}
 """"big" and "second" have several slices each, the others share a bucket."""
@@ -37,7 +37,7 @@ def weights_after(
     exchange.init(weights)
     for step in range(1, STEPS + 1):
         left_out = absent[step - 1] if step <= len(absent) else frozenset()
-        exchange.run(Gradients(filled(plan, normal(step, kind)), {}, 0.5, left_out), weights)
+        run_round(exchange, filled(plan, normal(step, kind)), weights, 0.5, left_out)
     return views(plan, weights)
 
 
@@ -90,7 +90,7 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     exchange = StoreExchange(client_of(2), plan, optimizer)
     weights = filled(plan, normal(0, torch.float16))
     exchange.init(weights)
-    exchange.run(Gradients(filled(plan, normal(1, torch.float16)), {}, 0.5, frozenset()), weights)
+    run_round(exchange, filled(plan, normal(1, torch.float16)), weights, 0.5)
     bucket, other = plan.slices_with(2)[0], plan.slices_with(1)[0]
     with pytest.raises(ProtocolError):
         exchange.put_state(bucket, exchange.get_state(other))

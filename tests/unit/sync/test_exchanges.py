@@ -18,9 +18,10 @@ from kvtrainer.client import client as clients
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import LocalKVStore
 from kvtrainer.sync import exchange as exchanges
-from kvtrainer.sync.exchange import Gradients, StoreExchange
+from kvtrainer.sync.exchange import StoreExchange
 from kvtrainer.trainer.optimizer_states import ShardUpdate
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
+from tests.support.engines import run_round
 
 PLAN = make_plan(
     [TensorSpec("a", (2,), "float32"), TensorSpec("b", (), "float64"), TensorSpec("c", (3,), "float32")], 1
@@ -65,7 +66,7 @@ def test_store_that_updates_writes_new_weights_and_leaves_gradients() -> None:
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
     assert same(weights, arenas(10, 20, 30))
-    assert exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights).left_out == frozenset()
+    assert run_round(exchange, grads, weights, 0.5).left_out == frozenset()
     assert same(weights, arenas(9.5, 19, 28.5))
     assert same(grads, arenas(1, 2, 3))
 
@@ -75,7 +76,7 @@ def test_options_that_travel_hold_until_others_do() -> None:
     weights = arenas(0, 0, 0)
     exchange.init(weights)
     for packed in (hypers(lr=2.0, weight_decay=0.0, clip_gradient=None), b""):
-        exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset(), packed), weights)
+        run_round(exchange, arenas(1, 1, 1), weights, hyper=packed)
     assert same(weights, arenas(-4, -4, -4))
 
 
@@ -84,7 +85,7 @@ def test_keys_that_nobody_has_are_named_and_stay(absent: frozenset[int]) -> None
     exchange = over_store(create("test", learning_rate=1.0, wd=1.0))
     weights = arenas(8, 8, 8)
     exchange.init(weights)
-    assert exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, absent), weights).left_out == absent
+    assert run_round(exchange, arenas(0, 0, 0), weights, absent=absent).left_out == absent
     a, b, c = (8.0 if key in absent else 0.0 for key in range(3))
     assert same(weights, arenas(a, b, c))
 
@@ -93,7 +94,7 @@ def test_store_that_does_not_update_writes_the_sum_to_the_gradients() -> None:
     exchange = over_store()
     weights, grads = arenas(10, 20, 30), arenas(1, 2, 3)
     exchange.init(weights)
-    exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights)
+    run_round(exchange, grads, weights, 0.5)
     assert same(grads, arenas(0.5, 1, 1.5))
     assert same(weights, arenas(10, 20, 30))
 
@@ -103,8 +104,7 @@ def test_a_veto_sends_nothing_even_if_the_gradient_cannot_be_compressed() -> Non
     exchange = StoreExchange(LocalKVStore().open_client(), PLAN, create("test"), codec)
     weights, nan = arenas(1, 2, 3), float("nan")
     exchange.init(weights)
-    vetoed = Gradients(arenas(nan, nan, nan), {}, 1.0, frozenset(), veto=True)
-    assert exchange.run(vetoed, weights).skipped
+    assert run_round(exchange, arenas(nan, nan, nan), weights, veto=True).skipped
     assert same(weights, arenas(1, 2, 3))
     assert not any(one.any() for one in exchange.residuals().values())
 
@@ -118,7 +118,7 @@ def test_state_of_a_slice_goes_to_the_store_and_comes_back() -> None:
     for piece in PLAN.slices:
         exchange.put_state(piece, local.get_state(piece))
         assert exchange.get_state(piece).steps.tolist() == [1] * len(piece.segments)
-    exchange.run(Gradients(arenas(0, 0, 0), {}, 1.0, frozenset()), weights)
+    run_round(exchange, arenas(0, 0, 0), weights)
     assert same(weights, arenas(-0.5, -1, -1.5))
 
 
@@ -133,7 +133,7 @@ def test_counters_of_the_store_tell_what_was_applied() -> None:
     exchange = over_store(create("test"))
     weights = arenas(0, 0, 0)
     exchange.init(weights)
-    exchange.run(Gradients(arenas(1, 1, 1), {}, 1.0, frozenset({2})), weights)
+    run_round(exchange, arenas(1, 1, 1), weights, absent=frozenset({2}))
     [[table]] = [stats["tables"] for stats in exchange.stats()]
     assert (table["rounds_applied"], table["keys"], table["keys_applied"]) == (1, 3, 2)
 
@@ -154,9 +154,9 @@ def test_what_a_device_computes_goes_to_the_store_and_comes_back_in_time(
         seen.append([*target["float32"][[0, 16]].tolist(), *target["float64"][:1].tolist()])
 
     exchange.init(weights)
-    for step in range(1, 4):
-        streams.compute(lambda step=step: fill(grads, arenas(step, 2, 3)))
-        exchange.run(Gradients(grads, {}, 0.5, frozenset()), weights)
+    for number in range(1, 4):
+        streams.compute(lambda number=number: fill(grads, arenas(number, 2, 3)))
+        run_round(exchange, grads, weights, 0.5)
         streams.compute(read)
     exchange.assign(weights)
     streams.compute(read)
@@ -164,7 +164,7 @@ def test_what_a_device_computes_goes_to_the_store_and_comes_back_in_time(
     if in_store:
         assert seen == [[9.5, 28.5, 19.0], [8.5, 27.0, 18.0], [7.0, 25.5, 17.0], [7.0, 25.5, 17.0]]
     else:
-        assert seen == [[step / 2, 1.5, 1.0] for step in (1, 2, 3, 3)]
+        assert seen == [[number / 2, 1.5, 1.0] for number in (1, 2, 3, 3)]
     assert streams.num_places == 4
 
 

@@ -55,7 +55,7 @@ def train(optimizer: Any, at: int, **options: Any) -> tuple[list[torch.Tensor] |
     Returns the weights, or None where the loop was told that they may have a part of it; and the lines of that step.
     """
     parameters, lines, said = fresh(), list[Line](), list[logging.LogRecord]()
-    log, listener = logging.getLogger("kvtrainer.sync.binding"), logging.Handler(logging.WARNING)
+    log, listener = logging.getLogger("kvtrainer.sync"), logging.Handler(logging.WARNING)
     listener.emit = said.append  # type: ignore[method-assign]
     log.addHandler(listener)
     params = {"lr": LR, "momentum": MOMENTUM}
