@@ -77,6 +77,11 @@ class Contribution(NamedTuple):
     mapped: MappedWeights | SeenWeights | None = None
     priority: int = 0
 
+    @property
+    def scale(self) -> float:
+        """The factor of this contribution where no server knows the optimizer's own."""
+        return 1.0 if self.rescale is None else self.rescale
+
     def gives(self, table: int, piece: Slice) -> bool:
         """Tell whether this rank gives a table's (by position) slice, or some keys of it."""
         first = piece.segments[0].key

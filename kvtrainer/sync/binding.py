@@ -17,6 +17,7 @@ from kvstore_server.engine.memory import return_free_memory
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan
 from kvtrainer.client.client import Client
+from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
 from kvtrainer.client.row_reads import TableRows
@@ -37,7 +38,6 @@ from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
     TABLE,
     Exchange,
-    Gradients,
     JoinedRound,
     PluginExchange,
     RoundResult,
@@ -299,10 +299,10 @@ class Binding:
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
-        arena, gradients = layout.arena, self._gradients(layout, options, scale, absent, veto, limits)
+        arena, contribution = layout.arena, self._contribution(layout, options, scale, absent, veto, limits)
         self.guard.begin()
         try:
-            outcome = self.exchange.run(gradients, arena.weights, self.guard)
+            outcome = self.exchange.run(contribution, arena.weights, self.guard)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
         except BaseException as error:
@@ -319,14 +319,14 @@ class Binding:
             if self.holder is not None and self.holder.shown is not None:
                 self._watch(arena, self.holder.shown)
             if not layout.has_replicas:
-                arena.zeros = frozenset(gradients.rows)
+                arena.zeros = frozenset([key for _, key in contribution.rows])
         return outcome
 
     def check_whole(self, consequence: str = "training goes on with them") -> None:
         """Raise KVStoreError if an interrupted step may have been applied in part; see `StepGuard.check`."""
         self.guard.check(self.exchange is not None, consequence)
 
-    def _gradients(
+    def _contribution(
         self,
         layout: Memory,
         options: dict[str, Any],
@@ -334,7 +334,7 @@ class Binding:
         absent: frozenset[int],
         veto: bool,
         limits: GradientLimits,
-    ) -> Gradients:
+    ) -> Contribution:
         """Put together what this worker gives to a round; numbers go along where servers may not have them yet.
 
         Raises ConfigurationError for rows that the store does not take.
@@ -354,9 +354,14 @@ class Binding:
         # After a failed round nobody knows which servers took the change: it is sent again.
         self._is_told = False
         borrowed = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.borrowed.items()}
-        return Gradients(
-            layout.arena.grads, device.rows, scale, absent, changed, veto, guard, borrowed, device.targets
-        )
+        rows = {(0, key): rows for key, rows in device.rows.items()}
+        shared_grads: Mapping[int, Tensor] = {}
+        if exchange.shared_grads is not None and layout.arena.device.type == "cpu":
+            shared_grads = exchange.shared_grads.in_place(borrowed, bool(device.targets))
+        return Contribution(
+            (), [layout.arena.grads], None, scale, changed, absent, rows,
+            borrowed=borrowed, shared_grads=shared_grads, veto=veto, guard=guard,
+        )  # fmt: skip
 
     def _abort(self, layout: Memory, error: BaseException) -> None:
         """Record what a round that raised may have changed, here or on other workers."""

@@ -19,7 +19,7 @@ from kvstore_server.codec import BFloat16, Codec, torch_dtype
 from kvstore_server.optimizer import Optimizer, States, spec_for_store
 from kvstore_server.plan import LONG, Plan, Slice, row_numel
 from kvstore_server.protocol.rows import RowSet
-from kvstore_server.shard.norms import Decision, Guard, Measured
+from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
 from kvtrainer.client.row_reads import TableRows
@@ -33,7 +33,7 @@ from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HostSum
 from kvtrainer.sync.staging import SideStream, Staging
 from kvtrainer.sync.step_guard import StepGuard
-from kvtrainer.types import NO_TARGETS, Arenas
+from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
 
@@ -46,29 +46,6 @@ def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
     """Find the keys (by index) whose gradients are given as they lie, among some."""
     nbytes = plan.key_nbytes
     return frozenset([key for key in keys if nbytes[key] >= _LEAST_BORROWED])
-
-
-class Gradients(NamedTuple):
-    """The part that one worker gives to a round."""
-
-    arenas: Mapping[str, Tensor]
-    """Flat, laid out by the plan; also where sums come back."""
-    rows: Mapping[int, RowSet]
-    """Keys (by index) that have only some rows."""
-    scale: float
-    absent: frozenset[int]
-    """Keys without a gradient."""
-    hyper: bytes = b""
-    """The hyper-parameters, packed; empty when nothing changed."""
-    veto: bool = False
-    """These gradients are not finite: the round has no effect on any worker."""
-    guard: Guard | None = None
-    """All workers' sum is measured and decided about before it is used. Only for a store that updates in synchronous
-    rounds; every worker must give one, of the same type of norm."""
-    borrowed: Mapping[int, Tensor] = {}
-    """Keys (by index) whose values lie elsewhere, flat, on the CPU; what is in `arenas` does not count."""
-    targets: Mapping[int, Tensor] = NO_TARGETS
-    """The same, of all others that the exchange had a target for."""
 
 
 class RoundResult(NamedTuple):
@@ -122,10 +99,11 @@ class Exchange(ABC):
         """Give every worker rank 0's weights, and the store rank 0's row-sparse ones."""
 
     @abstractmethod
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
-        """Run one round. New weights go to `weights`, or else sums of gradients to those of `grads`.
+    def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+        """Run one round. New weights go to `weights`, or else sums of gradients to the values of the contribution.
 
         Args:
+            contribution: Without tables. Its values are given also with a veto.
             step: Is told whether other workers may apply the round.
         """
 
@@ -325,35 +303,33 @@ class StoreExchange(Exchange):
         """List the keys (by index) that have a part in some slices (by index)."""
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+    def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         """Run one round over the client; see `Exchange.run`."""
         self._forget_read()
-        target = weights if self.updates_weights else grads.arenas
-        values, borrowed = grads.arenas, grads.borrowed
+        assert contribution.values is not None
+        [arenas] = contribution.values
+        target = weights if self.updates_weights else arenas
         if self._staging is not None:
-            values, borrowed = self._brought(self._staging, grads)
+            contribution = self._from_device(self._staging, contribution)
         out = self._places(target)
         specs = self._table.plan.specs
         rows: dict[tuple[int, int], RowSet] = {}
         unsent = unread = frozenset[int]()
-        if grads.rows and self.updates_weights:
+        if contribution.rows and self.updates_weights:
             # Only rows make it worth the servers' while to know what has changed.
             self._has_rows = True
-            for key, (
-                ids,
-                of_key,
-            ) in grads.rows.items():  # the sum of replicas may have come in a wider dtype
-                rows[0, key] = RowSet(ids.cpu(), of_key.to("cpu", torch_dtype(specs[key].dtype)))
-        elif grads.rows:
-            unsent = frozenset(grads.rows)  # rows of a single worker are their own sum
+            for place, (ids, values) in contribution.rows.items():
+                dtype = torch_dtype(specs[place[1]].dtype)  # the sum of replicas may have come in a wider one
+                rows[place] = RowSet(ids.cpu(), values.to("cpu", dtype))
+        elif contribution.rows:
+            unsent = frozenset(
+                [key for _, key in contribution.rows]
+            )  # rows of a single worker are their own sum
             unread = unsent & self._table.plan.keys_alone
-        shared_grads = (
-            {} if self.shared_grads is None else self.shared_grads.in_place(borrowed, bool(grads.targets))
-        )
-        contribution = Contribution(
-            [self._table], None if grads.veto else [values], [out], grads.scale, grads.hyper, grads.absent | unsent,
-            rows, veto=grads.veto, is_kept=self._has_rows and self.updates_weights and self.seen is None,
-            guard=grads.guard, borrowed=borrowed, shared_grads=shared_grads, unread=unread, mapped=self._in_servers,
+        contribution = contribution._replace(
+            tables=[self._table], values=None if contribution.veto else contribution.values, outs=[out],
+            absent=contribution.absent | unsent, rows=rows, unread=unread, mapped=self._in_servers,
+            is_kept=self._has_rows and self.updates_weights and self.seen is None,
         )  # fmt: skip
         number = self._table.round
         step.sent()
@@ -379,7 +355,7 @@ class StoreExchange(Exchange):
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
-            grads.arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
+            arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
         written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
         return RoundResult(left_out, False, None, measured, decision, written)
@@ -547,20 +523,21 @@ class StoreExchange(Exchange):
         for dtype in self._copies:
             arenas[dtype].copy_(places[dtype])
 
-    def _brought(self, staging: Staging, grads: Gradients) -> tuple[Arenas, Mapping[int, Tensor]]:
-        """Copy gradients of a CUDA device to the host; return their places, and by key (its index) those elsewhere.
-
-        Long ones go where servers read them, if these have memory for them.
-        """
-        if self.shared_grads is None or grads.veto:
-            return staging.down(grads.arenas), {}
-        borrowed = self.shared_grads.places(grads.absent.union(grads.rows))
+    def _from_device(self, staging: Staging, contribution: Contribution) -> Contribution:
+        """Copy the gradients from a CUDA device to the host: large ones to the servers' memory, if that has room."""
+        assert contribution.values is not None
+        [arenas] = contribution.values
+        if self.shared_grads is None or contribution.veto:
+            return contribution._replace(values=[staging.down(arenas)])
+        borrowed = self.shared_grads.places(contribution.absent.union([key for _, key in contribution.rows]))
         if borrowed:
             staging.pin(self.shared_grads.memory)
         places: dict[str, list[tuple[int, Tensor]]] = {}
         for key, place in borrowed.items():
             places.setdefault(self.plan.specs[key].dtype, []).append((self.plan.key_offsets[key], place))
-        return staging.down(grads.arenas, places), borrowed
+        values = [staging.down(arenas, places)]
+        shared_grads = self.shared_grads.in_place(borrowed, are_gathered=False)
+        return contribution._replace(values=values, borrowed=borrowed, shared_grads=shared_grads)
 
     def _of_rank_0(
         self,
@@ -617,16 +594,18 @@ class PluginExchange(Exchange):
         for key, piece in enumerate(self._pieces(weights)):
             self._store.broadcast(key, piece, piece)
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+    def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         step.sent()
-        for key, piece in enumerate(self._pieces(grads.arenas)):
-            if grads.scale != 1.0:
-                piece.mul_(grads.scale)
-            if grads.veto:
+        [arenas] = contribution.values or ()
+        for key, piece in enumerate(self._pieces(arenas)):
+            if contribution.scale != 1.0:
+                piece.mul_(contribution.scale)
+            if contribution.veto:
                 piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
         # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
-        return RoundResult(grads.absent if self.num_workers == 1 else frozenset(), skipped=grads.veto)
+        left_out = contribution.absent if self.num_workers == 1 else frozenset[int]()
+        return RoundResult(left_out, skipped=contribution.veto)
 
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         raise ConfigurationError(f"kvstore {self._store.type!r} does not know workers without data")

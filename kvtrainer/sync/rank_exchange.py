@@ -32,13 +32,14 @@ from kvstore_server.engine.agreed import AgreedOptions
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.plan import Plan, row_numel
 from kvstore_server.protocol.rows import RowSet, same_bits
+from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.replica_sums import sum_rows
 from kvtrainer.client.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.process_group import Buckets, RankGroup, SumsUnderWay
-from kvtrainer.sync.exchange import Exchange, Gradients, JoinedRound, RoundResult, keys_worth_borrowing
+from kvtrainer.sync.exchange import Exchange, JoinedRound, RoundResult, keys_worth_borrowing
 from kvtrainer.sync.step_guard import StepGuard
 
 _log = logging.getLogger(__name__)
@@ -125,17 +126,17 @@ class GroupExchange(Exchange):
         if self._overlap is not None:
             self._overlap.close()
 
-    def run(self, grads: Gradients, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
+    def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
         """Run one round; see Exchange.
 
         Raises:
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
         """
-        self._hyper = grads.hyper or self._hyper
+        self._hyper = contribution.hyper or self._hyper
         step.sent()
-        return self._sum(grads, self._headers("step", grads))
+        return self._sum(contribution, self._headers("step", contribution))
 
-    def _sum(self, grads: Gradients, headers: _Headers | None) -> RoundResult:
+    def _sum(self, contribution: Contribution, headers: _Headers | None) -> RoundResult:
         """Sum gradients of which the headers of all ranks are known, unless one vetoed; this ends the round."""
         overlap = self._overlap
         if headers is None or headers.is_over:
@@ -145,22 +146,22 @@ class GroupExchange(Exchange):
         left_out = _keys((headers.states == _ABSENT).all(0))
         dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
-        before, after = (1.0, headers.scales[0]) if is_common else (grads.scale, 1.0)
-        for key in dense.intersection(grads.rows):
-            spec, at = self._plan.specs[key], self._plan.key_offsets[key]
-            ids, values = grads.rows[key]
-            place = grads.arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
-            place[ids] = values.to(place.dtype)  # it was zero
+        before, after = (1.0, headers.scales[0]) if is_common else (contribution.scale, 1.0)
+        [arenas] = contribution.values or ()
+        for (_, key), (ids, values) in contribution.rows.items():
+            if key in dense:
+                spec, at = self._plan.specs[key], self._plan.key_offsets[key]
+                place = arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
+                place[ids] = values.to(place.dtype)  # it was zero
         specs, offsets, rest = self._plan.specs, self._plan.key_offsets, dense
         if overlap is not None and is_common:
-            rest = dense - overlap.take(grads.arenas, after)
-        for dtype, flat in grads.arenas.items():
-            borrowed = {
-                offsets[key]: addends for key, addends in grads.borrowed.items() if specs[key].dtype == dtype
-            }
+            rest = dense - overlap.take(arenas, after)
+        for dtype, flat in arenas.items():
+            found = contribution.borrowed.items()
+            borrowed = {offsets[key]: addends for key, addends in found if specs[key].dtype == dtype}
             self._group.sum(flat, self._runs_of(dtype, rest, frozenset(borrowed)), before, after, borrowed)
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
-        summed = {key: self._sum_rows(key, grads, headers, before, after) for key in sparse}
+        summed = {key: self._sum_rows(key, contribution, headers, before, after) for key in sparse}
         if overlap is not None:
             overlap.end_round(dense)
         return RoundResult(left_out, skipped=False, rows=summed)
@@ -168,7 +169,7 @@ class GroupExchange(Exchange):
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         for flat in grads.values():
             flat.zero_()
-        nothing = Gradients(grads, {}, 1.0, frozenset(self._keys))
+        nothing = Contribution((), [grads], None, 1.0, absent=frozenset(self._keys))
         headers = self._headers("join", nothing)
         outcome = self._sum(nothing, headers)
         if headers is None:
@@ -183,12 +184,12 @@ class GroupExchange(Exchange):
         for flat in weights.values():
             self._group.broadcast(flat)
 
-    def _headers(self, call: str, grads: Gradients | None) -> _Headers | None:
+    def _headers(self, call: str, grads: Contribution | None) -> _Headers | None:
         """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
         states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
         for key in grads.absent if grads is not None else ():
             states[key] = _ABSENT
-        for key, (ids, _) in grads.rows.items() if grads is not None else ():
+        for (_, key), (ids, _) in grads.rows.items() if grads is not None else ():
             states[key] = len(ids)
         scale, veto = (1.0, False) if grads is None else (grads.scale, grads.veto)
         [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
@@ -216,12 +217,13 @@ class GroupExchange(Exchange):
         scales = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in found[active, _SCALE].tolist()]
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
-    def _gather_headers(self, mine: list[int], grads: Gradients | None) -> Tensor:
+    def _gather_headers(self, mine: list[int], grads: Contribution | None) -> Tensor:
         """Exchange headers. End what ranks have begun during the backward pass, whatever the headers say."""
         num, overlap = len(mine), self._overlap
         if overlap is not None:
-            given = Gradients({}, {}, 1.0, frozenset(self._keys)) if grads is None else grads
-            mine = mine + overlap.states(given.arenas, given.rows, given.absent)
+            given = Contribution((), [{}], None, absent=frozenset(self._keys)) if grads is None else grads
+            [arenas] = given.values or ()
+            mine = mine + overlap.states(arenas, {key for _, key in given.rows}, given.absent)
         found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu")))
         if overlap is not None:
             overlap.settle(found[:, num:].tolist())
@@ -253,14 +255,17 @@ class GroupExchange(Exchange):
                 runs.append((joined, end))
         return runs
 
-    def _sum_rows(self, key: int, grads: Gradients, headers: _Headers, before: float, after: float) -> RowSet:
+    def _sum_rows(
+        self, key: int, grads: Contribution, headers: _Headers, before: float, after: float
+    ) -> RowSet:
         """Sum one key of which every rank has only some rows: a left fold in the order of ranks."""
         spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
-        device = grads.arenas[spec.dtype].device
+        [arenas] = grads.values or ()
+        device = arenas[spec.dtype].device
         none = RowSet(
             torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, row_numel(spec), device=device)
         )
-        mine = grads.rows.get(key, none)
+        mine = grads.rows.get((0, key), none)
         values = mine.values.to(compute_dtype(spec.dtype))
         mine = mine._replace(values=values * before if before != 1.0 else values)
         total = sum_rows(self._group.gather_rows(mine, counts), spec.dtype)

@@ -18,8 +18,9 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.transport.arena import Leases
 from kvtrainer.client.client import Client, Loopback
+from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.session import SessionOptions
-from kvtrainer.sync.exchange import Exchange, Gradients, RoundResult
+from kvtrainer.sync.exchange import Exchange, RoundResult
 from kvtrainer.sync.step_guard import StepGuard
 from tests.sim.schedule import Adding
 from tests.sim.workers import packed
@@ -63,7 +64,10 @@ def run_round(
     **others: Any,
 ) -> RoundResult:
     """One round of dense gradients; `others` are more fields of what this worker gives."""
-    return exchange.run(Gradients(grads, rows or {}, scale, absent, **others), weights, StepGuard())
+    own = {(0, key): one for key, one in (rows or {}).items()}
+    return exchange.run(
+        Contribution((), [grads], None, scale, absent=absent, rows=own, **others), weights, StepGuard()
+    )
 
 
 class EngineJob:
