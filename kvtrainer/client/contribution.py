@@ -21,12 +21,10 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import SENT_ALONE
 from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, num_slices, pack_rows, same_bits
 from kvstore_server.shard.norms import Guard
-from kvtrainer.client.shared_weights import MappedWeights, SeenWeights
+from kvtrainer.client.shared_weights import IN_PLACE, WeightSink
 from kvtrainer.client.tables import RemoteTable, Tables
+from kvtrainer.types import Arenas
 
-Arenas = Mapping[str, Tensor]
-"""dtype name → flat tensor laid out as the Plan says; padding behind the last key may be missing. Row-sparse keys are
-not in it."""
 Source = Callable[[int, int], Tensor]
 """(first element, number of elements) → these values of a key, flat, on the CPU."""
 
@@ -54,7 +52,7 @@ class Contribution(NamedTuple):
             since then need not come again.
         guard: The sum is measured, and decided about, before it is used; every rank must want that.
         unread: Keys (by index) of which the new weights do not matter; slices that hold nothing else are not written.
-        mapped: Maps `outs` of the only table, as far as servers show their memory, or knows where it is.
+        sink: Where new weights of the only table arrive; `outs` are its own.
         priority: Where messages have to queue, those of a higher one go first.
     """
 
@@ -74,7 +72,7 @@ class Contribution(NamedTuple):
     is_kept: bool = False
     guard: Guard | None = None
     unread: frozenset[int] = frozenset()
-    mapped: MappedWeights | SeenWeights | None = None
+    sink: WeightSink = IN_PLACE
     priority: int = 0
 
     @property
@@ -315,6 +313,12 @@ class GatheredSlices:
             else self.raw
             for piece, begin, nbytes in zip(layout.pieces, layout.begin, layout.nbytes, strict=True)
         ]
+
+
+def part_of(arenas: Arenas, piece: Slice) -> Tensor:
+    """Return the numbers of a slice in arenas that the Plan has laid out."""
+    flat = arenas[piece.dtype]
+    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
 
 def _ends(where: Sequence[object]) -> list[int]:

@@ -20,11 +20,12 @@ from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, fro
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
-from kvtrainer.client.contribution import Arenas, Contribution, ServerLayout, encode, kept
+from kvtrainer.client.contribution import Contribution, ServerLayout, encode, kept
 from kvtrainer.client.flow_control import Backoff, cut
 from kvtrainer.client.server_request import NO_COMMITS, Round, ServerRequest
 from kvtrainer.client.session import Session
 from kvtrainer.client.tables import RemoteTable, Tables
+from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Rounds:
             elif before is not None:
                 session.forget(before.number)
             announced = server_request.announcement(round_) if is_plain else None
-            if server_request.is_announced:
+            if server_request.incoming.is_announced:
                 self._under_way[server_request.server] += server_request.layout.total
                 server_request.under_way = self._under_way[server_request.server]
             if (
@@ -160,7 +161,7 @@ class Rounds:
             predict_hypers: Packs the numbers that may be new, as of Contribution.
         """
         last = ahead.expected
-        if last is None or (last.mapped is not None and last.mapped.is_on):
+        if last is None or last.sink.maps:
             return
         early = Round(last._replace(hyper=predict_hypers()), self._session)
         ahead.early = early  # now: whoever interrupts this leaves what the step takes over
@@ -336,7 +337,7 @@ class Rounds:
         round_.is_given = False
         self.wait(round_)
         return {
-            server_request.server: server_request.came[at]
+            server_request.server: server_request.incoming.came[at]
             for server_request, at in round_.server_requests_of(table)
         }
 
@@ -368,11 +369,13 @@ class Rounds:
         """Note what a server says about a round under way."""
         position = server_request.layout.position
         if isinstance(reply, m.Weights):
-            round_.finish(server_request, server_request.take_weights(reply))
+            round_.finish(server_request, server_request.incoming.receive(reply))
         elif isinstance(reply, m.Done):
             known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
             server_request.applied.update(known)
-            round_.finish(server_request, [at for at, _ in known if not server_request.coming[at]])
+            round_.finish(
+                server_request, [at for at, _ in known if not server_request.incoming.num_pending[at]]
+            )
         elif isinstance(reply, m.Failed):
             self._take_failure(round_, server_request, reply)
         elif (
@@ -456,11 +459,7 @@ class Rounds:
         table = server_request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         server_request.skipped.add(at)
-        server_request.drop_former(at)
-        server_request.coming[at] = 0
-        for slice_, of in enumerate(server_request.layout.table):
-            if of == at:
-                server_request.is_coming[slice_] = 0
+        server_request.incoming.skip(at)
         if veto.ranks:
             self._skip(round_, table)
 
@@ -538,8 +537,8 @@ class Rounds:
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             round_.write(server_request, gone, all_tables)
-        if round_.contribution.mapped is not None and not gone:
-            round_.contribution.mapped.refresh()
+        if not gone:
+            round_.contribution.sink.commit()
         if ages:
             all_tables.staleness[list(ages)] = list(ages.values())
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
@@ -602,7 +601,7 @@ class Rounds:
 def _take_early(server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
     """Keep new weights of a round that has yet to be started here; all else is said again to its commit."""
     if isinstance(reply, m.Weights):
-        server_request.take_weights(reply)
+        server_request.incoming.receive(reply)
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:

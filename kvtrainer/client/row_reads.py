@@ -20,8 +20,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.shard.storage import marks_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
+from kvtrainer.client.incoming_weights import parts_of
 from kvtrainer.client.rounds import Rounds
-from kvtrainer.client.server_request import parts_of
 from kvtrainer.client.session import Calls, Session
 from kvtrainer.client.tables import RemoteTable
 

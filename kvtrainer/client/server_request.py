@@ -6,30 +6,24 @@ What goes to one server, and has come from it, is a `ServerRequest`. New weights
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.codec import Codec, torch_dtype
-from kvstore_server.errors import KVStoreError, ProtocolError
-from kvstore_server.optimizer.rows import put_rows
-from kvstore_server.plan import LONG, Slice
+from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
-from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
-from kvstore_server.shard.deltas import add_changes
 from kvstore_server.shard.norms import Decision, Measured
-from kvtrainer.client.contribution import Arenas, Contribution, EncodedSlice, GatheredSlices, ServerLayout
+from kvtrainer.client.contribution import Contribution, EncodedSlice, GatheredSlices, ServerLayout, part_of
 from kvtrainer.client.flow_control import cut
+from kvtrainer.client.incoming_weights import IncomingWeights
 from kvtrainer.client.session import Session
-from kvtrainer.client.shared_weights import MappedWeights, SeenWeights
 from kvtrainer.client.tables import RemoteTable, Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 _NEAR = 1 << 20
 """Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message. Not if other
 servers get commits, too: between the first and the last of those there should be little to do."""
@@ -52,8 +46,6 @@ class ServerRequest:
         """Those of them that were sent ahead, and have not changed since."""
         self.generation = 0
         """Of the others."""
-        self.is_announced = False
-        """New weights may come before all slices are sent, so they must not come to where those are."""
         self.under_way = 0
         """If the round is announced, the bytes of the server's slices in all such rounds that were open then."""
         if self.given is layout.resident and (
@@ -61,27 +53,14 @@ class ServerRequest:
         ):
             self.given = layout.given(contribution, round_.encoded)
         wants = contribution.outs is not None
-        self.is_coming = bytearray(layout.is_resident if wants else len(layout.pieces))
-        """Whether the weights of each slice are still to come."""
-        self.coming: list[int] = layout.num_resident.tolist() if wants else [0] * len(layout.tables)
-        """How many slices of each table are still to come; with none, a plain acknowledgement is."""
-        self.open = set(range(len(self.coming)))
+        self.open = set(range(len(layout.tables)))
         """Tables of which the server has not said yet how the round ended."""
+        self.incoming = IncomingWeights(layout, self.memory, self.open, wants)
         if round_.is_read:
-            self.open = {at for at, coming in enumerate(self.coming) if coming}
+            self.open.intersection_update([at for at, n in enumerate(self.incoming.num_pending) if n])
         self.rounds = all_tables.round[layout.index]
         self.commits = self._make_commits(round_, all_tables)
         """A row for each table, as of Contribute."""
-        self.came = [-1] * len(layout.tables)
-        """The version of the weights that came."""
-        self.gathered: list[int] = []
-        """Slices whose new weights are in memory."""
-        self.staged: list[tuple[int, int, Tensor, int]] = []
-        """(slice, kind, bytes, first element) of other new weights, which wait for those of other servers."""
-        self.levels: dict[int, int] = {}
-        """Slice → how many elements of it are here, of those that come in parts."""
-        self.shown: list[tuple[int, int]] = []
-        """(slice, place) of those that can be read in their place."""
         self.applied: dict[int, int] = {}
         """Table → the version right after this worker's contribution."""
         self.failed: dict[int, int] = {}
@@ -99,8 +78,8 @@ class ServerRequest:
         state = f"awaits the end for tables {tables}{more}" if self.open else "is over"
         failed = f", {len(self.failed)} tables failed" if self.failed else ""
         held = f", {len(self.held)} tables are held" if self.held else ""
-        coming = sum(self.coming)
-        slices = f", {coming} slices are to come" if coming else ""
+        pending = sum(self.incoming.num_pending)
+        slices = f", {pending} slices are to come" if pending else ""
         return (
             f"<{type(self).__name__} for server {self.server}, request {self.number}, "
             f"{len(self.layout.tables)} tables: {state}{slices}{held}{failed}>"
@@ -118,12 +97,7 @@ class ServerRequest:
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
         flags |= m.WANTS_HALF * layout.takes_half
-        if (
-            wants
-            and contribution.mapped is not None
-            and contribution.mapped.is_on
-            and round_.session.transport.channel(self.server) is not None
-        ):
+        if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
         if flags or not wants:
             commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
@@ -151,7 +125,7 @@ class ServerRequest:
         kept = np.array(sorted(self.kept) if self.generation else (), np.int64)
         if len(self.given) not in (0, size) or not is_long or len(kept) > KEYS_PER_MESSAGE:
             return None
-        self.is_announced = True
+        self.incoming.is_announced = True
         commits, pushes = self.commits.copy(), layout.pushes[kept]
         commits[:, 5] |= m.ANNOUNCES | m.MAY_CHANGE * may_change
         pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[kept]], 0
@@ -166,9 +140,8 @@ class ServerRequest:
 
     def take_over(self, early: ServerRequest) -> None:
         """Go on with the server request announced in the backward pass, and what came of new weights."""
-        self.number, self.is_announced = early.number, True
-        self.is_coming, self.coming, self.came = early.is_coming, early.coming, early.came
-        self.staged, self.levels = early.staged, early.levels
+        self.number, self.incoming = early.number, early.incoming
+        self.incoming.open = self.open
 
     def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
         """Make messages of some slices, the last with the commits of what is not over."""
@@ -197,7 +170,7 @@ class ServerRequest:
             payloads = [contribution.shared_grads[layout.pieces[at].index] for at in run]
             batches.append((b"", run, tuple(payloads)))
             nbytes += sum([data.nbytes for data in payloads])
-        is_apart = copied > SENT_ALONE and (len(given) > 1 or self.is_announced)
+        is_apart = copied > SENT_ALONE and (len(given) > 1 or self.incoming.is_announced)
         if is_apart and nbytes <= _NEAR and len(round_.server_requests) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
         if is_apart or not batches:
@@ -212,7 +185,7 @@ class ServerRequest:
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
-            is_cut = self.is_announced and number < len(batches)
+            is_cut = self.incoming.is_announced and number < len(batches)
             share = self.under_way * nbytes // max(layout.total, 1)
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
@@ -242,122 +215,6 @@ class ServerRequest:
             some, data = zip(*encoded, strict=True)
             batches.append((form, some, data))
         return plain
-
-    def drop_former(self, table: int) -> None:
-        """Drop what has come of new weights of a table, which was taken back: they all come again."""
-        layout = self.layout
-        self.coming[table], self.came[table] = int(layout.num_resident[table]), -1
-        for at in layout.resident:
-            self.is_coming[at] |= layout.table[at] == table
-        self.gathered = [at for at in self.gathered if layout.table[at] != table]
-        self.staged = [one for one in self.staged if layout.table[one[0]] != table]
-        self.shown = [one for one in self.shown if layout.table[one[0]] != table]
-        self.levels = {at: level for at, level in self.levels.items() if layout.table[at] != table}
-
-    def take_weights(self, weights: m.Weights) -> list[int]:
-        """Keep new weights until all have come: until then the round may still fail, or be taken back.
-
-        Returns the tables of which all have come now.
-        """
-        layout, is_coming, came = self.layout, self.is_coming, self.came
-        finished = self._take_places(weights.places) if len(weights.places) else []
-        runs: list[tuple[Tensor, int, int, int]] = []
-        """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
-        for slot, version, kind, source, start, nbytes in parts_of(weights):
-            at = layout.slots.get(slot)
-            if at is None:
-                finished += self._take_part(slot, version, kind, source[start : start + nbytes])
-                continue
-            table = layout.table[at]
-            if -1 < came[table] < version and table in self.open:
-                self.drop_former(table)
-            elif version < came[table]:
-                continue  # another reply has newer ones already: they must not be mixed
-            end, news = at + 1, is_coming[at]
-            if kind == m.ROWS:
-                end = layout.end_of_rows(at, source[start : start + nbytes])
-                news = is_coming.count(1, at, end)
-            if not news:
-                continue
-            if kind == m.WHOLE and nbytes != layout.nbytes[at]:
-                raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
-            if kind == m.HALF and nbytes != layout.pieces[at].length * torch.bfloat16.itemsize:
-                raise ProtocolError(
-                    f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
-                )
-            begin = layout.begin[at]
-            if kind != m.WHOLE or begin < 0 or layout.is_converted or self.is_announced:
-                self.staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
-            else:
-                self.gathered.append(at)
-                same, first, last, to = runs[-1] if runs else (None, 0, 0, 0)
-                if same is source and last == start and to + last - first == begin:
-                    runs[-1] = source, first, last + nbytes, to
-                else:
-                    runs.append((source, start, start + nbytes, begin))
-            is_coming[at:end] = bytes(end - at)
-            came[table] = version
-            self.coming[table] -= news
-            if not self.coming[table]:
-                finished.append(table)
-        for source, first, end, to in runs:
-            self.memory.raw[to : to + end - first].copy_(source[first:end])
-        return finished
-
-    def _take_part(self, place: int, version: int, kind: int, raw: Tensor) -> list[int]:
-        """Keep a part of the new weights of a slice; returns its table where all of it has come now.
-
-        One that leaves a gap is not kept: if what was to fill that is lost, the weights come again as a whole.
-        """
-        (slot, end), layout = m.place_of(place), self.layout
-        at = layout.slots.get(slot)
-        if at is None or not end:
-            return []
-        table, piece = layout.table[at], layout.pieces[at]
-        if -1 < self.came[table] < version and table in self.open:
-            self.drop_former(table)
-        elif version < self.came[table]:
-            return []
-        itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
-        begin = self.levels.get(at, 0)
-        if not self.is_coming[at] or (end - begin) * itemsize != len(raw):
-            return []
-        if end > piece.length or kind not in (m.WHOLE, m.HALF):
-            raise ProtocolError(
-                f"{len(raw)} bytes up to element {end} of a slice of {piece.length} came back as kind {kind}"
-            )
-        self.staged.append((at, kind, raw, begin))
-        self.levels[at], self.came[table] = end, version
-        if end < piece.length:
-            return []
-        self.is_coming[at] = 0
-        self.coming[table] -= 1
-        return [] if self.coming[table] else [table]
-
-    def _take_places(self, places: m.Matrix) -> list[int]:
-        """Note where new weights are; returns the tables of which all are known now."""
-        finished = list[int]()
-        for slot, version, place in places.tolist():
-            at = self.layout.slots.get(slot)
-            if at is not None and place == m.STILL and self.layout.mapped is not None:
-                finished += self._take_still(self.layout.table[at], version)
-            elif at is not None and self.is_coming[at]:
-                table = self.layout.table[at]
-                self.shown.append((at, place))
-                self.is_coming[at] = 0
-                self.came[table] = version
-                self.coming[table] -= 1
-                if not self.coming[table]:
-                    finished.append(table)
-        return finished
-
-    def _take_still(self, table: int, version: int) -> list[int]:
-        """Note that new weights of the only table are where they were; returns it if they are all."""
-        coming, mapped = np.frombuffer(self.is_coming, np.uint8), self.layout.mapped
-        self.came[table] = version
-        self.coming[table] -= int(coming[mapped].sum())
-        coming[mapped] = 0
-        return [] if self.coming[table] else [table]
 
 
 class Round:
@@ -491,162 +348,31 @@ class Round:
         self.open[:] = [server_request for server_request in self.open if server_request.open]
         for server_request in self.open if self.contribution.outs is not None else ():
             for at in server_request.open:
-                server_request.drop_former(at)
+                server_request.incoming.roll_back(at)
 
     def write(self, server_request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
-        """Write new weights to their places, but for some tables (by index). Note their versions.
+        """Write the new weights of one server, except for those of some tables (by index), and store their versions.
 
         Raises:
             ProtocolError: a part does not fit its slice.
         """
-        layout, outs, unread = server_request.layout, self.contribution.outs, self.contribution.unread
-        if outs is None:
+        contribution, incoming, layout = self.contribution, server_request.incoming, server_request.layout
+        if contribution.outs is None:
             return
-        follows = layout.takes_deltas and not self.is_read  # what is only looked at may go elsewhere
-        kept = [layout.index[at] not in gone for at in layout.table] if gone else None
-        if unread:
-            pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
-            kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
-        ready = (
-            server_request.gathered if kept is None else [at for at in server_request.gathered if kept[at]]
-        )
-        if ready:
-            targets = [_part(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
-            torch._foreach_copy_(targets, [server_request.memory.views[at] for at in ready])
-        notes = self.contribution.is_kept
-        for at in ready if notes else ():
-            self.rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
-        for at, kind, raw, begin in server_request.staged:
-            if kept is None or kept[at]:
-                of, piece = layout.table[at], layout.pieces[at]
-                version = server_request.came[of] if follows else -1
-                written = _write_staged(
-                    layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin, version
-                )
-                for key, ids in written.items() if notes else ():
-                    self.rows.setdefault((layout.at[of], key), []).append(ids)
-        if self.contribution.mapped is not None:
-            self._map(self.contribution.mapped, server_request, gone)
-        server_request.staged.clear()
-        came = np.array(server_request.came)
+        follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
+        incoming.write(contribution, gone, follows, self.rows)
+        if contribution.sink.maps:
+            incoming.map(contribution.sink, self.session.memory_at, gone)
+        incoming.forget()
+        came = np.array(incoming.came)
         read = came >= 0
         if gone:
             read &= ~np.isin(layout.index, list(gone))
         if self.is_given:
-            all_tables.newest[server_request.server, layout.index[read]] = came[read]
-            all_tables.version[server_request.server, layout.index[read]] = came[read]
-        if self.contribution.is_kept or follows:
-            all_tables.held[server_request.server, layout.index[read]] = came[read]
-
-    def _map(
-        self, mapped: MappedWeights | SeenWeights, server_request: ServerRequest, gone: Collection[int]
-    ) -> None:
-        """Map what a server has shown, and note what came as bytes in its place."""
-        pieces = server_request.layout.pieces
-        copied = [*server_request.gathered, *[at for at, *_ in server_request.staged]]
-        for at in copied:
-            mapped.leave(pieces[at])
-        if server_request.shown or any([pieces[at].nbytes >= LONG for at in copied]):
-            server_request.layout.mapped = None
-        for at, place in server_request.shown if not gone else ():
-            if mapped.shows(pieces[at], server_request.server, place):
-                continue
-            memory = self.session.memory_at(server_request.server, place)
-            try:
-                if memory is None:
-                    raise OSError("the channel to its server was lost")
-                mapped.show(pieces[at], server_request.server, place, *memory)
-            except OSError as error:
-                mapped.problem = error
-        # A long slice that came as bytes may only have been read by somebody, and have a place the next time.
-        if (
-            server_request.shown
-            and not gone
-            and mapped.problem is None
-            and all([pieces[at].nbytes < LONG for at in copied])
-        ):
-            server_request.layout.mapped = np.array([at for at, _ in server_request.shown])
-
-
-def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
-    """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
-
-    Raises:
-        ProtocolError: the parts are not the buffers.
-    """
-    payloads = iter(weights.payloads)
-    source, start, left = _NO_BYTES, 0, 0
-    for slot, version, kind, nbytes in weights.parts.tolist():
-        while nbytes and not left and (payload := next(payloads, None)) is not None:
-            source = payload.view(torch.uint8)
-            start, left = 0, payload.nbytes
-        if not 0 <= nbytes <= left:
-            raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")
-        yield slot, version, kind, source, start, nbytes
-        start += nbytes
-        left -= nbytes
-
-
-def _write_staged(
-    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
-) -> Mapping[int, Tensor | None]:
-    """Write new weights: a slice from some element on, or rows of it and of its neighbours. Raises as `Round.write`.
-
-    With a `version`, those that come as changes, or have, are followed.
-
-    Returns which rows were written of each key, or of the first one; None where it was something else.
-    """
-    plan, out, key = table.plan, _part(arenas, piece), piece.segments[0].key
-    if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
-        out.copy_(_followed(table, table.delta_codec, piece, kind, raw, version)[: piece.used])
-        return {key: None}
-    if kind in (m.WHOLE, m.HALF):
-        given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
-        place = out[begin:][: len(given)]
-        given = given[: len(place)]
-        place.copy_(_rounded(given) if table.takes_half else given)
-        return {key: None}
-    if kind != m.ROWS:
-        raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
-    parts, slices = decode_rows(plan, piece, raw.numpy().data, is_joined=True)
-    written: Mapping[int, Tensor | None] = {key: None}
-    for position, values in parts.items():
-        segment = piece.segments[position]
-        if isinstance(values, Tensor):
-            values = _rounded(values) if table.takes_half else values
-            out[segment.start : segment.start + segment.numel].copy_(values)
-            continue
-        places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
-        block = places.blocks[piece.server]
-        first = block.order[piece.index]
-        for one in block.pieces[first : first + slices]:
-            table.followed.pop(one.index, None)  # its rows come from now on
-        ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
-        rows = _rounded(values.values) if table.takes_half else values.values
-        whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
-        put_rows(whole.view(-1, places.width), ids, rows)
-        if len(piece.segments) == 1:
-            own = cut_rows(RowSet(ids, rows), places.bounds)
-            written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
-    return written
-
-
-def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor, version: int) -> Tensor:
-    """Follow the weights that all workers have of a slice, by changes or as they are. Raises as `Round.write`.
-
-    They are changed all at once: when it was interrupted and is done again, no changes are added twice.
-    """
-    if kind == m.WHOLE:
-        weights = raw.view(torch_dtype(piece.dtype)).clone()
-    elif piece.index not in table.followed:
-        raise ProtocolError(f"changes of slice {piece.index} of {table.name!r} came before its weights")
-    else:
-        known, weights = table.followed[piece.index]
-        if known != version:
-            weights = weights.clone()
-            add_changes(codec, raw, weights)
-    table.followed[piece.index] = version, weights
-    return weights
+            all_tables.newest[layout.server, layout.index[read]] = came[read]
+            all_tables.version[layout.server, layout.index[read]] = came[read]
+        if contribution.is_kept or follows:
+            all_tables.held[layout.server, layout.index[read]] = came[read]
 
 
 def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
@@ -660,7 +386,7 @@ def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     assert contribution.values is not None
     arenas = contribution.values[layout.at[layout.table[at]]]
     if layout.begin[at] >= 0:
-        return _part(arenas, piece)
+        return part_of(arenas, piece)
     return arenas[piece.dtype][piece.offset : piece.offset + piece.length]
 
 
@@ -691,15 +417,3 @@ def _whole(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     padded = torch.zeros(length, dtype=found.dtype, device="cpu")
     padded[: len(found)] = found
     return padded
-
-
-def _part(arenas: Arenas, piece: Slice) -> Tensor:
-    """Return the numbers of a slice in arenas that the Plan has laid out."""
-    flat = arenas[piece.dtype]
-    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
-
-
-def _rounded(weights: Tensor) -> Tensor:
-    """Weights as `Storage.half` would have sent them, of their own dtype."""
-    is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
-    return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights

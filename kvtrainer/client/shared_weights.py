@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,93 @@ from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.shard.storage import marks_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import _MOVED, _neighbours, _System
+from kvtrainer.types import Arenas
 
 _FEW_PAGES = 16
 """To look at so many takes less time than another call."""
+
+
+class WeightSink:
+    """Where new weights of a table arrive on this worker; this one: where rounds are told to write them.
+
+    When a round has ended everywhere, the client names each slice: `map` for one that can be read in its server's
+    memory, `unmap` for one that came as bytes and was written to `outs`. Then it calls `commit`, or `roll_back` if
+    the round failed. Between rounds `written` finds the weights that the loop has changed, if the system tells.
+
+    No sink is thread-safe.
+    """
+
+    maps = False
+    """Whether servers may answer with the place of weights in their memory, instead of the weights."""
+    holds_all = True
+    """Whether memory that rounds write to holds all weights of the last round."""
+    problem: OSError | None = None
+    """Why some slice could not be mapped, so that its present weights are not here."""
+    changes = 0
+    """How often `unwatched` has changed."""
+
+    def outs(self, weights: Arenas) -> Arenas:
+        """Return where rounds write new weights."""
+        return weights
+
+    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
+        """Return whether a slice is read from there already."""
+        raise AssertionError("nothing is mapped here")
+
+    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
+        """Read a slice from where it begins in a server's memory. Raises OSError if that is impossible."""
+        raise AssertionError("nothing is mapped here")
+
+    def unmap(self, piece: Slice) -> None:
+        """Record that a slice was written to `outs`: its server's memory does not show it now."""
+
+    def commit(self) -> None:
+        """End a round that was applied."""
+
+    def roll_back(self) -> set[int]:
+        """End a round that failed; returns slices (by index) that some servers have begun to write, and others not."""
+        return set()
+
+    def deliver(self, weights: Arenas) -> None:
+        """Copy what rounds have written to the parameters' memory, if that is another one."""
+
+    def written(self) -> set[int]:
+        """Return the slices (by index) that the loop has changed since the last round, where pages tell."""
+        return set()
+
+    def unwatched(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the parts that `written` does not watch, as (begin, end) in bytes, whole lines, by dtype."""
+        raise AssertionError("nothing is watched here")
+
+    def accept(self, weights: Arenas) -> None:
+        """Take the weights as they are now for what rounds have brought."""
+
+    def attach(self) -> None:
+        """Show what rounds have brought everywhere, whatever the loop has changed."""
+
+    def release(self) -> None:
+        """Make all weights private memory of this process, as they are now. Nothing is mapped afterwards."""
+
+
+IN_PLACE = WeightSink()
+
+
+class CopySink(WeightSink):
+    """Rounds write to a copy, so that it is known what came last while the store may have newer weights."""
+
+    def __init__(self, weights: Arenas) -> None:
+        self._copies = {dtype: flat.clone() for dtype, flat in weights.items()}
+
+    def outs(self, weights: Arenas) -> Arenas:
+        return self._copies
+
+    def deliver(self, weights: Arenas) -> None:
+        for dtype, copy in self._copies.items():
+            weights[dtype].copy_(copy)
+
+    def accept(self, weights: Arenas) -> None:
+        for dtype, copy in self._copies.items():
+            copy.copy_(weights[dtype])
 
 
 class _Mapped(NamedTuple):
@@ -47,8 +131,8 @@ class _Mapped(NamedTuple):
     end: int
 
 
-class MappedWeights:
-    """The weights of a table of which a worker maps what it can; not thread-safe.
+class MappedSink(WeightSink):
+    """Maps the servers' memory in place of the parameters' where it can.
 
     Args:
         flats: Dtype → where a worker reads its weights; pages of their own, which can be replaced.
@@ -69,20 +153,13 @@ class MappedWeights:
         """(dtype, begin, end) of pages that are mapped, in bytes; together where few others lie between them."""
         self._is_shown: dict[str, Any] = {}
         """Dtype → of each page of its arena, whether it is mapped."""
-        self.is_on = True
-        """More may be mapped: not any more after `release`."""
-        self.problem: OSError | None = None
-        """Why some slice could not be mapped, so that its present weights are not here."""
-        self.changes = 0
-        """How often other slices than before became mapped."""
+        self.maps = True
 
-    def shows(self, piece: Slice, server: int, place: int) -> bool:
-        """Tell whether a slice is mapped from there already."""
+    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
         found = self._slices.get(piece.index)
         return found is not None and found.place == place and found.server == server
 
-    def show(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
-        """Map a slice from where it begins in a server's memory. Raises OSError if the system refuses."""
+    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         size = SIZES[piece.dtype]
         flat, at, nbytes = self._flats[piece.dtype], piece.offset * size, piece.used * size
         first, end = -(-at // PAGE) * PAGE, (at + nbytes) // PAGE * PAGE
@@ -96,24 +173,22 @@ class MappedWeights:
         self._marks.setdefault(base, (marks, marks.copy()))
         self._note_change()
 
-    def leave(self, piece: Slice) -> None:
-        """Note a slice as written here, as its server's memory does not show it now."""
+    def unmap(self, piece: Slice) -> None:
         if self._slices.pop(piece.index, None) is not None:
             self._note_change()
 
-    def refresh(self) -> None:
-        """Copy what is shown and cannot be mapped, as a round has ended."""
-        self.copy_ends()
+    def commit(self) -> None:
+        self._copy_ends()
         self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
 
-    def copy_ends(self) -> None:
-        """Copy the bytes at the ends of slices, as servers have them now. They share pages with others."""
+    def _copy_ends(self) -> None:
+        """Copy the bytes at the ends of slices, which share pages with others, as servers have them now."""
         targets, sources = self._edges_now()
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def inconsistent(self) -> set[int]:
-        """List slices (by index) that servers began to write since the last round. None if all were written."""
+    def roll_back(self) -> set[int]:
+        self._copy_ends()  # or they would seem to have been written by the loop
         changed, written = set[int](), set[int]()
         for index, one in self._slices.items():
             marks, before = self._marks[one.memory]
@@ -124,15 +199,14 @@ class MappedWeights:
         return set() if len(written) == len(self._slices) else changed
 
     def attach(self) -> None:
-        """Show the servers' bytes everywhere, whatever was written here."""
         for dtype, own in self._own_pages():
             for some in _neighbours(own):
                 address = self._flats[dtype].data_ptr() + int(some[0]) * PAGE
                 self._system.forget(address, len(some) * PAGE)
-        self.refresh()
+        self.commit()
 
     def written(self) -> set[int]:
-        """List the slices (by index) that differ from what their servers show; give equal pages back to these."""
+        """See `WeightSink`; pages that hold the servers' bytes again are given back to these."""
         found: set[int] = set()
         for dtype, own in self._own_pages():
             found |= self._differing(dtype, own * PAGE)
@@ -141,8 +215,7 @@ class MappedWeights:
             found.update(at for at, one in self._slices.items() if self._ends_differ(one))
         return found
 
-    def rest(self) -> dict[str, list[tuple[int, int]]]:
-        """List what is not shown, as (begin, end) in bytes, whole lines, by dtype."""
+    def unwatched(self) -> dict[str, list[tuple[int, int]]]:
         found = {}
         for dtype, flat in self._flats.items():
             pieces = [one.piece for one in self._slices.values() if one.piece.dtype == dtype]
@@ -155,14 +228,13 @@ class MappedWeights:
         return found
 
     def release(self) -> None:
-        """Make all weights this worker's own, as they are now."""
         for one in self._slices.values():
             address = self._flats[one.piece.dtype].data_ptr() + one.first
             kept = self._flats[one.piece.dtype][one.first : one.end].clone()
             self._system.map(address, one.end - one.first, -1, 0)
             self._flats[one.piece.dtype][one.first : one.end].copy_(kept)
         self._slices.clear()
-        self.is_on, self.problem = False, None
+        self.maps, self.problem = False, None
         self._note_change()
 
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
@@ -251,41 +323,42 @@ class Stretch(NamedTuple):
         return is_near and self.memory is other.memory and other.begin - self.begin == way * size
 
 
-class SeenWeights:
-    """Where servers have the weights of a table that a device reads there; not thread-safe.
+class DeviceSink(WeightSink):
+    """A CUDA device reads weights in the servers' memory. They do not come to the host's arena any more.
 
-    What a server shows does not come to the arena any more, whose numbers of it are old.
+    Args:
+        read: Is called at the end of each round, and may raise OSError.
     """
 
-    def __init__(self) -> None:
+    holds_all = False
+
+    def __init__(self, read: Callable[[DeviceSink], None]) -> None:
+        self._read = read
         self._slices: dict[int, tuple[int, int, Stretch]] = {}
         """Slice (by index) → its server, its place as that names it, and where it is."""
-        self.is_on = True
-        """More may be seen: not any more after `release`."""
-        self.problem: OSError | None = None
-        """Why some slice cannot be read where it is, so that its present weights are not here."""
-        self.changes = 0
-        """How often other slices than before were seen."""
+        self.maps = True
+        self.num_moves = 0
+        """How often other slices than before, or other places of them, were to be read."""
 
-    def shows(self, piece: Slice, server: int, place: int) -> bool:
-        """Tell whether a slice is read from there already."""
+    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
         return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
 
-    def show(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
-        """Note where a slice begins in a server's memory. Raises OSError if it does not lie there."""
+    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         one = Stretch(piece.dtype, piece.offset, piece.used, memory, begin)
         if one.end > memory.nbytes:
             raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
         self._slices[piece.index] = server, place, one
-        self.changes += 1
+        self.num_moves += 1
 
-    def leave(self, piece: Slice) -> None:
-        """Note a slice as written to the arena: its server does not show it now."""
+    def unmap(self, piece: Slice) -> None:
         if self._slices.pop(piece.index, None) is not None:
-            self.changes += 1
+            self.num_moves += 1
 
-    def refresh(self) -> None:
-        """Do nothing: a device reads when the round has ended."""
+    def commit(self) -> None:
+        try:
+            self._read(self)
+        except OSError as error:
+            self.problem = error
 
     def stretches(self) -> list[Stretch]:
         """List what is read where servers have it, by dtype and place; neighbours are one."""
@@ -298,17 +371,18 @@ class SeenWeights:
         return found
 
     def release(self) -> None:
-        """See nothing from now on: all weights come to the arena, where they have to be pulled first."""
+        """See `WeightSink`; all weights come to the arena from now on, where they have to be pulled first."""
         self._slices.clear()
-        self.is_on, self.problem = False, None
-        self.changes += 1
+        self.maps, self.holds_all, self.problem = False, True, None
+        self.num_moves += 1
+        self._read(self)
 
 
-class OwnWeights:
-    """The weights of a table that come in messages: memory of this worker's own, which parameters show privately.
+class PrivateSink(WeightSink):
+    """Weights that come in messages are written to a file, which the parameters' memory maps privately.
 
-    A round writes to that memory, and a clean page of the parameters' shows it; so what a loop writes is found as it is
-    with `MappedWeights`, wherever the servers are. Not thread-safe.
+    A clean page of the parameters shows what rounds have written to the file; so what a loop writes is found as it is
+    with `MappedSink`, wherever the servers are.
 
     Args:
         flats: Dtype → where a worker reads its weights; pages of their own, which are replaced.
@@ -320,7 +394,7 @@ class OwnWeights:
     """
 
     changes = 1
-    """As of `MappedWeights`: all are shown from the start."""
+    """All are watched from the start."""
 
     @torch.inference_mode(False)
     def __init__(self, flats: Mapping[str, Tensor], plan: Plan) -> None:
@@ -330,8 +404,11 @@ class OwnWeights:
         needed, available = sum([flat.nbytes for flat in flats.values()]), available_memory()
         if needed > available:  # else the system would end a process as the pages fill
             raise OSError(errno.ENOMEM, f"{needed} bytes are needed for that, {available} are available")
-        self.flats = {dtype: self._replace(flat) for dtype, flat in flats.items()}
-        """Dtype → where rounds write."""
+        self._files = {dtype: self._replace(flat) for dtype, flat in flats.items()}
+        """Dtype → the file's memory."""
+
+    def outs(self, weights: Arenas) -> Arenas:
+        return self._files
 
     def _replace(self, flat: Tensor) -> Tensor:
         """Put pages of a new file in the place of a tensor's, with its numbers; return the file's memory."""
@@ -351,10 +428,10 @@ class OwnWeights:
         return there.view(flat.dtype)
 
     def written(self) -> set[int]:
-        """List the slices (by index) that were written here; give equal pages back to the memory."""
+        """See `WeightSink`; pages that hold the file's bytes again are given back to it."""
         found: set[int] = set()
         for dtype, shown in self._shown.items():
-            there, size = self.flats[dtype].view(torch.uint8), SIZES[dtype]
+            there, size = self._files[dtype].view(torch.uint8), SIZES[dtype]
             for begin, end in self._own(shown):
                 if torch.equal(shown[begin:end], there[begin:end]):
                     self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
@@ -369,30 +446,26 @@ class OwnWeights:
         return found
 
     def attach(self) -> None:
-        """Show what rounds have brought everywhere, whatever was written here."""
         for shown in self._shown.values():
             for begin, end in self._own(shown):
                 self._system.forget(shown.data_ptr() + begin, -(-(end - begin) // PAGE) * PAGE)
 
-    def accept(self) -> None:
-        """Have what was written here count as what rounds have brought."""
+    def accept(self, weights: Arenas) -> None:
         for dtype, shown in self._shown.items():
             for begin, end in self._own(shown):
-                self.flats[dtype].view(torch.uint8)[begin:end].copy_(shown[begin:end])
+                self._files[dtype].view(torch.uint8)[begin:end].copy_(shown[begin:end])
         self.attach()
 
     def release(self) -> None:
-        """Make all weights pages of this process again, as they are now; no round writes any more."""
         for shown in self._shown.values():
             for at in range(0, len(shown), _MOVED):
                 part = shown[at : at + _MOVED]
                 kept = part.clone()
                 self._system.map(part.data_ptr(), -(-len(part) // PAGE) * PAGE, -1, 0)
                 part.copy_(kept)
-        self._shown, self.flats = {}, {}
+        self._shown, self._files = {}, {}
 
-    def rest(self) -> dict[str, list[tuple[int, int]]]:
-        """List what is not shown, as of `MappedWeights`: nothing."""
+    def unwatched(self) -> dict[str, list[tuple[int, int]]]:
         return {dtype: [] for dtype in self._shown}
 
     def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,6 @@ from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.session import Report
-from kvtrainer.client.shared_weights import MappedWeights, OwnWeights
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
@@ -234,8 +233,7 @@ class Binding:
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
-        if self.holder is not None and self.holder.shown is not None:
-            self._watch(arena, self.holder.shown)
+        self._watch(arena)
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         if self.selection.overlaps and self.holder is not None:
@@ -316,8 +314,7 @@ class Binding:
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
-            if self.holder is not None and self.holder.shown is not None:
-                self._watch(arena, self.holder.shown)
+            self._watch(arena)
             if not layout.has_replicas:
                 arena.zeros = frozenset([key for _, key in contribution.rows])
         return outcome
@@ -389,11 +386,11 @@ class Binding:
             return b""
         return pack_hypers(**options, update_on_kvstore=self.updates_weights, limits=limits.summary)
 
-    def _watch(self, arena: Arena, shown: MappedWeights | OwnWeights) -> None:
-        """Have the system's page map tell what is written to weights that are shown."""
-        if shown.changes != self._num_shown:
-            self._num_shown = shown.changes
-            arena.writes.look_at(shown.rest())
+    def _watch(self, arena: Arena) -> None:
+        """Have the system's page map tell what is written to weights, where it can."""
+        if self.holder is not None and self.holder.sink.changes != self._num_shown:
+            self._num_shown = self.holder.sink.changes
+            arena.writes.look_at(self.holder.sink.unwatched())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop changed weights since the store gave them.
@@ -404,9 +401,8 @@ class Binding:
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
-        if self.holder.shown is not None:
-            found = self.holder.keys_of(self.holder.shown.written())
-            written[0] += sorted(found.difference(written[0]))
+        found = self.holder.keys_of(self.holder.sink.written())
+        written[0] += sorted(found.difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return
@@ -526,8 +522,8 @@ class Binding:
                 stack.callback(self._host.close)
             if self.exchange is not None:
                 stack.callback(self.exchange.close)
-            if self.holder is not None and self.holder.shown is not None:
-                stack.callback(self.holder.shown.release)
+            if self.holder is not None:
+                stack.callback(self.holder.sink.release)
 
     def worker(self) -> tuple[int, int]:
         """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""

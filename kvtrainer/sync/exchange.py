@@ -24,7 +24,7 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.shared_gradients import SharedGradients
-from kvtrainer.client.shared_weights import MappedWeights, OwnWeights, SeenWeights
+from kvtrainer.client.shared_weights import IN_PLACE, CopySink, DeviceSink, MappedSink, PrivateSink
 from kvtrainer.client.tables import Compressor
 from kvtrainer.common.progress import announced
 from kvtrainer.errors import ConfigurationError, KVStoreError
@@ -181,14 +181,8 @@ class StoreExchange(Exchange):
         """Of row-sparse keys."""
         self._staging: Staging | None = None
         """The way between a CUDA device, where the weights are, and the host; once it is needed."""
-        self.mapped: MappedWeights | None = None
-        """Maps the weights that are in the servers' memory."""
-        self.seen: SeenWeights | None = None
-        """Where a CUDA device reads weights in the servers' memory."""
-        self.own: OwnWeights | None = None
-        """Shows the weights that come in messages."""
-        self._copies: dict[str, Tensor] = {}
-        """Dtype → the weights as they came last, where nothing else keeps them and the store may have newer ones."""
+        self.sink = IN_PLACE
+        """Where new weights arrive, if the store updates them."""
         self._looked_at: Looked | None = None
         """The weights of the store that were fetched to look at, since the last round."""
         self._host: HostSum | None = None
@@ -214,32 +208,25 @@ class StoreExchange(Exchange):
             weights: Flat, laid out by the plan, on the CPU in pages of their own.
         """
         self.rows.are_read = self.is_sync and self._client.shares_memory
-        self.own = self.mapped = self.seen = None
         is_long = any([piece.nbytes >= LONG for piece in self._table.plan.slices])
         if not (self.updates_weights and self._is_dist and is_long):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
-        if self._staging_of(weights) is not None:
-            self.seen = SeenWeights() if is_whole and self._client.shares_all_memory else None
+        if (staging := self._staging_of(weights)) is not None:
+            if is_whole and self._client.shares_all_memory:
+                self.sink = DeviceSink(staging.see)
             return
         try:
             if is_whole and self._client.shares_memory:
-                self.mapped = MappedWeights(weights)
+                self.sink = MappedSink(weights)
             else:
-                self.own = OwnWeights(weights, self._table.plan)
+                self.sink = PrivateSink(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
-    @property
-    def shown(self) -> MappedWeights | OwnWeights | None:
-        """What tells which weights the loop has written, if the system does."""
-        return self.own if self.mapped is None else self.mapped
-
-    def _places(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _places(self, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return where a round writes new weights, or else sums; of a CUDA device once that has read what is there."""
-        if self._staging is not None:
-            return self._staging.places(weights)
-        return self._copies or weights if self.own is None else self.own.flats
+        return self.sink.outs(target) if self._staging is None else self._staging.places(target)
 
     def allocate_shared_grads(self, keys: Collection[int], allocates: bool, gathers: bool) -> None:
         """Have gradients made in memory of this host's servers, where they can be; before `init`.
@@ -257,40 +244,23 @@ class StoreExchange(Exchange):
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = self._down(weights)
-        if self.updates_weights and not self.is_sync and self.own is None and self._staging is None:
-            self._copies = {dtype: flat.clone() for dtype, flat in weights.items()}
+        if self.updates_weights and not self.is_sync and self.sink is IN_PLACE and self._staging is None:
+            self.sink = CopySink(weights)
         with announced("weights go to servers", self._table.plan.nbytes):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(weights)))
         self._check_places(mine)
         self._up(weights, self._places(weights))
 
-    @property
-    def _in_servers(self) -> MappedWeights | SeenWeights | None:
-        """The weights that are read in the servers' memory, if any are."""
-        return self.seen if self.mapped is None else self.mapped
-
     def _check_places(self, places: Mapping[str, Tensor]) -> None:
         """Copy weights from now on where servers show what could not be mapped; as a round has ended."""
-        if self.seen is not None and self._staging is not None:
-            try:
-                self._staging.see(self.seen)
-            except OSError as error:
-                self.seen.problem = error
-        shown = self._in_servers
-        if shown is not None and shown.problem is not None:
-            _log.warning("weights are copied from now on, not mapped: %s", shown.problem)
-            shown.release()
+        if self.sink.problem is not None:
+            _log.warning("weights are copied from now on, not mapped: %s", self.sink.problem)
+            self.sink.release()
             self._client.rounds.pull([self._table], [places])
-            if self.seen is not None and self._staging is not None:
-                self._staging.see(self.seen)
-                self.seen = None
 
     def _report_inconsistent(self, error: BaseException) -> None:
         """Have an error name the parameters whose weights here are not of the last round."""
-        if self.mapped is None:
-            return
-        self.mapped.copy_ends()  # or they would seem to have been written here
-        keys = self.keys_of(self.mapped.inconsistent())
+        keys = self.keys_of(self.sink.roll_back())
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
             error.args = (
@@ -328,8 +298,8 @@ class StoreExchange(Exchange):
             unread = unsent & self._table.plan.keys_alone
         contribution = contribution._replace(
             tables=[self._table], values=None if contribution.veto else contribution.values, outs=[out],
-            absent=contribution.absent | unsent, rows=rows, unread=unread, mapped=self._in_servers,
-            is_kept=self._has_rows and self.updates_weights and self.seen is None,
+            absent=contribution.absent | unsent, rows=rows, unread=unread, sink=self.sink,
+            is_kept=self._has_rows and self.updates_weights and self.sink.holds_all,
         )  # fmt: skip
         number = self._table.round
         step.sent()
@@ -391,8 +361,8 @@ class StoreExchange(Exchange):
             mine = self._places(weights)
             self._client.rounds.pull([self._table], [mine])
             self._up(weights, mine)
-        if self.own is not None:
-            self.own.attach()  # pages that were written with the bytes that they had
+        if not self.sink.maps:
+            self.sink.attach()  # pages that were written with the bytes that they had
         outcome = RoundResult(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
         return JoinedRound(outcome, said.hyper, said.is_over)
 
@@ -420,8 +390,7 @@ class StoreExchange(Exchange):
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
             rounds.pull([self._table], [self._places(weights)])
-        if self.shown is not None:
-            self.shown.attach()
+        self.sink.attach()
         self._up(weights, self._places(weights))
 
     def look(self) -> Arenas:
@@ -455,10 +424,7 @@ class StoreExchange(Exchange):
         if are_looked_at and self._looked_at is not None:
             for server, version in self._looked_at.versions.items():
                 self._table.note_version(server, version)
-        if self.own is not None:
-            self.own.accept()
-        for dtype, copy in self._copies.items():
-            copy.copy_(weights[dtype])
+        self.sink.accept(weights)
         if not self.is_sync:
             self._down(weights)
 
@@ -520,8 +486,7 @@ class StoreExchange(Exchange):
         """Bring to a CUDA device, or to the parameters, what has come to other places."""
         if self._staging is not None:
             self._staging.up(arenas, places)
-        for dtype in self._copies:
-            arenas[dtype].copy_(places[dtype])
+        self.sink.deliver(arenas)
 
     def _from_device(self, staging: Staging, contribution: Contribution) -> Contribution:
         """Copy the gradients from a CUDA device to the host: large ones to the servers' memory, if that has room."""
@@ -549,7 +514,7 @@ class StoreExchange(Exchange):
         """Make this worker's part in a round in which rank 0's values count."""
         plan = self._table.plan
         given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
-        is_kept = self.updates_weights and self._has_rows and out is not None and self.seen is None
+        is_kept = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
             [self._table],
@@ -558,7 +523,7 @@ class StoreExchange(Exchange):
             assign=assign,
             sources=given,
             is_kept=is_kept,
-            mapped=self._in_servers,
+            sink=self.sink,
         )
 
 

@@ -19,7 +19,7 @@ from kvstore_server.codec import torch_dtype
 from kvstore_server.plan import ALIGNMENT, PAGE
 from kvstore_server.transport.arena import SharedArena as Memory
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.client.shared_weights import SeenWeights
+from kvtrainer.client.shared_weights import DeviceSink
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Staging:
         """Address, size and dtype of a tensor → its place."""
         self._seen: dict[str, list[tuple[int, Tensor]]] = {}
         """By dtype, the parts of the weights that the device reads in servers' memory."""
-        self._changes = 0
+        self._num_moves = 0
         self._views: dict[int, _View] = {}
         """By identity of a server's memory."""
         self._pins: dict[int, Callable[[], None]] = {}
@@ -129,9 +129,9 @@ class Staging:
         self._process = os.getpid()
         weakref.finalize(self, _call_all, self._pins).atexit = False
 
-    def see(self, weights: SeenWeights) -> None:
+    def see(self, weights: DeviceSink) -> None:
         """Have the device read weights where servers have them. Raises OSError if their memory cannot be mapped."""
-        if weights.changes == self._changes:
+        if weights.num_moves == self._num_moves:
             return
         stretches = weights.stretches()
         views: dict[int, _View] = {}
@@ -145,7 +145,7 @@ class Staging:
         for former in self._views.values():
             if former.numbers.data_ptr() not in kept:
                 self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
-        self._views, self._changes, self._seen = views, weights.changes, {}
+        self._views, self._num_moves, self._seen = views, weights.num_moves, {}
         for one in stretches:
             view = views[id(one.memory)]
             numbers = view.numbers[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
+from kvtrainer.client.shared_weights import DeviceSink
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync import staging
@@ -115,8 +116,8 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
 ) -> None:
     def body(worker: Worker, rank: int) -> tuple[int, set[int], list[int]]:
         trained(worker, rank)
-        seen, shared_grads = worker.exchange.seen, worker.exchange.shared_grads
-        assert seen is not None
+        seen, shared_grads = worker.exchange.sink, worker.exchange.shared_grads
+        assert isinstance(seen, DeviceSink)
         assert shared_grads is not None
         free = shared_grads.places(without=())
         assert worker.streams is not None
@@ -218,11 +219,11 @@ def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(
 def test_weights_that_servers_show_no_more_are_copied(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(worker: Worker, rank: int) -> list[Tensor]:
         worker.round(rank, 0)
-        if worker.exchange.seen is not None:
-            worker.exchange.seen.problem = OSError("no memory")
+        if worker.exchange.sink.maps:
+            worker.exchange.sink.problem = OSError("no memory")
         worker.round(rank, 1)
         worker.round(rank, 2)
-        assert worker.exchange.seen is None
+        assert not worker.exchange.sink.maps
         return worker.values()
 
     found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]

@@ -181,7 +181,7 @@ def test_weights_are_shared_with_a_line_where_less_memory_is_available_than_they
     trainer.step(1)
     assert set(params[0].tolist()) == {0.5}
     link: Any = trainer._pipeline.link
-    [rest] = link.holder.mapped.rest().values()
+    [rest] = link.holder.sink.unwatched().values()
     assert sum([end - begin for begin, end in rest]) < 1_000_000  # of 12 MB
     store.close()
     server.signal(signal.SIGTERM)

@@ -29,7 +29,7 @@ from kvstore_server.transport.arena import Leases, SharedArena, make_memory
 from kvstore_server.transport.channel import Channel, Listener
 from kvstore_server.transport.exports import StagingBuffer
 from kvtrainer.client.connection import Connection
-from kvtrainer.client.server_request import parts_of
+from kvtrainer.client.incoming_weights import parts_of
 from tests.sim.model import Violation
 from tests.sim.mutants import SHOWN_BY, Mutants, mutated, replaces
 from tests.sim.test_interleavings import seed_that_fails

@@ -19,7 +19,7 @@ from kvstore_server.shard.storage import Storage
 from kvstore_server.transport import pages
 from kvstore_server.transport.arena import Leases, SharedArena
 from kvstore_server.transport.exports import WeightExports
-from kvtrainer.client.shared_weights import MappedWeights
+from kvtrainer.client.shared_weights import MappedSink
 from kvtrainer.memory.arena import Arena as Parameters
 from tests.support.limits import LIMIT
 
@@ -34,7 +34,7 @@ class Job:
     plan: Plan
     servers: list[Storage]
     weights: Parameters
-    mapped: MappedWeights
+    mapped: MappedSink
     memories: list[SharedArena]
     leases: list[Leases]
 
@@ -52,8 +52,8 @@ class Job:
         for server, (storage, memory) in enumerate(zip(self.servers, self.memories, strict=True)):
             for at, slot in enumerate(storage.slots):
                 if (place := storage.place(at)) >= 0:
-                    self.mapped.show(slot.piece, server, place, memory, place & ((1 << 40) - 1))
-        self.mapped.refresh()
+                    self.mapped.map(slot.piece, server, place, memory, place & ((1 << 40) - 1))
+        self.mapped.commit()
 
 
 class _Refused:
@@ -81,7 +81,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
     plan = make_plan(specs, 2)
     servers, memories, leases = zip(*(_server_memory(plan, server) for server in range(2)), strict=True)
     weights = Parameters([parameter], ["w"], make_plan(specs, 1))
-    made = Job(plan, list(servers), weights, MappedWeights(weights.weights), list(memories), list(leases))
+    made = Job(plan, list(servers), weights, MappedSink(weights.weights), list(memories), list(leases))
     made.serve(_numbers())
     made.show()
     return made
@@ -93,7 +93,7 @@ def _numbers() -> Tensor:
 
 def test_a_worker_sees_what_servers_write_later(job: Job) -> None:
     job.serve(-_numbers())
-    job.mapped.refresh()
+    job.mapped.commit()
     assert torch.equal(job.parameter.detach().view(-1), -_numbers())
 
 
@@ -118,7 +118,7 @@ def test_pages_with_the_servers_bytes_again_show_the_servers_memory_again(job: J
     job.parameter.data.copy_(before)
     assert not job.mapped.written()
     job.serve(2 * _numbers())
-    job.mapped.refresh()
+    job.mapped.commit()
     assert torch.equal(job.parameter.detach().view(-1), 2 * _numbers())
 
 
@@ -138,10 +138,10 @@ def test_what_a_worker_writes_reaches_no_server(job: Job) -> None:
 
 def test_a_slice_that_was_left_is_not_looked_at_and_can_be_mapped_again(job: Job) -> None:
     piece = job.plan.slices[3]
-    job.mapped.leave(piece)
+    job.mapped.unmap(piece)
     job.parameter.data.view(-1)[piece.offset : piece.offset + piece.used] = 0.0
     assert not job.mapped.written()
-    assert job.mapped.rest()["float32"] == [(4 * piece.offset, 4 * (piece.offset + piece.length))]
+    assert job.mapped.unwatched()["float32"] == [(4 * piece.offset, 4 * (piece.offset + piece.length))]
     job.show()
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
 
@@ -159,17 +159,17 @@ def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, sh
     storage, piece = job.servers[0], job.servers[0].slots[0].piece
     begin = storage.place(0) & ((1 << 40) - 1)
     with pytest.raises(OSError, match="slice 0 is at"):
-        job.mapped.show(piece, 0, storage.place(0), job.memories[0], begin + shift)
+        job.mapped.map(piece, 0, storage.place(0), job.memories[0], begin + shift)
     assert torch.equal(job.parameter.detach().view(-1), _numbers())
 
 
 def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
-    told = [job.mapped.inconsistent()]
+    told = [job.mapped.roll_back()]
     for storage in job.servers:
         for at in range(len(storage.slots)):
             with storage.borrowed(at, at + 1) as weights:
                 weights.neg_()
-        told.append(job.mapped.inconsistent())
+        told.append(job.mapped.roll_back())
     assert told == [set(), {slot.piece.index for slot in job.servers[0].slots}, set()]
 
 
@@ -177,10 +177,10 @@ def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: J
     with ExitStack() as writing:
         for storage in job.servers:
             writing.enter_context(storage.borrowed(0, len(storage.slots)))
-        assert job.mapped.inconsistent() == set(range(8))
-    assert not job.mapped.inconsistent()
-    job.mapped.refresh()
-    assert not job.mapped.inconsistent()
+        assert job.mapped.roll_back() == set(range(8))
+    assert not job.mapped.roll_back()
+    job.mapped.commit()
+    assert not job.mapped.roll_back()
 
 
 def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Job) -> None:
@@ -194,7 +194,7 @@ def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Jo
     leases.release(read)
     with storage.borrowed(0, 1) as weights:
         weights.fill_(2.5)
-    job.mapped.refresh()
+    job.mapped.commit()
     assert storage.place(0) == place
     assert (job.parameter.detach().view(-1)[: storage.slots[0].piece.used] == 2.5).all()
 
@@ -211,13 +211,13 @@ def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
 def test_a_system_that_hides_its_page_map_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAP", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError):
-        MappedWeights({"float32": torch.zeros(16)})
+        MappedSink({"float32": torch.zeros(16)})
 
 
 def test_a_page_map_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAP", "/dev/zero")  # says that no page is there
     with pytest.raises(OSError, match="does not tell"):
-        MappedWeights({"float32": torch.zeros(16)})
+        MappedSink({"float32": torch.zeros(16)})
 
 
 def _shapes(seed: int) -> list[tuple[int, ...]]:

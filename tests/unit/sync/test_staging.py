@@ -12,7 +12,7 @@ import torch
 
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport.arena import SharedArena, make_memory
-from kvtrainer.client.shared_weights import SeenWeights
+from kvtrainer.client.shared_weights import DeviceSink
 from kvtrainer.sync.staging import Staging
 from tests.support.device_streams import CURRENT, SCHEDULES, SIDE, Streams
 
@@ -117,15 +117,16 @@ def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() 
     numel = plan.slices[0].used
     assert numel == plan.slices[1].used
     streams, weights = Streams((CURRENT, SIDE)), {"float32": torch.zeros(LONG)}
-    staging, seen = Staging(streams), SeenWeights()
+    staging = Staging(streams)
+    sink = DeviceSink(staging.see)
     fd = make_memory(4 * 3 * numel)
     torch.from_numpy(np.frombuffer(mmap.mmap(fd, 0), np.float32)).copy_(
         torch.arange(3.0).repeat_interleave(numel)
     )
     memory = SharedArena(fd, is_ours=False)
     for at, piece in enumerate(plan.slices[:2]):
-        seen.show(piece, 0, at, memory, (at + 1) * 4 * numel)
-        staging.see(seen)
+        sink.map(piece, 0, at, memory, (at + 1) * 4 * numel)
+        sink.commit()
         assert streams.num_pinned == 1
     staging.up(weights, {"float32": torch.full((LONG,), 7.0)})
     assert weights["float32"][[0, numel - 1, numel, 2 * numel - 1, 2 * numel]].tolist() == [
@@ -135,8 +136,7 @@ def test_weights_are_read_where_a_server_has_them_and_what_it_shows_later_too() 
         2.0,
         7.0,
     ]
-    seen.release()
-    staging.see(seen)
+    sink.release()
     assert streams.num_pinned == 0
     staging.up(weights, {"float32": torch.full((LONG,), 8.0)})
     assert weights["float32"].unique().tolist() == [8.0]

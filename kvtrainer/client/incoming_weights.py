@@ -1,0 +1,357 @@
+"""New weights that one server sends in a round, from the first message until they are written.
+
+A slice comes in one of these forms: whole; in parts, from its first element on; rounded to bfloat16; as changes of the
+weights before; as rows; or as its place in the server's memory, which this worker maps.
+
+Nothing is written before all servers have answered, because until then the round may fail on one of them: then the
+weights here must still be those of the last round. A server may also roll a round back and send newer weights of it,
+so all slices of a table come with one version, and those of an older one are dropped.
+
+Tables and slices are named by their position in the layout of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.codec import Codec, torch_dtype
+from kvstore_server.errors import ProtocolError
+from kvstore_server.optimizer.rows import put_rows
+from kvstore_server.plan import LONG, Slice
+from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
+from kvstore_server.shard.deltas import add_changes
+from kvstore_server.transport.arena import SharedArena
+from kvtrainer.client.contribution import Contribution, GatheredSlices, ServerLayout, part_of
+from kvtrainer.client.shared_weights import WeightSink
+from kvtrainer.client.tables import RemoteTable
+from kvtrainer.types import Arenas
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class IncomingWeights:
+    """New weights from one server, stored until all servers have sent theirs.
+
+    Args:
+        memory: Where small slices are gathered.
+        open_tables: Those of which the server has not said yet how the round ended; the caller changes it.
+        are_wanted: Whether any weights are to come.
+    """
+
+    def __init__(
+        self, layout: ServerLayout, memory: GatheredSlices, open_tables: Collection[int], are_wanted: bool
+    ) -> None:
+        self._layout, self._memory = layout, memory
+        self.open = open_tables
+        self.is_announced = False
+        """Weights may come before all slices are sent, so they must not be stored where those are."""
+        self.num_pending: list[int] = layout.num_resident.tolist() if are_wanted else [0] * len(layout.tables)
+        """How many slices of each table are still to come; if none are wanted, the server only confirms."""
+        self.came = [-1] * len(layout.tables)
+        """The version of the weights that came, by table."""
+        self._is_pending = bytearray(layout.is_resident if are_wanted else len(layout.pieces))
+        self._gathered: list[int] = []
+        """Slices whose new weights are in `memory`."""
+        self._staged: list[tuple[int, int, Tensor, int]] = []
+        """(slice, kind, bytes, first element) of all others that came as bytes."""
+        self._levels: dict[int, int] = {}
+        """Slice → how many of its elements are here, if it comes in parts."""
+        self._places: list[tuple[int, int]] = []
+        """(slice, place in the server's memory)."""
+
+    def receive(self, weights: m.Weights) -> list[int]:
+        """Store what one message brings; returns the tables that are complete now.
+
+        Raises:
+            ProtocolError: the bytes do not fit the slices.
+        """
+        layout, is_pending, came = self._layout, self._is_pending, self.came
+        # 1. Slices that can be read in the server's memory.
+        finished = self._receive_places(weights.places) if len(weights.places) else []
+        # 2. Slices that come as bytes.
+        runs: list[tuple[Tensor, int, int, int]] = []
+        """(source, where it begins there and ends, where it begins in memory): neighbours here and there together."""
+        for slot, version, kind, source, start, nbytes in parts_of(weights):
+            at = layout.slots.get(slot)
+            if at is None:
+                finished += self._receive_part(slot, version, kind, source[start : start + nbytes])
+                continue
+            table = layout.table[at]
+            if -1 < came[table] < version and table in self.open:
+                self.roll_back(table)
+            elif version < came[table]:
+                continue  # another reply has newer ones already: they must not be mixed
+            end, news = at + 1, is_pending[at]
+            if kind == m.ROWS:
+                end = layout.end_of_rows(at, source[start : start + nbytes])
+                news = is_pending.count(1, at, end)
+            if not news:
+                continue
+            if kind == m.WHOLE and nbytes != layout.nbytes[at]:
+                raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
+            if kind == m.HALF and nbytes != layout.pieces[at].length * torch.bfloat16.itemsize:
+                raise ProtocolError(
+                    f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
+                )
+            begin = layout.begin[at]
+            if kind != m.WHOLE or begin < 0 or layout.is_converted or self.is_announced:
+                self._staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
+            else:
+                self._gathered.append(at)
+                same, first, last, to = runs[-1] if runs else (None, 0, 0, 0)
+                if same is source and last == start and to + last - first == begin:
+                    runs[-1] = source, first, last + nbytes, to
+                else:
+                    runs.append((source, start, start + nbytes, begin))
+            is_pending[at:end] = bytes(end - at)
+            came[table] = version
+            self.num_pending[table] -= news
+            if not self.num_pending[table]:
+                finished.append(table)
+        # 3. Neighbours are copied together.
+        for source, first, end, to in runs:
+            self._memory.raw[to : to + end - first].copy_(source[first:end])
+        return finished
+
+    def _receive_part(self, place: int, version: int, kind: int, raw: Tensor) -> list[int]:
+        """Store a part of a slice; returns its table if that is complete now.
+
+        A part that leaves a gap is dropped: if what was to fill the gap is lost, the weights come again as a whole.
+        """
+        (slot, end), layout = m.place_of(place), self._layout
+        at = layout.slots.get(slot)
+        if at is None or not end:
+            return []
+        table, piece = layout.table[at], layout.pieces[at]
+        if -1 < self.came[table] < version and table in self.open:
+            self.roll_back(table)
+        elif version < self.came[table]:
+            return []
+        itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
+        begin = self._levels.get(at, 0)
+        if not self._is_pending[at] or (end - begin) * itemsize != len(raw):
+            return []
+        if end > piece.length or kind not in (m.WHOLE, m.HALF):
+            raise ProtocolError(
+                f"{len(raw)} bytes up to element {end} of a slice of {piece.length} came back as kind {kind}"
+            )
+        self._staged.append((at, kind, raw, begin))
+        self._levels[at], self.came[table] = end, version
+        if end < piece.length:
+            return []
+        self._is_pending[at] = 0
+        self.num_pending[table] -= 1
+        return [] if self.num_pending[table] else [table]
+
+    def _receive_places(self, places: m.Matrix) -> list[int]:
+        """Store where new weights are in the server's memory; returns the tables that are complete now."""
+        finished = list[int]()
+        for slot, version, place in places.tolist():
+            at = self._layout.slots.get(slot)
+            if at is not None and place == m.STILL and self._layout.mapped is not None:
+                finished += self._receive_unmoved(self._layout.table[at], version)
+            elif at is not None and self._is_pending[at]:
+                table = self._layout.table[at]
+                self._places.append((at, place))
+                self._is_pending[at] = 0
+                self.came[table] = version
+                self.num_pending[table] -= 1
+                if not self.num_pending[table]:
+                    finished.append(table)
+        return finished
+
+    def _receive_unmoved(self, table: int, version: int) -> list[int]:
+        """Record that new weights of the only table are where they were; returns it if it is complete."""
+        pending, mapped = np.frombuffer(self._is_pending, np.uint8), self._layout.mapped
+        self.came[table] = version
+        self.num_pending[table] -= int(pending[mapped].sum())
+        pending[mapped] = 0
+        return [] if self.num_pending[table] else [table]
+
+    def roll_back(self, table: int) -> None:
+        """Discard what has come of a table, because its server has rolled back the round: all comes again."""
+        layout = self._layout
+        self.num_pending[table], self.came[table] = int(layout.num_resident[table]), -1
+        for at in layout.resident:
+            self._is_pending[at] |= layout.table[at] == table
+        self._gathered = [at for at in self._gathered if layout.table[at] != table]
+        self._staged = [one for one in self._staged if layout.table[one[0]] != table]
+        self._places = [one for one in self._places if layout.table[one[0]] != table]
+        self._levels = {at: level for at, level in self._levels.items() if layout.table[at] != table}
+
+    def skip(self, table: int) -> None:
+        """Discard what has come of a table, because its round is not applied: nothing comes any more."""
+        self.roll_back(table)
+        self.num_pending[table] = 0
+        for at in self._layout.resident:
+            self._is_pending[at] &= self._layout.table[at] != table
+
+    def write(
+        self,
+        contribution: Contribution,
+        gone: Collection[int],
+        follows: bool,
+        rows: dict[tuple[int, int], list[Tensor | None]],
+    ) -> None:
+        """Write what came as bytes to the `outs` of a contribution.
+
+        Args:
+            gone: Tables (by index) whose weights are not written, because the round failed.
+            follows: Changes of weights are added to those of the last round.
+            rows: (position of the table in the round, key) → ids of the rows that came, to which these are added;
+                None for all of them. Only if the contribution is kept.
+
+        Raises:
+            ProtocolError: a part does not fit its slice.
+        """
+        layout, outs, unread = self._layout, contribution.outs, contribution.unread
+        assert outs is not None
+        # 1. Leave out the tables that failed, and slices that hold only keys without use.
+        kept = [layout.index[at] not in gone for at in layout.table] if gone else None
+        if unread:
+            pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
+            kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
+        # 2. Small slices, all at once.
+        ready = self._gathered if kept is None else [at for at in self._gathered if kept[at]]
+        if ready:
+            targets = [part_of(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
+            torch._foreach_copy_(targets, [self._memory.views[at] for at in ready])
+        for at in ready if contribution.is_kept else ():
+            rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
+        # 3. The others, in the order in which they came.
+        for at, kind, raw, begin in self._staged:
+            if kept is None or kept[at]:
+                of, piece = layout.table[at], layout.pieces[at]
+                version = self.came[of] if follows else -1
+                written = _write_staged(
+                    layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin, version
+                )
+                for key, ids in written.items() if contribution.is_kept else ():
+                    rows.setdefault((layout.at[of], key), []).append(ids)
+
+    def map(
+        self,
+        sink: WeightSink,
+        memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
+        gone: Collection[int],
+    ) -> None:
+        """Tell a sink which slices to read in the server's memory, and which came as bytes; after `write`."""
+        layout = self._layout
+        copied = [*self._gathered, *[at for at, *_ in self._staged]]
+        for at in copied:
+            sink.unmap(layout.pieces[at])
+        # A long slice that came as bytes may only have been read by another worker, and have a place the next time.
+        are_short = all([layout.pieces[at].nbytes < LONG for at in copied])
+        if self._places or not are_short:
+            layout.mapped = None
+        for at, place in self._places if not gone else ():
+            piece = layout.pieces[at]
+            if sink.is_mapped(piece, layout.server, place):
+                continue
+            memory = memory_at(layout.server, place)
+            try:
+                if memory is None:
+                    raise OSError("the channel to its server was lost")
+                sink.map(piece, layout.server, place, *memory)
+            except OSError as error:
+                sink.problem = error
+        if self._places and not gone and sink.problem is None and are_short:
+            layout.mapped = np.array([at for at, _ in self._places])
+
+    def forget(self) -> None:
+        """Keep no message alive, once all is written."""
+        self._staged.clear()
+
+
+def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
+    """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
+
+    Raises:
+        ProtocolError: the parts are not the buffers.
+    """
+    payloads = iter(weights.payloads)
+    source, start, left = _NO_BYTES, 0, 0
+    for slot, version, kind, nbytes in weights.parts.tolist():
+        while nbytes and not left and (payload := next(payloads, None)) is not None:
+            source = payload.view(torch.uint8)
+            start, left = 0, payload.nbytes
+        if not 0 <= nbytes <= left:
+            raise ProtocolError(f"{nbytes} bytes of slot {slot} are not all in one payload")
+        yield slot, version, kind, source, start, nbytes
+        start += nbytes
+        left -= nbytes
+
+
+def _write_staged(
+    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
+) -> Mapping[int, Tensor | None]:
+    """Write new weights: a slice from some element on, or rows of it and of its neighbours.
+
+    Raises as `IncomingWeights.write`.
+
+    With a `version`, those that come as changes, or have, are followed.
+
+    Returns which rows were written of each key, or of the first one; None where it was something else.
+    """
+    plan, out, key = table.plan, part_of(arenas, piece), piece.segments[0].key
+    if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
+        out.copy_(_followed(table, table.delta_codec, piece, kind, raw, version)[: piece.used])
+        return {key: None}
+    if kind in (m.WHOLE, m.HALF):
+        given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
+        place = out[begin:][: len(given)]
+        given = given[: len(place)]
+        place.copy_(_rounded(given) if table.takes_half else given)
+        return {key: None}
+    if kind != m.ROWS:
+        raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
+    parts, slices = decode_rows(plan, piece, raw.numpy().data, is_joined=True)
+    written: Mapping[int, Tensor | None] = {key: None}
+    for position, values in parts.items():
+        segment = piece.segments[position]
+        if isinstance(values, Tensor):
+            values = _rounded(values) if table.takes_half else values
+            out[segment.start : segment.start + segment.numel].copy_(values)
+            continue
+        places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
+        block = places.blocks[piece.server]
+        first = block.order[piece.index]
+        for one in block.pieces[first : first + slices]:
+            table.followed.pop(one.index, None)  # its rows come from now on
+        ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
+        rows = _rounded(values.values) if table.takes_half else values.values
+        whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
+        put_rows(whole.view(-1, places.width), ids, rows)
+        if len(piece.segments) == 1:
+            own = cut_rows(RowSet(ids, rows), places.bounds)
+            written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
+    return written
+
+
+def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor, version: int) -> Tensor:
+    """Add changes to the weights that all workers have of a slice, or replace these; returns the new ones.
+
+    They are changed all at once: when it was interrupted and is done again, no changes are added twice.
+    """
+    if kind == m.WHOLE:
+        weights = raw.view(torch_dtype(piece.dtype)).clone()
+    elif piece.index not in table.followed:
+        raise ProtocolError(f"changes of slice {piece.index} of {table.name!r} came before its weights")
+    else:
+        known, weights = table.followed[piece.index]
+        if known != version:
+            weights = weights.clone()
+            add_changes(codec, raw, weights)
+    table.followed[piece.index] = version, weights
+    return weights
+
+
+def _rounded(weights: Tensor) -> Tensor:
+    """Weights as `Storage.half` would have sent them, of their own dtype."""
+    is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
+    return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights
