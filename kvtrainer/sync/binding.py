@@ -81,6 +81,46 @@ class WorkerResiduals:
         return f"rank {self.rank} of {self.num_workers}{on}"
 
 
+class SentOptions:
+    """The options and limits that servers were sent last, so that rounds send only what has changed."""
+
+    def __init__(self) -> None:
+        self._last: tuple[dict[str, Any], GradientLimits] | None = None
+        self._packed = b""
+        self._are_known = False
+        """Whether all servers have them."""
+
+    def changed(self, options: dict[str, Any], limits: GradientLimits, in_store: bool) -> bytes:
+        """Pack the options of a round; empty if all servers have them. They must be confirmed if it is applied."""
+        if self._last != (options, limits):
+            self._last = options, limits
+            self._packed = pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary)
+            self._are_known = False
+        changed = b"" if self._are_known else self._packed
+        self._are_known = False  # if the round fails, some servers may lack them: they are sent again
+        return changed
+
+    def confirm(self) -> None:
+        """All servers have the options of the last round."""
+        self._are_known = True
+
+    def forget(self) -> None:
+        """Some servers may lack the options of the last round, or have others."""
+        self._are_known = False
+
+    def predict(self, read: Callable[[], dict[str, Any]] | None, in_store: bool) -> bytes:
+        """Pack the options that `read` returns now; empty if all servers have them."""
+        assert self._last is not None
+        former, limits = self._last
+        try:
+            options = former if read is None else read()
+        except Exception:  # in a user's schedule: the step will raise it
+            options = former
+        if self._are_known and options == former:
+            return b""
+        return pack_hypers(**options, update_on_kvstore=in_store, limits=limits.summary)
+
+
 class Binding:
     """A Trainer's tie to what synchronises it: the store, and the Trainer's one table in it.
 
@@ -122,11 +162,7 @@ class Binding:
         self._buckets: dict[str, Any] = {}
         self._layout: Memory | None = None
         self._profiler: Profiler | None = None
-        self._said: tuple[dict[str, Any], GradientLimits] | None = None
-        self._hyper = b""
-        """The options and limits of the last round, packed."""
-        self._is_told = False
-        """Whether all servers have been told of them."""
+        self._sent = SentOptions()
         self._awaited: WorkerResiduals | None = None
         """Residuals that were loaded before the store was there."""
         self._left: tuple[Exchange, Memory] | None = None
@@ -268,7 +304,8 @@ class Binding:
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
         self.exchange, self.holder, self.num_workers = None, None, 1
-        self.is_started = self._is_told = False
+        self._sent.forget()
+        self.is_started = False
         self._num_shown = 0
 
     def round(
@@ -310,7 +347,7 @@ class Binding:
             layout.devices[0].borrowed = {}
             if self.replicas is not None:
                 self.replicas.forget()
-        self._is_told = True
+        self._sent.confirm()
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
@@ -342,14 +379,7 @@ class Binding:
             names = ", ".join(repr(layout.names[key]) for key in device.rows)
             raise ConfigurationError(f"the gradient of {names} is row-sparse, {exchange.refuses_rows}")
         guard = limits.guard if exchange.updates_weights and exchange.is_sync else None
-        if (said := (options, limits)) != self._said:
-            self._said = said
-            updates = exchange.updates_weights
-            self._hyper = pack_hypers(**options, update_on_kvstore=updates, limits=limits.summary)
-            self._is_told = False
-        changed = b"" if self._is_told else self._hyper
-        # After a failed round nobody knows which servers took the change: it is sent again.
-        self._is_told = False
+        changed = self._sent.changed(options, limits, exchange.updates_weights)
         borrowed = {key: grad if grad.dim() == 1 else grad.view(-1) for key, grad in device.borrowed.items()}
         rows = {(0, key): rows for key, rows in device.rows.items()}
         shared_grads: Mapping[int, Tensor] = {}
@@ -374,17 +404,9 @@ class Binding:
         self.guard.abort(is_missed)
 
     def _predict_hypers(self) -> bytes:
-        """Pack the numbers that a step would find now, if they are not those of the last."""
-        assert self._said is not None
-        former, limits = self._said
-        numbers = None if self.numbers is None else self.numbers()
-        try:
-            options = former if numbers is None else numbers()
-        except Exception:  # a schedule may be anybody's
-            options = former  # the step raises it
-        if self._is_told and options == former:
-            return b""
-        return pack_hypers(**options, update_on_kvstore=self.updates_weights, limits=limits.summary)
+        """Pack the options that a step would find now, if they are not those of the last."""
+        read = None if self.numbers is None else self.numbers()
+        return self._sent.predict(read, self.updates_weights)
 
     def _watch(self, arena: Arena) -> None:
         """Have the system's page map tell what is written to weights, where it can."""
@@ -422,7 +444,7 @@ class Binding:
     def run_without_data(self, arena: Arena) -> JoinedRound:
         """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
-        self._is_told = False  # what is in force now is another worker's
+        self._sent.forget()  # the options of other workers hold now
         joined = self.exchange.run_without_data(arena.weights, arena.grads)
         if self.exchange.updates_weights:
             arena.mark_updated(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from kvstore_server.engine.agreed import pack_hypers
 from kvtrainer import Trainer, kvstore
 from kvtrainer.errors import DeadlineError, KVStoreError
 from kvtrainer.options.stages import GradientLimits
-from kvtrainer.sync.binding import Binding
-from kvtrainer.sync.select import select_store
+from kvtrainer.sync.binding import SentOptions
 
 
 class Recorder(kvstore.KVStoreBase):
@@ -257,16 +255,16 @@ def test_gradients_by_rows_and_dense_ones_alternate_where_a_store_sums_and_the_t
 
 
 def test_a_schedule_that_raises_when_it_is_asked_before_the_step_is_left_to_that() -> None:
-    class Schedule:
-        def numbers(self) -> dict[str, Any]:
-            raise ZeroDivisionError
+    def read() -> dict[str, Any]:
+        raise ZeroDivisionError
 
-    schedule, former = Schedule(), {"groups": [{"lr": 0.5}], "lr_mult": {}, "wd_mult": {}}
-    binding = Binding(select_store("dist_sync"))
-    binding._said, binding.numbers = (former, GradientLimits()), weakref.WeakMethod(schedule.numbers)
-    assert binding._predict_hypers() == pack_hypers(
-        **former, update_on_kvstore=True, limits=GradientLimits().summary
-    )
+    former, limits = {"groups": [{"lr": 0.5}], "lr_mult": {}, "wd_mult": {}}, GradientLimits()
+    packed = pack_hypers(**former, update_on_kvstore=True, limits=limits.summary)
+    sent = SentOptions()
+    assert sent.changed(former, limits, in_store=True) == packed
+    assert sent.predict(read, in_store=True) == packed
+    sent.confirm()
+    assert sent.predict(read, in_store=True) == b""
 
 
 def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
