@@ -466,33 +466,29 @@ class Plan:
         """Return where the rows of the row group from a key on are, counted as rows of one key."""
         found = self._joined.get(key)
         if found is None:
-            keys = [key]
-            while keys[-1] in self._followers:
-                keys.append(self._followers[keys[-1]])
-            found = self._joined[key] = _row_places(self, tuple(keys))
+            group = self.row_groups.get(key, (key,))
+            found = self._joined[key] = _row_places(self, group[group.index(key) :])
         return found
 
     @cached_property
-    def _followers(self) -> dict[int, int]:
-        """Key → the next one of its row group: as wide, and beginning where the key ends in the arena."""
+    def row_groups(self) -> dict[int, tuple[int, ...]]:
+        """Key → its row group: keys whose rows are adjacent in the arena, in this order.
+
+        Rows of a group travel as those of one key. Its keys are alone in their slices, have rows of one dtype and
+        width, and all or none of them are row-sparse. A key whose slices hold no whole rows has no group.
+        """
         takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
-        by_place = sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key]))
-        found = {}
-        for key, other in pairwise(by_place):
-            mine, theirs = self.specs[key], self.specs[other]
-            is_next = self.key_offsets[key] + mine.numel == self.key_offsets[other] and mine.numel > 0
-            is_like = mine.dtype == theirs.dtype and row_numel(mine) == row_numel(theirs)
-            if is_next and is_like and mine.row_sparse == theirs.row_sparse:
-                found[key] = other
-        return found
-
-    @cached_property
-    def run_of(self) -> dict[int, int]:
-        """Key → the first key of its row group; keys that are in none are missing."""
-        first: dict[int, int] = {}
-        for key, other in sorted(self._followers.items(), key=lambda pair: self.key_offsets[pair[0]]):
-            first[other] = first.setdefault(key, key)
-        return first
+        groups: list[list[int]] = []
+        former: tuple[object, ...] = ()  # what the next key must have, and where it must begin, to join the last group
+        for key in sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key])):
+            spec, at = self.specs[key], self.key_offsets[key]
+            kind = spec.dtype, row_numel(spec), spec.row_sparse
+            if former == (*kind, at):
+                groups[-1].append(key)
+            else:
+                groups.append([key])
+            former = (*kind, at + spec.numel) if spec.numel else ()
+        return {key: tuple(group) for group in groups for key in group}
 
 
 def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:

@@ -492,7 +492,7 @@ class Table:
                     RowPart(slot, own, m.DELTA if is_delta else m.WHOLE) for slot, own, is_delta in found
                 ]
                 continue
-            keys = self._side_by_side(key, changed) if key in self.plan.run_of else [key]
+            keys = self._changed_group(key, changed)
             if len(keys) > 1:
                 packed.update(keys)
                 parts += self._pack_joined(keys, changed)
@@ -525,9 +525,12 @@ class Table:
             return None
         return rows
 
-    def _side_by_side(self, key: int, changed: Mapping[int, Rows | None]) -> list[int]:
+    def _changed_group(self, key: int, changed: Mapping[int, Rows | None]) -> list[int]:
         """Return the keys of the row group from `key` on if all of them are sent as rows; otherwise that key alone."""
-        keys = [one for one in self.plan.joined_rows(key).keys if one in changed]
+        group = self.plan.row_groups.get(key, ())
+        if len(group) < 2:
+            return [key]
+        keys = [one for one in group[group.index(key) :] if one in changed]
         ids = [None if (rows := changed[one]) is None else rows.get(0, _NO_IDS) for one in keys]
         return keys if all(one is not None for one in ids) and any(changed[one] for one in keys) else [key]
 

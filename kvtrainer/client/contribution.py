@@ -248,10 +248,10 @@ class ServerLayout:
 
     @cached_property
     def _run_ends(self) -> list[int]:
-        """The same, of keys that lie side by side together."""
-        runs = [table.plan.run_of for table in self.tables]
+        """The same, of row groups."""
+        groups = [table.plan.row_groups for table in self.tables]
         keys = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
-        return _ends([(of, runs[of].get(key, key)) for of, key in keys])
+        return _ends([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
