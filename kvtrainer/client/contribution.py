@@ -315,12 +315,6 @@ class GatheredSlices:
         ]
 
 
-def part_of(arenas: Arenas, piece: Slice) -> Tensor:
-    """Return the numbers of a slice in arenas that the Plan has laid out."""
-    flat = arenas[piece.dtype]
-    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
-
-
 def _ends(where: Sequence[object]) -> list[int]:
     """Say for each item where those end that are equal to it and beside it."""
     sizes = [len(list(own)) for _, own in itertools.groupby(where)]

@@ -26,7 +26,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
 from kvstore_server.shard.deltas import add_changes
 from kvstore_server.transport.arena import SharedArena
-from kvtrainer.client.contribution import Contribution, GatheredSlices, ServerLayout, part_of
+from kvtrainer.client.contribution import Contribution, GatheredSlices, ServerLayout
 from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.client.tables import RemoteTable
 from kvtrainer.types import Arenas
@@ -197,14 +197,18 @@ class IncomingWeights:
         gone: Collection[int],
         follows: bool,
         rows: dict[tuple[int, int], list[Tensor | None]],
+        memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
     ) -> None:
-        """Write what came as bytes to the `outs` of a contribution.
+        """Write what came as bytes to the `outs` of a contribution, and map what is in the server's memory.
+
+        Messages that came are not kept alive.
 
         Args:
             gone: Tables (by index) whose weights are not written, because the round failed.
             follows: Changes of weights are added to those of the last round.
             rows: (position of the table in the round, key) → ids of the rows that came, to which these are added;
                 None for all of them. Only if the contribution is kept.
+            memory_at: (server, place) → the memory that has this place, and where it begins there.
 
         Raises:
             ProtocolError: a part does not fit its slice.
@@ -233,14 +237,18 @@ class IncomingWeights:
                 )
                 for key, ids in written.items() if contribution.is_kept else ():
                     rows.setdefault((layout.at[of], key), []).append(ids)
+        # 4. What can be read in the server's memory, and what cannot any more.
+        if contribution.sink.maps:
+            self._map(contribution.sink, memory_at, gone)
+        self._staged.clear()
 
-    def map(
+    def _map(
         self,
         sink: WeightSink,
         memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
         gone: Collection[int],
     ) -> None:
-        """Tell a sink which slices to read in the server's memory, and which came as bytes; after `write`."""
+        """Tell a sink which slices to read in the server's memory, and which came as bytes."""
         layout = self._layout
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
         for at in copied:
@@ -263,10 +271,6 @@ class IncomingWeights:
         if self._places and not gone and sink.problem is None and are_short:
             layout.mapped = np.array([at for at, _ in self._places])
 
-    def forget(self) -> None:
-        """Keep no message alive, once all is written."""
-        self._staged.clear()
-
 
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
     """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
@@ -285,6 +289,12 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
         yield slot, version, kind, source, start, nbytes
         start += nbytes
         left -= nbytes
+
+
+def part_of(arenas: Arenas, piece: Slice) -> Tensor:
+    """Return the numbers of a slice in arenas that the Plan has laid out."""
+    flat = arenas[piece.dtype]
+    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
 
 def _write_staged(

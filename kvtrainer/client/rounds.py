@@ -537,7 +537,7 @@ class Rounds:
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
             round_.write(server_request, gone, all_tables)
-        if not gone:
+        if round_.contribution.sink.maps and not gone:
             round_.contribution.sink.commit()
         if ages:
             all_tables.staleness[list(ages)] = list(ages.values())

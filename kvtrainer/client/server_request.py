@@ -17,9 +17,9 @@ from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
 from kvstore_server.shard.norms import Decision, Measured
-from kvtrainer.client.contribution import Contribution, EncodedSlice, GatheredSlices, ServerLayout, part_of
+from kvtrainer.client.contribution import Contribution, EncodedSlice, GatheredSlices, ServerLayout
 from kvtrainer.client.flow_control import cut
-from kvtrainer.client.incoming_weights import IncomingWeights
+from kvtrainer.client.incoming_weights import IncomingWeights, part_of
 from kvtrainer.client.session import Session
 from kvtrainer.client.tables import RemoteTable, Tables
 
@@ -360,10 +360,7 @@ class Round:
         if contribution.outs is None:
             return
         follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
-        incoming.write(contribution, gone, follows, self.rows)
-        if contribution.sink.maps:
-            incoming.map(contribution.sink, self.session.memory_at, gone)
-        incoming.forget()
+        incoming.write(contribution, gone, follows, self.rows, self.session.memory_at)
         came = np.array(incoming.came)
         read = came >= 0
         if gone:

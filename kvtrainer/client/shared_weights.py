@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvstore_server.engine.memory import available_memory
-from kvstore_server.plan import ALIGNMENT, LONG, PAGE, SIZES, Plan, Slice
+from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
 from kvstore_server.shard.storage import marks_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import _MOVED, _neighbours, _System
@@ -72,8 +72,8 @@ class WeightSink:
         """End a round that failed; returns slices (by index) that some servers have begun to write, and others not."""
         return set()
 
-    def deliver(self, weights: Arenas) -> None:
-        """Copy what rounds have written to the parameters' memory, if that is another one."""
+    def deliver(self, weights: Arenas, outs: Arenas) -> None:
+        """Copy what a round has written to `outs` to where it was to arrive, if that is another memory."""
 
     def written(self) -> set[int]:
         """Return the slices (by index) that the loop has changed since the last round, where pages tell."""
@@ -105,8 +105,8 @@ class CopySink(WeightSink):
     def outs(self, weights: Arenas) -> Arenas:
         return self._copies
 
-    def deliver(self, weights: Arenas) -> None:
-        for dtype, copy in self._copies.items():
+    def deliver(self, weights: Arenas, outs: Arenas) -> None:
+        for dtype, copy in outs.items():
             weights[dtype].copy_(copy)
 
     def accept(self, weights: Arenas) -> None:
@@ -297,85 +297,6 @@ class MappedSink(WeightSink):
                 else:
                     found.add(one.piece.index)
         return found
-
-
-class Stretch(NamedTuple):
-    """Slices that lie side by side, in an arena and in their server's memory."""
-
-    dtype: str
-    offset: int
-    """Where they begin in the arena, in elements."""
-    numel: int
-    """With padding between them, not behind the last."""
-    memory: SharedArena
-    begin: int
-    """Where they begin there, in bytes."""
-
-    @property
-    def end(self) -> int:
-        """Where they end there, in bytes."""
-        return self.begin + self.numel * SIZES[self.dtype]
-
-    def is_before(self, other: Stretch) -> bool:
-        """Tell whether another one comes next."""
-        size, way = SIZES[self.dtype], other.offset - self.offset
-        is_near = self.dtype == other.dtype and (way - self.numel) * size < ALIGNMENT
-        return is_near and self.memory is other.memory and other.begin - self.begin == way * size
-
-
-class DeviceSink(WeightSink):
-    """A CUDA device reads weights in the servers' memory. They do not come to the host's arena any more.
-
-    Args:
-        read: Is called at the end of each round, and may raise OSError.
-    """
-
-    holds_all = False
-
-    def __init__(self, read: Callable[[DeviceSink], None]) -> None:
-        self._read = read
-        self._slices: dict[int, tuple[int, int, Stretch]] = {}
-        """Slice (by index) → its server, its place as that names it, and where it is."""
-        self.maps = True
-        self.num_moves = 0
-        """How often other slices than before, or other places of them, were to be read."""
-
-    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
-        return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
-
-    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
-        one = Stretch(piece.dtype, piece.offset, piece.used, memory, begin)
-        if one.end > memory.nbytes:
-            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
-        self._slices[piece.index] = server, place, one
-        self.num_moves += 1
-
-    def unmap(self, piece: Slice) -> None:
-        if self._slices.pop(piece.index, None) is not None:
-            self.num_moves += 1
-
-    def commit(self) -> None:
-        try:
-            self._read(self)
-        except OSError as error:
-            self.problem = error
-
-    def stretches(self) -> list[Stretch]:
-        """List what is read where servers have it, by dtype and place; neighbours are one."""
-        found: list[Stretch] = []
-        for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
-            if found and found[-1].is_before(one):
-                found[-1] = found[-1]._replace(numel=one.offset + one.numel - found[-1].offset)
-            else:
-                found.append(one)
-        return found
-
-    def release(self) -> None:
-        """See `WeightSink`; all weights come to the arena from now on, where they have to be pulled first."""
-        self._slices.clear()
-        self.maps, self.holds_all, self.problem = False, True, None
-        self.num_moves += 1
-        self._read(self)
 
 
 class PrivateSink(WeightSink):

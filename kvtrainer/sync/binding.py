@@ -22,6 +22,7 @@ from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import ReplicaCompressor
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.session import Report
+from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.errors import ConfigurationError, KVStoreError, WeightsWrittenError
 from kvtrainer.kvstore import KVStoreBase, create
 from kvtrainer.kvstore.agreement import Agreement
@@ -269,7 +270,8 @@ class Binding:
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
         self.holder = self.exchange if isinstance(self.exchange, StoreExchange) else None
-        self._watch(arena)
+        if self.holder is not None and self.holder.sink.changes != self._num_shown:
+            self._watch(arena, self.holder.sink)
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
         if self.selection.overlaps and self.holder is not None:
@@ -351,14 +353,16 @@ class Binding:
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
             arena.writes.count_own(outcome.written)
-            self._watch(arena)
+            if self.holder is not None and self.holder.sink.changes != self._num_shown:
+                self._watch(arena, self.holder.sink)
             if not layout.has_replicas:
                 arena.zeros = frozenset([key for _, key in contribution.rows])
         return outcome
 
     def check_whole(self, consequence: str = "training goes on with them") -> None:
         """Raise KVStoreError if an interrupted step may have been applied in part; see `StepGuard.check`."""
-        self.guard.check(self.exchange is not None, consequence)
+        if self.guard.is_incomplete:
+            self.guard.check(self.exchange is not None, consequence)
 
     def _contribution(
         self,
@@ -408,11 +412,10 @@ class Binding:
         read = None if self.numbers is None else self.numbers()
         return self._sent.predict(read, self.updates_weights)
 
-    def _watch(self, arena: Arena) -> None:
+    def _watch(self, arena: Arena, sink: WeightSink) -> None:
         """Have the system's page map tell what is written to weights, where it can."""
-        if self.holder is not None and self.holder.sink.changes != self._num_shown:
-            self._num_shown = self.holder.sink.changes
-            arena.writes.look_at(self.holder.sink.unwatched())
+        self._num_shown = sink.changes
+        arena.writes.look_at(sink.unwatched())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop changed weights since the store gave them.
@@ -423,8 +426,8 @@ class Binding:
         if not self.updates_weights or self.holder is None:
             return
         written = [one.arena.writes.by_others() for one in layout.devices]
-        found = self.holder.keys_of(self.holder.sink.written())
-        written[0] += sorted(found.difference(written[0]))
+        if found := self.holder.sink.written():
+            written[0] += sorted(self.holder.keys_of(found).difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return

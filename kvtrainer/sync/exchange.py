@@ -24,14 +24,14 @@ from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution, Source
 from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.shared_gradients import SharedGradients
-from kvtrainer.client.shared_weights import IN_PLACE, CopySink, DeviceSink, MappedSink, PrivateSink
+from kvtrainer.client.shared_weights import IN_PLACE, CopySink, MappedSink, PrivateSink, WeightSink
 from kvtrainer.client.tables import Compressor
 from kvtrainer.common.progress import announced
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
 from kvtrainer.ranks.host_reduce import HostSum
-from kvtrainer.sync.staging import SideStream, Staging
+from kvtrainer.sync.staging import DeviceSink, SideStream, Staging
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
 
@@ -181,7 +181,7 @@ class StoreExchange(Exchange):
         """Of row-sparse keys."""
         self._staging: Staging | None = None
         """The way between a CUDA device, where the weights are, and the host; once it is needed."""
-        self.sink = IN_PLACE
+        self.sink: WeightSink = IN_PLACE
         """Where new weights arrive, if the store updates them."""
         self._looked_at: Looked | None = None
         """The weights of the store that were fetched to look at, since the last round."""
@@ -213,8 +213,7 @@ class StoreExchange(Exchange):
             return
         is_whole = self.is_sync and self._pull_codec is None and self._host is None
         if (staging := self._staging_of(weights)) is not None:
-            if is_whole and self._client.shares_all_memory:
-                self.sink = DeviceSink(staging.see)
+            self.sink = DeviceSink(staging, maps=is_whole and self._client.shares_all_memory)
             return
         try:
             if is_whole and self._client.shares_memory:
@@ -223,10 +222,6 @@ class StoreExchange(Exchange):
                 self.sink = PrivateSink(weights, self._table.plan)
         except OSError as error:
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
-
-    def _places(self, target: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return where a round writes new weights, or else sums; of a CUDA device once that has read what is there."""
-        return self.sink.outs(target) if self._staging is None else self._staging.places(target)
 
     def allocate_shared_grads(self, keys: Collection[int], allocates: bool, gathers: bool) -> None:
         """Have gradients made in memory of this host's servers, where they can be; before `init`.
@@ -244,15 +239,17 @@ class StoreExchange(Exchange):
 
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
         mine = self._down(weights)
-        if self.updates_weights and not self.is_sync and self.sink is IN_PLACE and self._staging is None:
+        if self.sink is IN_PLACE and self._staging is not None:
+            self.sink = DeviceSink(self._staging, maps=False)
+        elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
             self.sink = CopySink(weights)
         with announced("weights go to servers", self._table.plan.nbytes):
-            self._client.rounds.initialise(self._of_rank_0(mine, tables, self._places(weights)))
-        self._check_places(mine)
-        self._up(weights, self._places(weights))
+            self._client.rounds.initialise(self._of_rank_0(mine, tables, self.sink.outs(weights)))
+        self._check_mapped(mine)
+        self.sink.deliver(weights, self.sink.outs(weights))
 
-    def _check_places(self, places: Mapping[str, Tensor]) -> None:
-        """Copy weights from now on where servers show what could not be mapped; as a round has ended."""
+    def _check_mapped(self, places: Mapping[str, Tensor]) -> None:
+        """Copy weights from now on if some could not be mapped in the round that has ended."""
         if self.sink.problem is not None:
             _log.warning("weights are copied from now on, not mapped: %s", self.sink.problem)
             self.sink.release()
@@ -281,7 +278,7 @@ class StoreExchange(Exchange):
         target = weights if self.updates_weights else arenas
         if self._staging is not None:
             contribution = self._from_device(self._staging, contribution)
-        out = self._places(target)
+        out = self.sink.outs(target)
         specs = self._table.plan.specs
         rows: dict[tuple[int, int], RowSet] = {}
         unsent = unread = frozenset[int]()
@@ -315,13 +312,13 @@ class StoreExchange(Exchange):
             is_open = self._table.index in self._client.rounds.open  # interrupted as it ended
             step.sent(may_be_applied=is_open or self._table.stands(number))
             raise
-        self._check_places(out)
+        self._check_mapped(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
             self.shared_grads.open()
         measured, decision = ticket.decided.get(self._name, (None, Decision()))
         if self._name in ticket.vetoes:
             return RoundResult(frozenset(), True, None, measured, decision)
-        self._up(target, out)
+        self.sink.deliver(target, out)
         for key in unsent - unread:
             # What came in place of them is the value of a key that was left out, not a sum.
             at = self._table.plan.key_offsets[key]
@@ -347,7 +344,9 @@ class StoreExchange(Exchange):
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
         target = grads if not self.updates_weights else None if self.is_sync else weights
-        out = None if target is None else self._places(target) if self.updates_weights else self._down(target)
+        out = (
+            None if target is None else self.sink.outs(target) if self.updates_weights else self._down(target)
+        )
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
         if self._host is not None:
@@ -356,11 +355,11 @@ class StoreExchange(Exchange):
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
         if target is not None and out is not None:
-            self._up(target, out)
+            self.sink.deliver(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
-            mine = self._places(weights)
+            mine = self.sink.outs(weights)
             self._client.rounds.pull([self._table], [mine])
-            self._up(weights, mine)
+            self.sink.deliver(weights, mine)
         if not self.sink.maps:
             self.sink.attach()  # pages that were written with the bytes that they had
         outcome = RoundResult(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
@@ -372,7 +371,7 @@ class StoreExchange(Exchange):
         mine = self._down(weights)
         rounds = self._client.rounds
         if self.is_sync:
-            contribution = self._of_rank_0(mine, tables, self._places(weights), assign=True)
+            contribution = self._of_rank_0(mine, tables, self.sink.outs(weights), assign=True)
             try:
                 if self._host is not None:
                     self._host.before(
@@ -382,16 +381,16 @@ class StoreExchange(Exchange):
             except BaseException:
                 self._table.forget_held()
                 raise
-            self._check_places(mine)
+            self._check_mapped(mine)
         else:
             # Contributions count one by one: none may come between, and nobody may read before.
             self._client.barrier()
             if not self.rank:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
             self._client.barrier()
-            rounds.pull([self._table], [self._places(weights)])
+            rounds.pull([self._table], [self.sink.outs(weights)])
         self.sink.attach()
-        self._up(weights, self._places(weights))
+        self.sink.deliver(weights, self.sink.outs(weights))
 
     def look(self) -> Arenas:
         """Fetch the weights that the store has now, laid out by the plan, on the CPU. Those here count as they did."""
@@ -413,7 +412,7 @@ class StoreExchange(Exchange):
         """
         if self.is_sync or not self._is_dist:
             return self.look()
-        return self._places(weights)
+        return self.sink.outs(weights)
 
     def accept(self, weights: Arenas, are_looked_at: bool) -> None:
         """Have weights as they are now count as what came from the store.
@@ -481,12 +480,6 @@ class StoreExchange(Exchange):
         """Get to the host what is on a CUDA device; what is on the host is returned."""
         staging = self._staging_of(arenas)
         return arenas if staging is None else staging.down(arenas)
-
-    def _up(self, arenas: Arenas, places: Arenas) -> None:
-        """Bring to a CUDA device, or to the parameters, what has come to other places."""
-        if self._staging is not None:
-            self._staging.up(arenas, places)
-        self.sink.deliver(arenas)
 
     def _from_device(self, staging: Staging, contribution: Contribution) -> Contribution:
         """Copy the gradients from a CUDA device to the host: large ones to the servers' memory, if that has room."""

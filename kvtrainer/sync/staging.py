@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
-from kvstore_server.plan import ALIGNMENT, PAGE
+from kvstore_server.plan import ALIGNMENT, PAGE, SIZES, Slice
 from kvstore_server.transport.arena import SharedArena as Memory
 from kvstore_server.transport.pages import put_pages
-from kvtrainer.client.shared_weights import DeviceSink
+from kvtrainer.client.shared_weights import WeightSink
 from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
@@ -133,10 +133,10 @@ class Staging:
         """Have the device read weights where servers have them. Raises OSError if their memory cannot be mapped."""
         if weights.num_moves == self._num_moves:
             return
-        stretches = weights.stretches()
+        ranges = weights.ranges()
         views: dict[int, _View] = {}
-        for one in stretches:
-            own = [other for other in stretches if other.memory is one.memory]
+        for one in ranges:
+            own = [other for other in ranges if other.memory is one.memory]
             first = min([other.begin for other in own]) // PAGE * PAGE
             end = max([other.end for other in own])
             if id(one.memory) not in views:
@@ -146,7 +146,7 @@ class Staging:
             if former.numbers.data_ptr() not in kept:
                 self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
         self._views, self._num_moves, self._seen = views, weights.num_moves, {}
-        for one in stretches:
+        for one in ranges:
             view = views[id(one.memory)]
             numbers = view.numbers[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
             self._seen.setdefault(one.dtype, []).append((one.offset, numbers))
@@ -246,3 +246,89 @@ def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tu
         at = -(-(first + len(other)) // line) * line
     if at < len(flat):
         yield flat[at:], place[at:]
+
+
+class _Range(NamedTuple):
+    """Neighbouring slices, in an arena and in their server's memory."""
+
+    dtype: str
+    offset: int
+    """Where they begin in the arena, in elements."""
+    numel: int
+    """With padding between them, not behind the last."""
+    memory: Memory
+    begin: int
+    """Where they begin there, in bytes."""
+
+    @property
+    def end(self) -> int:
+        """Where they end there, in bytes."""
+        return self.begin + self.numel * SIZES[self.dtype]
+
+    def is_before(self, other: _Range) -> bool:
+        """Return whether another one comes next."""
+        size, way = SIZES[self.dtype], other.offset - self.offset
+        is_near = self.dtype == other.dtype and (way - self.numel) * size < ALIGNMENT
+        return is_near and self.memory is other.memory and other.begin - self.begin == way * size
+
+
+class DeviceSink(WeightSink):
+    """New weights of a CUDA device: rounds write to pinned memory, or the device reads the servers' memory.
+
+    What is read in the servers' memory does not come to pinned memory any more.
+
+    Args:
+        maps: As of `WeightSink`.
+    """
+
+    def __init__(self, staging: Staging, maps: bool) -> None:
+        self._staging = staging
+        self._slices: dict[int, tuple[int, int, _Range]] = {}
+        """Slice (by index) → its server, its place as that names it, and where it is."""
+        self.maps, self.holds_all = maps, not maps
+        self.num_moves = 0
+        """How often other slices than before, or other places of them, were to be read."""
+
+    def outs(self, weights: Arenas) -> Arenas:
+        return self._staging.places(weights)
+
+    def deliver(self, weights: Arenas, outs: Arenas) -> None:
+        self._staging.up(weights, outs)
+
+    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
+        return self._slices.get(piece.index, (-1, -1))[:2] == (server, place)
+
+    def map(self, piece: Slice, server: int, place: int, memory: Memory, begin: int) -> None:
+        one = _Range(piece.dtype, piece.offset, piece.used, memory, begin)
+        if one.end > memory.nbytes:
+            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
+        self._slices[piece.index] = server, place, one
+        self.num_moves += 1
+
+    def unmap(self, piece: Slice) -> None:
+        if self._slices.pop(piece.index, None) is not None:
+            self.num_moves += 1
+
+    def commit(self) -> None:
+        try:
+            self._staging.see(self)
+        except OSError as error:
+            self.problem = error
+
+    def ranges(self) -> list[_Range]:
+        """Return what is read in the servers' memory, by dtype and place; neighbours are one range."""
+        found: list[_Range] = []
+        for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
+            if found and found[-1].is_before(one):
+                found[-1] = found[-1]._replace(numel=one.offset + one.numel - found[-1].offset)
+            else:
+                found.append(one)
+        return found
+
+    def release(self) -> None:
+        """See `WeightSink`; all weights come to pinned memory from now on, where they have to be pulled first."""
+        if self.maps:
+            self._slices.clear()
+            self.maps, self.holds_all, self.problem = False, True, None
+            self.num_moves += 1
+            self._staging.see(self)

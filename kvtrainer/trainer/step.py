@@ -753,20 +753,20 @@ class StepPipeline:
         return StepResult(norm, coef, skipped, scale, None if lr is None else float(lr), updated)
 
     def conclude(self, updated: Sequence[bool] | None) -> None:
-        """Count a step's updates, as its last change: if a user's schedule raises, everything else is done."""
-        with self.link.guard.ended_by_errors():
-            self.count(updated)
-        self.link.guard.end()
+        """End a step: count it, by the keys that were updated, or None if it was skipped.
 
-    def count(self, updated: Sequence[bool] | None) -> None:
-        if updated is not None:
-            self.groups.counts.count(updated)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow=updated is None)
-        if updated is not None and any(updated):
-            for schedule in self.schedules:
-                if schedule.by == "step":
-                    schedule.step()
+        Schedules are user code: an error of one reaches the loop, and all else of the step is done.
+        """
+        with self.link.guard.ended_by_errors():
+            if updated is not None:
+                self.groups.counts.count(updated)
+            if self.loss_scaler is not None:
+                self.loss_scaler.update(overflow=updated is None)
+            if updated is not None and any(updated):
+                for schedule in self.schedules:
+                    if schedule.by == "step":
+                        schedule.step()
+        self.link.guard.end()
 
 
 def _integer_in(value: Any) -> int | None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvstore_server.optimizer import create
 from kvstore_server.plan import TensorSpec, make_plan
-from kvtrainer.client.shared_weights import DeviceSink
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.sync import exchange as exchanges
 from kvtrainer.sync import staging
 from kvtrainer.sync.exchange import StoreExchange
+from kvtrainer.sync.staging import DeviceSink
 from tests.support.device_streams import CURRENT, SCHEDULES, OnDevice, Streams
 from tests.support.engines import run_round
 from tests.support.limits import LIMIT
@@ -123,7 +123,7 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
         assert worker.streams is not None
         pinned = worker.streams.num_pinned
         worker.exchange.close()
-        shown = sum([one.numel for one in seen.stretches()])
+        shown = sum([one.numel for one in seen.ranges()])
         return shown, set(free), [pinned, worker.streams.num_pinned]
 
     for shown, keys, pinned in found_by(jobs, monkeypatch, (), body):
