@@ -1,6 +1,11 @@
-"""All that a worker can ask of its servers, in one object: tables, rounds, optimizer, barrier, counters.
+"""All that a worker can ask of the store: tables, rounds, optimizer, barrier, counters, commands.
 
-The servers' engine may be in this process: then its transport has no sockets, and it holds what the stores here hold.
+A `Client` is one worker's connection. It works over any `Transport`: sockets and shared memory to servers
+(`connection.py`), or `Loopback`, which calls engines in this process and holds what local stores hold.
+
+Rounds and pulls of rows go through `rounds` and `rows`. The methods here are control requests: each blocks until all
+servers that it concerns have answered. A request that depends on the weights waits for this worker's open rounds first.
+Tables are registered once, under the same names and layouts on every worker.
 """
 
 from __future__ import annotations
@@ -36,11 +41,7 @@ _TABLES_PER_REGISTER = 64
 
 
 class Client:
-    """One worker's connection to the store, wherever the store is. Not thread-safe.
-
-    `rounds` runs exchanges and pulls, `rows` fetches rows; the methods here are control requests,
-    each blocking until it is answered.
-    """
+    """One worker's connection to the store. Not thread-safe."""
 
     def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
         self.options = options
@@ -56,22 +57,22 @@ class Client:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether messages to some server go through memory that it shares."""
+        """Whether messages to some server go through shared memory."""
         return any(map(self._session.transport.channel, range(self.num_servers)))
 
     def tell(self, report: Report) -> None:
-        """Send a report with signs of life, and have it count how long this worker waits."""
+        """Send a report with each heartbeat, and count in it how long this worker waits."""
         self._session.report = report
 
     def shared_gradients(
         self, table: RemoteTable, keys: Collection[int], allocates: bool, gathers: bool
     ) -> SharedGradients:
-        """Have servers of this host make memory for gradients of a table; see `SharedGradients`."""
+        """Set up gradients of a table in shared memory; see `SharedGradients`."""
         return SharedGradients(table.plan, keys, self._session.transport.channel, allocates, gathers)
 
     @property
     def shares_all_memory(self) -> bool:
-        """Whether messages to every server go through memory that it shares."""
+        """Whether messages to every server go through shared memory."""
         return all(map(self._session.transport.channel, range(self.num_servers)))
 
     @property
@@ -91,9 +92,11 @@ class Client:
     ) -> list[RemoteTable]:
         """Declare tables on every server that holds a part of them; round 0 of each must follow on every worker.
 
-        With `whole_keys` no key is spread over servers; where they `allow_single_server`, no table that servers find
-        small. A plan of a table's keys, over whatever servers, is laid over these. With a `delta_codec` new weights
-        come back as their changes, encoded by it.
+        Args:
+            tables: Name → keys, or a plan of them, which is laid over this job's servers.
+            whole_keys: No key is spread over servers.
+            allow_single_server: Tables that are small for these servers are placed on one of them.
+            delta_codec: New weights come back as changes, encoded by it.
 
         Raises:
             PlanMismatchError: another worker declared other keys under one of the names, or another codec.
@@ -123,12 +126,14 @@ class Client:
         return self.rounds.tables.add(name, plan.over(self.num_servers, whole_keys, one_server))
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
-        """Declare (server, table) pairs in one go: asking for a thousand keys one after the other takes long."""
+        # 1. Declare all tables at once: one round trip for each of a thousand keys would take long.
         bodies = [(server, _declaration(table, 0)) for server, table in requests]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
+            # 2. A table with more keys than fit into a message is declared in several.
             while isinstance(reply, m.Status):
                 reply = self._session.call(server, _declaration(table, int(reply.values["keys"])))
             assert isinstance(reply, m.Registered)
+            # 3. The server may know the table already.
             is_known = len(table.numbers) > 0
             goes_on = reply.next_round > 0
             if not self.options.mode.is_sync and (not is_known or table.is_initialised == goes_on):
@@ -156,7 +161,7 @@ class Client:
             self._session.call(server, m.SetOptimizer(packed))
 
     def get_state(self, table: RemoteTable, piece: Slice) -> States:
-        """Fetch the optimizer state of one slice, as of this worker's last round."""
+        """Fetch the optimizer state of one slice after this worker's last round."""
         self.rounds.settle(table)
         reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
         assert isinstance(reply, m.SliceState)
@@ -169,16 +174,16 @@ class Client:
         self._session.call(piece.server, m.SliceState(number, piece.index, *pack_states(state)))
 
     def barrier(self) -> None:
-        """Block until every worker of the namespace has come to the same barrier.
+        """Block until every worker of the namespace has reached the same barrier.
 
         Raises:
-            DeadlineError: some did not come in time; names them.
+            DeadlineError: some did not in time; names them.
             WorkerLostError: one of them is gone.
         """
         self.gather(b"", reads=False)
 
     def gather(self, data: bytes, reads: bool = True) -> list[bytes]:
-        """Come to a barrier with bytes; return those of all workers, by rank, or nothing where they are not read.
+        """Wait at a barrier, and return what all workers passed to it, by rank; empty unless `reads`.
 
         All bytes together must fit into one message, of `MAX_PAYLOAD`. Blocks, and raises, as `barrier`.
         """
@@ -197,7 +202,7 @@ class Client:
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
 
     def command(self, head: int, body: bytes) -> list[bytes]:
-        """Have every server answer a command; blocks until all have. The answers, in server order.
+        """Have every server run a command; blocks until all have. Returns the answers, in server order.
 
         Raises:
             CommandError: a server has no handler for it, or the handler raised; the first of them.
@@ -207,7 +212,7 @@ class Client:
         return [bytes(reply.values["answer"]) for reply in replies if isinstance(reply, m.Status)]
 
     def profile(self, action: str, categories: Sequence[str] = ()) -> None:
-        """Have every server begin or end to record what it does for this namespace; see `messages.Profile`."""
+        """Have every server start or stop recording for this namespace; see `messages.Profile`."""
         body = m.Profile(action, tuple(categories))
         self._session.call_all([(server, body) for server in range(self.num_servers)])
 
@@ -228,11 +233,11 @@ class Client:
         return events, dropped
 
     def trace_into(self, trace: Trace | None) -> None:
-        """From now on note here what this client does, or note nothing any more."""
+        """Record what this client does into a trace from now on; None stops that."""
         self._session.trace = None if trace is None else SessionTrace(trace)
 
     def poll(self) -> list[dict[str, Any] | None]:
-        """Do as `stats`, but None for servers that are silent or forgot this worker; does not raise.
+        """Return what `stats` does, but None for servers that are silent or have lost this worker; does not raise.
 
         Blocks up to `dead_after` seconds if there are any.
         """
@@ -245,9 +250,10 @@ class Client:
         self.rounds.settle_all()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; idempotent. Rounds of others that still need this worker fail.
+        """Leave the job; idempotent. Open rounds that still need this worker fail on the others.
 
-        With the error that ends this worker, it counts as dead from now on, for that reason.
+        Args:
+            error: What ended this worker, which then counts as dead for that reason; None for a clean end.
         """
         reason = "it closed its kvstore or its program ended"
         if error is not None:
@@ -256,7 +262,7 @@ class Client:
 
 
 def _declaration(table: RemoteTable, first: int) -> m.Register:
-    """Declare a table by its keys from one on, as many as fit into a message."""
+    """Declare as many keys of a table as fit into a message, from the first one given."""
     plan = table.plan
     specs = plan.specs[first : first + KEYS_PER_MESSAGE]
     ends = itertools.accumulate([4 * len(s.key) + 9 * len(s.shape) + 32 for s in specs])
@@ -271,18 +277,18 @@ def _declaration(table: RemoteTable, first: int) -> m.Register:
 # ---------------------------------------------------------------- the engine in this process
 
 _KEYS = "keys"
-"""The namespace of a store's own keys; each Trainer has another."""
+"""The namespace of a store's own keys. Each Trainer has a namespace of its own."""
 
 
 class Loopback(Transport):
-    """Hands requests to engines by a function call. Payloads are passed by reference."""
+    """Passes requests to engines by a function call. Payloads are passed by reference."""
 
     def __init__(
         self, engines: Sequence[Engine], clock: Callable[[], float], peer: bytes = bytes(SECRET_BYTES)
     ) -> None:
         self.num_servers = len(engines)
         self._sending: FrameType | None = None
-        """The call of `send` that has begun and, unless it was interrupted, not ended."""
+        """The frame of the `send` that runs now; it may also be one that was interrupted."""
         self._engines = list(engines)
         self._clock = clock
         self._peer = peer
@@ -290,8 +296,8 @@ class Loopback(Transport):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an engine runs a request that has called whoever asks."""
-        # An interrupt may come before a flag falls, however early that is. The stack does not lie.
+        """Whether the caller was called by a request that an engine runs."""
+        # A flag could stay set after an interrupt, so look for the frame of `send` on the stack.
         caller = None if self._sending is None else sys._getframe()
         while caller is not None and caller is not self._sending:
             caller = caller.f_back
@@ -325,7 +331,7 @@ class Loopback(Transport):
 
 
 class LocalEngine:
-    """One engine, called in place of a server, and the clients over it; integers may be kept in it.
+    """One engine in this process, and the clients over it; it may hold integers.
 
     Attributes:
         client: The store's own client.
@@ -338,7 +344,7 @@ class LocalEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it runs a request of the store; who asks is then called by that request."""
+        """Whether the caller was called by a request of the store."""
         return self._transport.is_busy
 
     @property
@@ -347,7 +353,7 @@ class LocalEngine:
         return _KEYS in self._engine.updaters
 
     def set_updater(self, updater: Callable[[str, Tensor, Tensor], None] | None) -> None:
-        """Let a function update the store's keys, or the optimizer again."""
+        """Let a function update the store's keys; None gives that back to the optimizer."""
         if updater is None:
             self._engine.updaters.pop(_KEYS, None)
         else:

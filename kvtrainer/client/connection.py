@@ -1,9 +1,15 @@
-"""Sockets of a worker: one DEALER per server, a second one per server for heartbeats, and shared memory on one host.
+"""A worker's sockets, and its shared memory with servers of the same host.
 
-With a server of the same host all messages but the longest go through a `Channel` as soon as the session is open.
-Where there is none, or it breaks, they go over ZeroMQ, which no other file of the trainer knows. A process that was
-forked from the one that made a connection (a DataLoader's worker, say) must leave it alone: sending is refused there,
-and closing does nothing.
+There are two DEALER sockets for each server: one for requests, and one for heartbeats, which a thread of their own
+sends because ZeroMQ sockets belong to one thread. Once a session is open, messages to a server of the same host go
+through a `Channel` in shared memory instead, except for optimizer states, which are too long. If there is no channel,
+or it breaks, they go over ZeroMQ; what was lost with it is requested again by the session.
+
+Requests wait in one heap per server, by priority, until the channel or the socket takes them. Over ZeroMQ a `Window`
+limits how much of a round is on its way. All sockets, channels and process descriptors are in one poller.
+
+A process that was forked from the owner (a DataLoader's worker, say) must leave the connection alone: sending raises
+there, and closing does nothing. No other file of the trainer imports ZeroMQ.
 """
 
 from __future__ import annotations
@@ -44,19 +50,19 @@ from kvtrainer.client.session import Transport
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL = 1.0
-"""Seconds between two signs of life to every server."""
+"""Seconds between two heartbeats to every server."""
 _LINGER_MS = 2000
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Events as plain numbers, as polls return them."""
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _COPIED = 512 << 10
-"""Bytes of a frame from which on the network reads it from where it is."""
+"""Frames of at least this many bytes are sent without a copy; shorter ones are copied, which is faster."""
 _FILES, _FILES_PER_SERVER = 8, 12
-"""Files that a connection opens at most, and those for each server: sockets and what wakes them, and on one host a
-channel with its memory and the server's process."""
+"""Files that a connection opens at most, and those for each server: sockets with their wake-up descriptors, and on the
+same host a channel with its memory and the server's process."""
 _REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
-"""Of errors that say that no such server is on this host, or nothing about that."""
+"""Errors which mean that the server is not on this host, or which leave that open."""
 
 
 class Connection(Transport):
@@ -65,9 +71,9 @@ class Connection(Transport):
     Large payloads are sent from the caller's memory, which must not change until the request is answered.
 
     Args:
-        addresses: Of the servers.
-        water_mark: How many messages for a server may be on their way; the others queue here, where one of higher
-            priority overtakes those of lower ones. 0: all are handed to the network at once, in order.
+        addresses: One per server.
+        water_mark: How many messages to a server may be in ZeroMQ's queue; others wait here, sorted by priority. 0: all
+            are passed to ZeroMQ at once, in order.
         transport: One of `env.TRANSPORTS`.
 
     Raises:
@@ -77,6 +83,7 @@ class Connection(Transport):
     def __init__(self, addresses: Sequence[str], water_mark: int = 0, transport: str = "auto") -> None:
         self.num_servers = len(addresses)
         self._addresses = list(addresses)
+        # 1. Sockets.
         self._pid = os.getpid()
         allow_descriptors()
         check_descriptors(
@@ -84,7 +91,7 @@ class Connection(Transport):
         )
         self._context = zmq.Context()
         self._ids = [(routing_id(), routing_id()) for _ in addresses]
-        """Of the socket for requests and of that for heartbeats, of each server."""
+        """Routing ids of the socket for requests and of the one for heartbeats, by server."""
         self._sockets: list[Any] = []
         self._heartbeat_sockets: list[Any] = []
         try:
@@ -96,29 +103,32 @@ class Connection(Transport):
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise too_many_open(f"no socket to a server can be made: {error}") from None
+        # 2. Channels, and what waits to be sent.
         self._transport = transport
         self._channels: dict[int, Channel] = {}
         """Of the servers on this host."""
         self._queues: list[list[tuple[int, tuple[int, ...], m.Request]]] = [[] for _ in addresses]
-        """For each server a heap of (-priority, number, request) of what waits for its turn."""
+        """By server, a heap of (-priority, number, request) that wait to be sent."""
         self._windows = [Window() for _ in addresses]
-        """Of what goes over ZeroMQ."""
+        """By server, for requests over ZeroMQ."""
         self._num_sent = 0
+        # 3. What `receive` polls.
         self._index: dict[Any, int] = {socket: server for server, socket in enumerate(self._sockets)}
         """Socket, or a channel's descriptor → server."""
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
         self._is_left = False
-        """The caller looks in now and then, and does not wait."""
+        """The caller polls instead of blocking."""
         self._is_watching = False
-        """The poller looks whether something that queues can go out."""
+        """The poller also waits for room to send."""
         self._ready: deque[Any] = deque()
+        # 4. What is known of the servers.
         self._answered: set[int] = set()
         self._leaving: set[int] = set()
-        """Servers that have said something which nobody had asked: they end."""
+        """Servers that sent a message without a request number, as they do when they shut down."""
         self._processes: dict[int, Process] = {}
-        """Of the servers on this host, where they can be seen."""
+        """By server, if it is on this host and its process is visible."""
         self._ends: dict[int, int] = {}
         """Descriptor of a process that runs → its server."""
         self.ended: set[int] = set()
@@ -137,13 +147,14 @@ class Connection(Transport):
         self._flush(server)
 
     def _flush(self, server: int) -> None:
-        """Hand over what a server's channel or socket takes now, most urgent first."""
         queue = self._queues[server]
         while queue:
+            # The most urgent first, through shared memory if there is any.
             urgency, number, request = queue[0]
             channel = self._channels.get(server)
             if channel is not None and (not channel.is_usable or isinstance(request.body, m.SliceState)):
                 channel = None
+            # A request that is too long for one message goes back as several.
             portions = divided(request.body, MAX_PAYLOAD if channel is None else channel.portion)
             if len(portions) > 1:
                 heapq.heappop(queue)
@@ -163,12 +174,11 @@ class Connection(Transport):
             heapq.heappop(queue)
 
     def _send_far(self, server: int, request: m.Request, priority: int) -> bool:
-        """Send a request over ZeroMQ; return whether there was room for it."""
+        """Send a request over ZeroMQ; returns False if there is no room for it now."""
         window = self._windows[server]
         if window.holds(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
         frames = encode(request)
-        # To have a payload read from where it is takes longer than to copy it, if it is short.
         is_copied, send = len(frames[-1]) < _COPIED, self._sockets[server].send
         try:
             for frame in frames[:-1]:
@@ -180,10 +190,10 @@ class Connection(Transport):
         return True
 
     def receive(self, timeout: float) -> tuple[int, m.Reply] | None:
-        """Wait up to `timeout` seconds for a reply of any server; meanwhile what queues for them goes out.
+        """Wait up to `timeout` seconds for a reply of any server; queued requests are sent meanwhile.
 
         Raises:
-            KVStoreError: servers hear no signs of life of this process any more.
+            KVStoreError: the heartbeat thread has failed, so servers will take this process for dead.
         """
         if self._is_closed or os.getpid() != self._pid:
             return None
@@ -194,15 +204,16 @@ class Connection(Transport):
             )
         if self._is_left != (timeout <= 0):
             self._leave(timeout <= 0)
+        # 1. Return what is here already. One message of each server in turn, so that none is starved.
         deadline = time.monotonic() + timeout
         while True:
             while self._ready:
-                # One message of each that has some, in turn, so that no server is starved.
                 ready = self._ready.popleft()
                 server = self._index.get(ready)
                 reply = None if server is None else self._reply_of(server, ready)
                 if server is not None and reply is not None:
                     return server, reply
+            # 2. Poll until a message comes, there is room to send, a send window stalls, or the time is over.
             now, stall, has_ended = time.monotonic(), math.inf, False
             if self._is_watching or any(self._queues):
                 self._watch_queues()
@@ -217,17 +228,19 @@ class Connection(Transport):
                     self._flush(self._index[ready])
                 if event & ~_OUT:
                     self._ready.append(ready)
-            if not self._ready and stall < math.inf:  # all that has come is known
+            # 3. Nothing more came: whatever a stalled window holds back goes now.
+            if not self._ready and stall < math.inf:
                 for server, window in enumerate(self._windows):
                     if window.has_stalled(time.monotonic()):
                         self._flush(server)
+            # 4. The time is over, or a server's process has ended, which the caller wants to know at once.
             if not self._ready and (has_ended or now >= deadline):
                 for channel in self._channels.values():
                     channel.tell()
                 return None
 
     def _leave(self, is_left: bool) -> None:
-        """Have more on its way while the caller does something else than to wait."""
+        """Switch between blocking and polling. A caller that polls computes meanwhile, so more may be on its way."""
         self._is_left = is_left
         for server, window in enumerate(self._windows):
             window.is_left = is_left
@@ -235,7 +248,7 @@ class Connection(Transport):
                 self._flush(server)
 
     def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
-        """Return a message that the socket, or the channel, of a server has for us."""
+        """Return one message of a server from its socket, or from the channel with this descriptor."""
         frames: list[Any] | None = None
         if isinstance(ready, int):
             channel = self._channels[server]
@@ -247,7 +260,7 @@ class Connection(Transport):
             if was_usable and channel.is_tight:
                 _log.warning("requests to %s go over tcp: it has no memory to share", self.describe(server))
             if frames is None:
-                self._flush(server)  # the server may have given room
+                self._flush(server)  # the server may have freed memory
             else:
                 self._ready.append(ready)  # there may be more
         else:
@@ -266,7 +279,7 @@ class Connection(Transport):
         return m.Reply(number, body)
 
     def _watch_queues(self) -> None:
-        """Have the poll end when something that queues can go out; ask for room where that is what is missing."""
+        """Poll for room to send, and ask servers for more shared memory if requests lack it."""
         self._is_watching = any(self._queues)
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
@@ -320,7 +333,7 @@ class Connection(Transport):
         self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
-        """Open a channel to a server, if it is of this host. Raises as `_go_without_memory`."""
+        """Open a channel to a server if it is on this host. Raises as `_go_without_memory`."""
         try:
             channel = connect(run, session, self._ids[server][0])
         except OSError as error:
@@ -331,10 +344,7 @@ class Connection(Transport):
             self._poller.register(channel.fileno(), _IN)
 
     def _watch(self, server: int, run: int, session: int) -> None:
-        """Notice the end of a server's process from now on, and have it notice ours.
-
-        That takes one host, on which they see each other.
-        """
+        """Detect the end of a server's process from now on, and let it detect ours, if both are on one host."""
         channel = self._channels.get(server)
         with suppress(OSError):
             process = watch(run, session, self._ids[server][0]) if channel is None else channel.process()
@@ -343,7 +353,7 @@ class Connection(Transport):
             self._poller.register(process.fileno(), _IN)
 
     def _go_without_memory(self, server: int, error: OSError) -> None:
-        """Go on over TCP with a server that shares no memory, if that is allowed; say so where it is on this host."""
+        """Use TCP for a server that shares no memory. Raises ConfigurationError if only "shm" is allowed."""
         if self._transport == "shm":
             raise ConfigurationError(
                 f"{self.describe(server)} cannot share memory with this process: {error}; is it on this host, and does "
@@ -354,7 +364,7 @@ class Connection(Transport):
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
 
     def _lose_channel(self, server: int, error: Exception) -> None:
-        """Go on over TCP with a server; what was lost with the channel will be asked for again."""
+        """Use TCP for a server from now on; the session requests again what was lost with the channel."""
         channel = self._channels.pop(server)
         is_over = self._is_closed or self._is_going(server)
         level = logging.DEBUG if is_over else logging.WARNING
@@ -368,8 +378,8 @@ class Connection(Transport):
         if self._is_closed or os.getpid() != self._pid:
             return
         if self._heartbeats is not None and self._heartbeats.is_this_thread():
-            # It collected the garbage that a store was part of. To wait for itself, or for its sockets, would hang.
-            # Not a daemon as this thread is: the process may be about to end, and servers are to hear of it first.
+            # The heartbeat thread has collected a store as garbage. It would wait for itself, so another thread closes.
+            # That one is no daemon: if the process is about to end, servers should hear of it first.
             threading.Thread(target=self.close, name="kvstore-close", daemon=False).start()
             return
         self._is_closed = True
@@ -383,7 +393,7 @@ class Connection(Transport):
         for server, socket in enumerate(self._sockets):
             if server in self._answered:
                 self._drain(server)
-            # What was meant for a server that never answered, or ends, is not worth waiting for.
+            # Do not wait for servers that never answered or that end.
             is_there = server in self._answered and not self._is_going(server)
             socket.close(linger=_LINGER_MS if is_there else 0)
         for channel in self._channels.values():
@@ -393,11 +403,11 @@ class Connection(Transport):
         self._context.term()
 
     def _is_going(self, server: int) -> bool:
-        """Tell whether a server ends, or has ended, so that it takes nothing any more."""
+        """Return whether a server shuts down or has ended, so that it receives nothing any more."""
         return server in self._leaving or server in self.ended
 
     def _drain(self, server: int) -> None:
-        """Give what still queues for a server a moment to leave."""
+        """Wait for a moment until what is queued for a server is sent."""
         deadline = time.monotonic() + _LINGER_MS / 1000
         while self._queues[server] and not self._is_going(server) and time.monotonic() < deadline:
             self._watch_queues()
@@ -409,16 +419,15 @@ class Connection(Transport):
 
 
 def _room_for(request: m.Request) -> int:
-    """Bytes that a request takes in shared memory."""
     frames, payloads = encode_parts(request)
     return sum(map(len, frames)) + sum([payload.nbytes for payload in payloads or ()])
 
 
 class _Heartbeats:
-    """A thread with sockets of its own, because ZeroMQ sockets belong to one thread.
+    """The heartbeat thread.
 
     Args:
-        sockets: Of all servers; the thread closes them.
+        sockets: One per server; the thread closes them.
     """
 
     def __init__(
@@ -430,7 +439,7 @@ class _Heartbeats:
         self.heard = [0.0] * len(self._sockets)
         """When each server last answered, on the monotonic clock."""
         self.error: Exception | None = None
-        """Why the thread has ended, if nobody had stopped it."""
+        """Why the thread has ended without `stop`."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -456,16 +465,16 @@ class _Heartbeats:
     def _beat(self) -> None:
         sign = m.Heartbeat(self._report())
         for server, socket in enumerate(self._sockets):
-            # Whatever it says: that it lost our session, the main thread will find out.
+            # Any answer counts. If the server has lost the session, the main thread will find out.
             while socket.poll(0):
                 socket.recv_multipart()
                 self.heard[server] = time.monotonic()
-            with suppress(zmq.Again):  # the server is away; there is nothing to queue up for it
+            with suppress(zmq.Again):  # the server is unreachable: do not let heartbeats pile up
                 socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
 def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
-    """Connect a socket of that routing id. It queues up to so many messages each way; 0 means any number."""
+    """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)
     socket.setsockopt(zmq.SNDHWM, sent)

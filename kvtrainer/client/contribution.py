@@ -1,6 +1,11 @@
-"""A worker's part in a round, its form on the way, and where slices lie.
+"""What a worker contributes to a round, how it is encoded, and where its slices lie on each server.
 
-A layout says that of messages, and of memory here.
+`Contribution` is the one container of a round's input, from the Trainer or a store's verbs down to the messages.
+`encode` turns row-sparse and compressed slices into bytes; all others are sent as they are.
+
+`ServerLayout` is computed once for calls of the same tables, for each server: it numbers the slices there by position,
+holds templates of the messages (pushes and commits), and says where small slices are gathered in one buffer. Everything
+about a round that depends on the tables alone belongs there, so that a round of thousands of tables costs little.
 """
 
 from __future__ import annotations
@@ -34,26 +39,25 @@ class Contribution(NamedTuple):
 
     Args:
         tables: The tables, in any order.
-        values: The values that this rank gives to each table; None gives nothing but takes part, as with `veto` and
+        values: The values that this rank gives to each table. None gives nothing but takes part, as with `veto` and
             `joined`.
-        outs: Where the new weights of each table are written; None means that they are not wanted.
+        outs: Where the new weights of each table are written; None if they are not wanted.
         rescale: Factor of the contribution; None means the optimizer's own.
         hyper: The hyper-parameters that go with the commits; empty when nothing changed.
-        absent: Keys (by index) of every table that are left out; a slice of which all keys are absent is not sent.
-        rows: (position of the table, key by index) → rows of it, of which this rank has only those; `values` do not
-            count there.
+        absent: Keys (by index) of every table that are left out; a slice whose keys are all absent is not sent.
+        rows: (position of the table, key by index) → the only rows of it that this rank has; `values` do not count.
         sources: Row-sparse key (by index) → its values, in the first round or with `assign`.
-        borrowed: Key (by index) → its values, flat, which are not in `values`; of the only table.
-        shared_grads: Slice (by index) → its values in memory of its server, which reads them there.
-        veto: The values are not finite: they are not sent, and the round changes nothing for anybody.
-        assign: The lowest rank's values replace the weights; every rank must say so.
-        joined: This rank has no more data: it gives nothing, until all ranks have said so.
-        is_kept: `outs` still hold what the tables' last round with this mark left there: rows that have not changed
-            since then need not come again.
-        guard: The sum is measured, and decided about, before it is used; every rank must want that.
-        unread: Keys (by index) of which the new weights do not matter; slices that hold nothing else are not written.
+        borrowed: Key (by index) → its values, flat, instead of those in `values`; only with one table.
+        shared_grads: Slice (by index) → its values in the server's memory, where the server reads them.
+        veto: The values are not finite: they are not sent, and the round changes nothing on any worker.
+        assign: The lowest rank's values replace the weights; every rank must set it.
+        joined: This rank has no more data: it gives nothing, until all ranks have joined.
+        is_kept: `outs` still hold what the last round with this flag left there: rows that have not changed since then
+            need not be sent again.
+        guard: The sum is measured and decided about before it is used; every rank must want that.
+        unread: Keys (by index) whose new weights do not matter; slices that hold nothing else are not written.
         sink: Where new weights of the only table arrive; `outs` are its own.
-        priority: Where messages have to queue, those of a higher one go first.
+        priority: If messages have to queue, those of higher priority go first.
     """
 
     tables: Sequence[RemoteTable]
@@ -81,7 +85,7 @@ class Contribution(NamedTuple):
         return 1.0 if self.rescale is None else self.rescale
 
     def gives(self, table: int, piece: Slice) -> bool:
-        """Tell whether this rank gives a table's (by position) slice, or some keys of it."""
+        """Return whether this rank gives a table's (by position) slice, or some keys of it."""
         first = piece.segments[0].key
         if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
             return False  # rows go with the first of several slices
@@ -102,14 +106,14 @@ class EncodedSlice(NamedTuple):
     """A slice as it is sent."""
 
     form: bytes
-    """As of Contribute."""
+    """Packed codec, as in `messages.Contribute`."""
     data: Tensor
 
 
 def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[int]:
-    """Find slices (by index) of the only table to be given as they were sent ahead.
+    """Return the slices (by index) of the only table whose eager push still holds the same bits.
 
-    None are, where one of those that were sent is not to be given at all.
+    None do if one of those that were pushed is not to be given at all: then the server discards all of them.
     """
     [table] = contribution.tables
     pieces = [table.plan.slices[index] for index in sent]
@@ -119,6 +123,7 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
         or not all(contribution.gives(0, p) for p in pieces)
     ):
         return frozenset()
+    # Slices with rows, or whose keys are left out now, are encoded again.
     others = {*contribution.absent, *contribution.sources, *[key for _, key in contribution.rows]}
     found = set()
     for piece in pieces:
@@ -135,10 +140,10 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
 
 
 def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
-    """Encode row-sparse slices, and compress others of compressed tables. By index of the table.
+    """Encode row-sparse slices, and compress others of compressed tables; by index of the table.
 
-    Initial values, and others that replace what the store holds, are neither. Slices that are `kept` were compressed
-    when they were sent ahead.
+    Initial values, and values that replace what the store holds, are sent as they are. Slices that are `kept` were
+    compressed by their eager push.
 
     Raises:
         NonFiniteGradientError: a gradient that is to be compressed is infinite or not a number.
@@ -164,7 +169,7 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
 
 
 class _Where(NamedTuple):
-    """A large slice, by position; or where in the layout's memory neighbouring ones are gathered."""
+    """A large slice, by position; or the range of the gather buffer that holds neighbouring small ones."""
 
     slice: int
     begin: int = -1
@@ -172,17 +177,18 @@ class _Where(NamedTuple):
 
 
 class ServerLayout:
-    """Slices of some tables on one server, by slot, and where they lie in memory here.
+    """Slices of some tables on one server, by position, and where they lie in memory here.
 
-    It is made once for calls of the same tables. Large slices are sent from and written to where they are; all others
-    are gathered in one piece of memory.
+    Made once for calls of the same tables. Large slices are sent from and written to where they are; small ones are
+    gathered in one buffer.
 
     Args:
-        tables: Tables, of which some may have no slices on the server.
+        tables: Tables; some may have no slices on the server.
         first: The position of the first one in the round.
     """
 
     def __init__(self, server: int, tables: Sequence[RemoteTable], first: int, all_tables: Tables) -> None:
+        # 1. The tables that have slices on the server, in the order of its numbers.
         self.server = server
         index = np.array([table.index for table in tables], np.int64)
         numbers = all_tables.number[server, index]
@@ -194,11 +200,12 @@ class ServerLayout:
         self.index = index[here]
         self.position = {number: at for at, number in enumerate(numbers[here].tolist())}
         """Number of the table on the server → its position here."""
+        # 2. Their slices, in the same order.
         by_table = [table.plan.slices_of(server) for table in self.tables]
         self.takes_half = any([table.takes_half for table in self.tables])
-        """As of the tables, which are alike in that."""
+        """Whether new weights come rounded to bfloat16; the same for all tables."""
         self.takes_deltas = any([table.delta_codec is not None for table in self.tables])
-        """Whether new weights come as changes; the tables are alike in that, too."""
+        """Whether new weights come as changes; the same for all tables."""
         self.is_converted = self.takes_half or self.takes_deltas
         self.pieces = [piece for pieces in by_table for piece in pieces]
         self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
@@ -213,6 +220,7 @@ class ServerLayout:
         """How many slices of each table travel whole."""
         self.nbytes = [piece.length * torch_dtype(piece.dtype).itemsize for piece in self.pieces]
         self.total = sum(self.nbytes)
+        # 3. Where small slices are gathered.
         self.begin: list[int] = []
         """Where a gathered slice begins in memory; -1 for others."""
         self.size = 0
@@ -220,6 +228,7 @@ class ServerLayout:
             is_gathered = is_resident and nbytes < SENT_ALONE
             self.begin.append(self.size if is_gathered else -1)
             self.size += nbytes if is_gathered else 0
+        # 4. Templates of messages, filled in by each round.
         starts = all_tables.slot[server, self.index].tolist()
         slots = [
             start + at for start, pieces in zip(starts, by_table, strict=True) for at in range(len(pieces))
@@ -231,38 +240,38 @@ class ServerLayout:
         self.commits = np.zeros((len(self.tables), m.COMMIT_WORDS), np.int64)
         self.commits[:, 0], self.commits[:, 2] = numbers[here], self.num_resident
         self.commits[:, 5] = m.WANTS_WEIGHTS * (self.num_resident > 0)
+        # 5. What rounds leave for the next one.
         self.spare: GatheredSlices | None = None
-        """Memory of a round that is over."""
+        """The buffer of a round that is over."""
         self.mapped: Ints | None = None
-        """The slices that are mapped: all that ever have a place on the server. None if some may be missing."""
+        """The slices that are mapped, if these are all that can be; None if some may be missing."""
         self.runs = self.runs_of(self.resident)
-        """Where all slices lie, if all are given."""
+        """Where slices lie if all are given."""
         self._plain: tuple[tuple[frozenset[object], ...], set[int]] | None = None
-        """What a rank left out last, and the slices, by position, that it gave all the same."""
+        """The keys that were left out last or given as rows, and the slices (by position) that were given then."""
 
     @cached_property
     def _stack_ends(self) -> list[int]:
-        """Of each slice, where those end that its key has for itself; otherwise the next one."""
+        """By slice, the end of its key's exclusive slices; for shared slices, the next index."""
         where = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
         return _ends(where)
 
     @cached_property
     def _run_ends(self) -> list[int]:
-        """The same, of row groups."""
+        """By slice, the end of its row group's slices."""
         groups = [table.plan.row_groups for table in self.tables]
         keys = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
         return _ends([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
-        """Table (index) and slice → its position."""
         index = self.index.tolist()
         return {
             (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.pieces, strict=True))
         }
 
     def itemsize(self, form: bytes, slot: int) -> int | None:
-        """Return the bytes of an element of a slice in a form, as of Contribute; None if it cannot be cut."""
+        """Return the bytes of one element of an encoded slice; None if the encoding cannot be cut."""
         at = self.slots[slot]
         dtype, compressor = self.pieces[at].dtype, self.tables[self.table[at]].compressor
         if not form:
@@ -276,7 +285,7 @@ class ServerLayout:
     def given(
         self, contribution: Contribution, encoded: Mapping[int, Mapping[int, EncodedSlice]]
     ) -> list[int]:
-        """Return positions of slices that a rank gives. It leaves some out, or has some encoded."""
+        """Return the positions of the slices that a rank gives, including encoded ones."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:
             pairs = enumerate(zip(self.table, self.pieces, strict=True))
@@ -285,11 +294,11 @@ class ServerLayout:
         return sorted(self._plain[1].union([at for at in places if at is not None]))
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
-        """Say where the slices end that rows are of, which came back for one: without any, all of the key."""
+        """Return the end of the slice range that a reply with rows covers: the whole key if it has no rows."""
         return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._stack_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
-        """List where slices, by position, lie, one behind the other."""
+        """Return where slices, by position, lie; neighbours in the gather buffer are one range."""
         runs: list[_Where] = []
         for at in given:
             begin, end, before = self.begin[at], self.begin[at] + self.nbytes[at], runs[-1:]
@@ -303,7 +312,7 @@ class ServerLayout:
 
 
 class GatheredSlices:
-    """The gathered slices of a layout, and a view of the numbers of each."""
+    """The gather buffer of a layout, with a view of each small slice."""
 
     def __init__(self, layout: ServerLayout) -> None:
         self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
@@ -316,6 +325,6 @@ class GatheredSlices:
 
 
 def _ends(where: Sequence[object]) -> list[int]:
-    """Say for each item where those end that are equal to it and beside it."""
+    """For each item, return the end of the run of equal neighbours that it is in."""
     sizes = [len(list(own)) for _, own in itertools.groupby(where)]
     return np.repeat(np.cumsum(sizes), sizes).tolist()

@@ -1,14 +1,16 @@
-"""Slices cut into parts. Servers sum, update and answer the first ones while the last are on their way.
+"""Flow control over a network: slices are cut into parts, and only some parts are on their way at a time.
 
-Parts are smaller the less a server has of what is under way: the time in which a link carries nothing one way is about
-that of one part. Where tables follow each other, the next one fills that time.
+Servers sum, update and answer the first parts while the last are still on their way. Parts are smaller the less a
+server has of what is under way, because the time in which a link carries nothing one way is about that of one part.
+Where tables follow each other, the next one fills that time.
 
-Parts wait in this process until earlier ones are answered. One is answered with new weights when all workers have given
-it. So no worker gets far ahead of the others on any server, and none keeps a link busy with what nobody can use yet.
-What is urgent waits for nothing that is less so, and finds no long queue in the network. Where a round is not answered
-part by part, because some worker is late or has announced nothing, the rest of it goes after a while, and some of the
-next rounds go as a whole: twice as many each time that this happens. While workers still compute the round, one of them
-is often late, and the next rounds are not changed for that.
+A `Window` per server holds parts back until earlier ones are answered with new weights, which happens when all
+workers have sent them. So no worker gets far ahead of the others, no link is busy with what no server can use yet,
+and an urgent slice finds no long queue in the network: it waits only for parts that are at least as urgent.
+
+If a round is not answered part by part, because a worker is late or has announced nothing, the rest of it goes after
+`STALL` seconds, and some of the next rounds go as a whole: twice as many each time. While workers still compute the
+gradients of the round, a late worker is normal and has no such consequence.
 """
 
 from __future__ import annotations
@@ -23,35 +25,35 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 
 _STEP = 4096
-"""Bytes, a page: the length of the longest parts of a round is rounded up to a multiple of it."""
+"""Bytes (a page). The length of parts is rounded up to a multiple of it."""
 _WHOLE = 1024
-"""Elements of whose multiples parts are: whole lines, in whole units of every kernel."""
+"""Elements. Parts are multiples of it, so that they are whole lines and whole units of every kernel."""
 _LEAST, LONGEST = 8 * _STEP, 256 * _STEP
-"""Bytes of the smallest parts, for each costs some time; and of the longest ones, which keep a fast link busy."""
+"""Bytes of the shortest parts, since each costs some time, and of the longest, which keep a fast link busy."""
 _PARTS = 24
-"""Parts of what is under way to a server. While the first goes up and the last comes down, the other way is idle; more
-of them take more time of processors than they save on a link of 1 Gb/s."""
+"""What is under way to a server is cut into this many parts. While the first goes up and the last comes down, the other
+direction is idle; more parts cost more CPU time than they save on a link of 1 Gb/s."""
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
 _UNDER_WAY, _WITH_EAGER = 3, 2
-"""Parts of a table that are on their way at once: one up, one down, and one so that neither way waits for the slowest
-worker; where parts of another table are on their way, those do as well."""
+"""Parts of a table that are on their way at once: one up, one down, and one so that neither direction waits for the
+slowest worker. If parts of another table are on their way, these count for the third."""
 _WHILE_LEFT = 48 * 1024
 """Elements that may be on their way in any case, in short parts, while a worker computes and takes no answers."""
 _MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
-    """Return the bytes of a slice's part for a server to which so many are under way."""
+    """Return the length in bytes of parts for a server to which `share` bytes are under way."""
     return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
 
 
 def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]) -> Iterator[m.Contribute]:
-    """Yield messages that bring slices, without commits, and long ones in parts.
+    """Yield a message that brings slices, without commits, as one message for each slice, and long ones in parts.
 
     Args:
         share: How many bytes are under way to the server.
-        itemsize_of: Slot → bytes of one element of its slice, as it is sent; None: it cannot be cut.
+        itemsize_of: Slot → bytes of one element of its slice as it is sent; None if it cannot be cut.
     """
     most = size_of_parts(share)
     for one in divided(body):
@@ -60,6 +62,7 @@ def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]
         if size is None:
             yield one
             continue
+        # Parts are views of the payload. Each names the element before which it ends.
         raw, length = one.payloads[0].view(torch.uint8), max(most // (size * _WHOLE), 1) * _WHOLE * size
         for begin in range(0, nbytes, length):
             part, pushes = raw[begin : begin + length], one.pushes.copy()
@@ -69,28 +72,27 @@ def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]
 
 
 class Backoff:
-    """Rounds that do without something after it went wrong: one at first, and twice as many each time."""
+    """Counts rounds that do without something after it went wrong: one at first, and twice as many each time."""
 
     def __init__(self) -> None:
         self._next, self._left = 1, 0
 
     def fail(self) -> None:
-        """Note that it went wrong."""
         self._left, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
 
     def succeed(self) -> None:
-        """Note that it went well: the next time that it does not, one round does without it."""
+        """Reset: the next failure skips one round."""
         self._next = 1
 
     def skips(self) -> bool:
-        """Tell whether the round that begins does without it."""
+        """Return whether the round that begins does without it; counts that round."""
         is_skipped = self._left > 0
         self._left -= is_skipped
         return is_skipped
 
 
 class Flight:
-    """How much of a slice is on its way, in elements from its beginning."""
+    """How many elements of a slice were sent and answered, from its beginning."""
 
     __slots__ = ("answered", "priority", "round", "sent")
 
@@ -102,20 +104,20 @@ class Flight:
 class Window:
     """The parts that are on their way to one server.
 
-    A part waits for those that are at least as urgent as it is, on every worker alike. Were it to wait for less urgent
-    ones, too, workers that compute at different speeds would send different ones, and wait for each other.
+    A part waits only for parts that are at least as urgent, on every worker alike. If it also waited for less urgent
+    ones, workers of different speed would send different parts and wait for each other.
     """
 
     def __init__(self) -> None:
         self.until: float | None = None
-        """When what is held back goes all the same, unless an answer comes; None while nothing is."""
+        """When parts that are held back go anyway, unless an answer comes; None while none are."""
         self.is_left = False
-        """The worker computes, and takes no answers meanwhile."""
+        """The worker computes and receives no answers meanwhile."""
         self._is_on = False
         self._is_computing = False
-        """Workers still compute the gradients of the round, so that one is late says nothing of the next round."""
+        """Workers still compute the gradients of the round, so a late one says nothing about the next round."""
         self._flights: dict[int, Flight] = {}
-        """Slot → what is known of the last round of it of which a part was sent."""
+        """Slot → the last round in which a part of its slice was sent."""
         self._ahead: dict[int, int] = {}
         """Priority → elements that were sent and not answered."""
         self._longest, self._most = 0, _UNDER_WAY
@@ -124,7 +126,7 @@ class Window:
         """Rounds that go as a whole, because earlier ones have stalled."""
 
     def holds(self, body: m.RequestBody, priority: int, now: float) -> bool:
-        """Tell whether a message has to wait: a part, while enough as urgent ones are on their way."""
+        """Return whether a message has to wait: a part, while enough parts of its urgency are on their way."""
         part = _part(body) if self._is_on else None
         numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
@@ -136,7 +138,7 @@ class Window:
         return True
 
     def has_stalled(self, now: float) -> bool:
-        """Hold nothing back any more if no answer has come for too long; return whether that is so."""
+        """Stop holding parts back if no answer has come for too long; returns whether that has happened."""
         if self.until is None or now < self.until:
             return False
         self._is_on, self.until = False, None
@@ -146,8 +148,9 @@ class Window:
         return True
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
-        """Note that a message has gone."""
+        """Record that a message was sent."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
+            # An announced round begins. Others are not answered in parts, so nothing is held back for them.
             self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
             self.until = None
@@ -163,7 +166,7 @@ class Window:
             flight.sent = max(part.end, flight.sent)
 
     def answered(self, body: m.ReplyBody) -> None:
-        """Note what a server says."""
+        """Record an answer of the server, which makes room for more parts."""
         if not self._flights or not isinstance(body, m.Weights):
             return
         for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
@@ -177,19 +180,17 @@ class Window:
         self.until = None
 
     def _count(self, priority: int, change: int) -> None:
-        """Add to the elements of a priority that are on their way."""
         self._ahead[priority] = self._ahead.get(priority, 0) + change
         if not self._ahead[priority]:
             del self._ahead[priority]
 
     def _sent_of(self, part: SliceChunk) -> int:
-        """Return how many elements of a part's slice were sent in its round."""
         flight = self._flights.get(part.slot)
         return flight.sent if flight is not None and flight.round == part.round else 0
 
 
 class SliceChunk(NamedTuple):
-    """A part of a slice that a message brings."""
+    """The part of a slice that a message brings."""
 
     slot: int
     end: int
@@ -198,7 +199,6 @@ class SliceChunk(NamedTuple):
 
 
 def _part(body: m.RequestBody) -> SliceChunk | None:
-    """Return the part of a slice that a message brings; None of any other message."""
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
     slot, end = m.place_of(int(body.pushes[0, 0]))

@@ -39,7 +39,7 @@ class IncomingWeights:
 
     Args:
         memory: Where small slices are gathered.
-        open_tables: Those of which the server has not said yet how the round ended; the caller changes it.
+        open_tables: Those whose end the server has not reported yet; the caller changes it.
         are_wanted: Whether any weights are to come.
     """
 
@@ -81,17 +81,19 @@ class IncomingWeights:
             if at is None:
                 finished += self._receive_part(slot, version, kind, source[start : start + nbytes])
                 continue
+            # A rolled back round comes again with a newer version; an older one must not be mixed with it.
             table = layout.table[at]
             if -1 < came[table] < version and table in self.open:
                 self.roll_back(table)
             elif version < came[table]:
-                continue  # another reply has newer ones already: they must not be mixed
+                continue
             end, news = at + 1, is_pending[at]
             if kind == m.ROWS:
                 end = layout.end_of_rows(at, source[start : start + nbytes])
                 news = is_pending.count(1, at, end)
             if not news:
                 continue
+            # Rows of one slice may bring those of the slices behind it, too.
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
                 raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
             if kind == m.HALF and nbytes != layout.pieces[at].length * torch.bfloat16.itemsize:
@@ -100,6 +102,7 @@ class IncomingWeights:
                 )
             begin = layout.begin[at]
             if kind != m.WHOLE or begin < 0 or layout.is_converted or self.is_announced:
+                # Keep the message itself; the gather buffer is not free, or the bytes need decoding.
                 self._staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
             else:
                 self._gathered.append(at)
@@ -292,7 +295,7 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
 
 
 def part_of(arenas: Arenas, piece: Slice) -> Tensor:
-    """Return the numbers of a slice in arenas that the Plan has laid out."""
+    """Return the values of a slice in arenas that are laid out by the plan."""
     flat = arenas[piece.dtype]
     return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 
@@ -300,18 +303,24 @@ def part_of(arenas: Arenas, piece: Slice) -> Tensor:
 def _write_staged(
     table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
 ) -> Mapping[int, Tensor | None]:
-    """Write new weights: a slice from some element on, or rows of it and of its neighbours.
+    """Write one slice's new weights, or rows of it and of the slices behind it.
 
-    Raises as `IncomingWeights.write`.
+    Args:
+        begin: The element of the slice with which the bytes begin.
+        version: What changes lead to; -1 if they are not followed.
 
-    With a `version`, those that come as changes, or have, are followed.
+    Returns:
+        The ids of the rows that were written, by key; None if it was something else.
 
-    Returns which rows were written of each key, or of the first one; None where it was something else.
+    Raises:
+        ProtocolError: as `IncomingWeights.write`.
     """
+    # 1. Changes of the weights before, or weights that later changes are added to.
     plan, out, key = table.plan, part_of(arenas, piece), piece.segments[0].key
     if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
         out.copy_(_followed(table, table.delta_codec, piece, kind, raw, version)[: piece.used])
         return {key: None}
+    # 2. A slice, or a part of it.
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
         place = out[begin:][: len(given)]
@@ -320,6 +329,7 @@ def _write_staged(
         return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
+    # 3. Rows. They may be of several slices on the server, and of several keys in a row group.
     parts, slices = decode_rows(plan, piece, raw.numpy().data, is_joined=True)
     written: Mapping[int, Tensor | None] = {key: None}
     for position, values in parts.items():
@@ -344,9 +354,9 @@ def _write_staged(
 
 
 def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor, version: int) -> Tensor:
-    """Add changes to the weights that all workers have of a slice, or replace these; returns the new ones.
+    """Return the weights of a slice that all workers have, with changes added or replaced by whole ones.
 
-    They are changed all at once: when it was interrupted and is done again, no changes are added twice.
+    They are replaced at once, not in place: if that is interrupted and repeated, no changes are added twice.
     """
     if kind == m.WHOLE:
         weights = raw.view(torch_dtype(piece.dtype)).clone()
@@ -362,6 +372,6 @@ def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Te
 
 
 def _rounded(weights: Tensor) -> Tensor:
-    """Weights as `Storage.half` would have sent them, of their own dtype."""
+    """Round weights to bfloat16, in their own dtype, as `Storage.half` does."""
     is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
     return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights

@@ -1,8 +1,16 @@
-"""Rounds as a worker drives them: slices and commits out, new weights in; repeated, refused, held or failed.
+"""Runs a worker's rounds: slices and commits go out, new weights come in.
 
-A round of any number of tables goes to all servers that hold them, one request each. It ends in the same way for every
-worker. If it fails on one server, this worker gives it up on all of them. Slices of one table may go ahead of their
-commit, see `EagerPush`.
+A round covers any number of tables. `Rounds.start` sends one request to each server that holds any of them and returns;
+`wait` blocks until all have answered, and then writes the new weights. A round ends alike on every worker:
+
+- applied on all servers: weights are written, and the table's next round begins;
+- failed on one server, by an error or because this worker gave up: it is aborted on all others. If one of them has
+  applied it already, it is told to undo that. Where that is not certain, the table is broken: its servers may be one
+  round apart, and every later call raises;
+- skipped, by a veto or a decision about the sum: nothing changes, and the next round begins.
+
+A table has one open round at a time. Slices of one table may be pushed before their commit (`EagerPush`). Over a
+network servers are told before that what the commit will probably say, and send new weights during the backward pass.
 """
 
 from __future__ import annotations
@@ -32,11 +40,11 @@ _log = logging.getLogger(__name__)
 GIVE_UP_TIMEOUT = 5.0
 """Seconds to wait for servers to confirm that a round was given up."""
 _TABLES_PER_LAYOUT = 1024
-"""So many tables have their slices and commits in messages of their own, so that the servers begin with the first ones
-while this worker still sends the last."""
+"""Each group of this many tables has messages of its own, so that servers start on the first group while this worker
+still sends the last."""
 _LAYOUTS_KEPT = 16
 _IN_VAIN = 3
-"""After so many rounds in a row in which all that was sent ahead had changed, the log says so."""
+"""Warn after this many rounds in a row in which every eagerly pushed gradient had changed."""
 
 
 class Rounds:
@@ -45,22 +53,25 @@ class Rounds:
     def __init__(self, session: Session) -> None:
         self.tables = Tables(session.num_servers)
         self._under_way = [0] * session.num_servers
-        """Of each server the bytes of its slices in open rounds that were announced."""
+        """By server, the bytes of its slices in open rounds that were announced."""
         self._session = session
         self.open: dict[int, Round] = {}
-        """Table (index) → its round that is under way."""
+        """Table (index) → its open round."""
         self._ahead: dict[int, EagerPush] = {}
-        """Table (index) → what goes ahead of its rounds."""
+        """Table (index) → its eager pushes."""
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
-        """Tables (by index, in the order of a call) → their layouts, for the same calls come again and again."""
+        """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
 
     def start(self, contribution: Contribution, is_read: bool = False) -> Round:
-        """Send one round of some tables and return at once; or, to have weights only read, ask for those.
+        """Send one round of some tables and return at once. Gradients must not change until `wait` returns.
 
-        What is given must not change before the round was waited for. A table has one round under way: an earlier one
-        is waited for first, so an error of it is raised here. With a store that queues, a round of higher priority
-        overtakes earlier ones.
+        An open round of one of the tables is waited for first, so an error of it is raised here. With a store that
+        queues, a round of higher priority overtakes earlier ones.
+
+        Args:
+            is_read: The weights are only pulled.
         """
+        # 1. Wait for earlier rounds of these tables.
         session, tables = self._session, contribution.tables
         is_encoded = bool(contribution.rows)
         for table in tables:
@@ -68,6 +79,7 @@ class Rounds:
                 self.settle(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
+        # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
             self.open.update(dict.fromkeys(key, round_))
@@ -88,8 +100,10 @@ class Rounds:
                 round_.server_requests.append(server_request)
                 if server_request.open:
                     round_.open.append(server_request)
+            # 3. Over a network servers may use slices before the commit, so they are told what it will say.
             if session.is_far and not is_read and len(tables) == 1:
                 self._announce(round_, ahead)
+            # 4. Send the slices to all servers, then the commits.
             round_.log("started")
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
@@ -105,7 +119,7 @@ class Rounds:
                             server_request.server, server_request.number, body, contribution.priority
                         )
                     last.append((server_request, final))
-                # The commits go with the last slices for all servers: who dies before has begun nothing.
+                # Last and together, so that a worker that dies before has not begun the round on any server.
                 for server_request, final in last:
                     session.send(server_request.server, server_request.number, final, contribution.priority)
         except BaseException as error:
@@ -114,7 +128,7 @@ class Rounds:
         return round_
 
     def _announce(self, round_: Round, ahead: EagerPush | None) -> None:
-        """Tell servers what commits to a table will say, if useful. Not where they expect just that."""
+        """Tell servers what the commits to a table will say, unless they know it from the backward pass."""
         session, contribution = self._session, round_.contribution
         early = None if ahead is None else ahead.early
         is_plain, was_right = _is_plain(contribution), True
@@ -126,6 +140,7 @@ class Rounds:
             else {server_request.server: server_request for server_request in early.server_requests}
         )
         for server_request in round_.server_requests:
+            # 1. Go on with the request of the backward pass, if there was one.
             before = told.get(server_request.server)
             if before is not None and contribution.outs is not None:
                 session.forget(server_request.number)
@@ -133,6 +148,7 @@ class Rounds:
                 session.listen(server_request.number, partial(self._take, round_, server_request))
             elif before is not None:
                 session.forget(before.number)
+            # 2. Count what is on its way, by which slices are cut.
             announced = server_request.announcement(round_) if is_plain else None
             if server_request.incoming.is_announced:
                 self._under_way[server_request.server] += server_request.layout.total
@@ -144,6 +160,7 @@ class Rounds:
                 and (server_request.commits == before.commits).all()
             ):
                 continue
+            # 3. The server was told nothing, or something else.
             was_right &= before is None
             if announced is not None:
                 session.send(server_request.server, server_request.number, announced, contribution.priority)
@@ -155,16 +172,16 @@ class Rounds:
     ) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
 
-        Weights that are mapped change when servers apply a round, so nothing is said of those.
+        Not if weights are mapped, because servers would change them while they are in use.
 
         Args:
-            predict_hypers: Packs the numbers that may be new, as of Contribution.
+            predict_hypers: Packs the hyper-parameters that may be new, as in `Contribution`.
         """
         last = ahead.expected
         if last is None or last.sink.maps:
             return
         early = Round(last._replace(hyper=predict_hypers()), self._session)
-        ahead.early = early  # now: whoever interrupts this leaves what the step takes over
+        ahead.early = early  # before anything is sent, so that the step finds it after an interrupt
         for layout in self._layouts[(table.index,)]:
             server_request = ServerRequest(layout, early, self.tables)
             announced = server_request.announcement(early, may_change=True)
@@ -178,7 +195,7 @@ class Rounds:
                 )
 
     def _renew(self, ahead: EagerPush, table: RemoteTable) -> bool:
-        """Forget what went ahead of a round that is over, and tell whether it was; its step may never have come."""
+        """Reset the eager pushes of a table if their round has ended, committed or not; returns whether it has."""
         is_over = ahead.round != table.round
         if is_over:
             for server_request in ahead.early.server_requests if ahead.early is not None else ():
@@ -193,15 +210,15 @@ class Rounds:
         parts: Sequence[Tensor],
         predict_hypers: Callable[[], bytes] = bytes,
     ) -> None:
-        """Send a slice of an open round ahead of the commit that makes it count; returns at once.
+        """Send a slice of an open round before its commit; returns at once.
 
-        The round takes it as it was, if it still holds the same bits when the round is started. Nothing happens where
-        it was sent already. Of slices that have to queue the next forward pass reads those first that come first in
-        the plan, so those go first; the commit, which has priority 0, goes behind all of them.
+        The round uses it if the gradient still has the same bits when the round is started. Does nothing if the
+        slice was pushed already. If slices have to queue, those that come first in the plan go first, because the
+        next forward pass reads them first; the commit, with priority 0, goes behind all of them.
 
         Args:
-            parts: The numbers of each of its keys, flat; copied.
-            predict_hypers: Packs the numbers that the commit will bring, as of Contribution, so far as they are known.
+            parts: The values of each of its keys, flat; copied.
+            predict_hypers: Packs the hyper-parameters that the commit will bring, as far as they are known.
 
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
@@ -209,16 +226,18 @@ class Rounds:
         ahead = self._ahead.setdefault(table.index, EagerPush())
         if table.index in self.open or (ahead.round == table.round and piece.index in ahead.sent):
             return
+        # 1. The first slice of a round: tell servers over a network what to expect.
         if self._renew(ahead, table):
             if table.compressor is not None:
                 table.compressor.begin()
             if self._session.is_far:
                 self._announce_early(table, ahead, predict_hypers)
+        # 2. Copy the slice, and compress it.
         numbers, form = ahead.copy(piece, parts), b""
         if table.compressor is not None:
             form = table.compressor.packed_codec
             numbers = table.compressor.encode_eagerly(numbers[: piece.used], piece)
-        # From here on it counts as sent: if it does not get there, the server will ask for it.
+        # 3. Send it. It counts as sent from here on: if it is lost, the server asks for it.
         ahead.note(piece)
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
@@ -239,18 +258,18 @@ class Rounds:
         if server_request is None:
             self._session.send(piece.server, number, body, urgency)
             return
-        self._session.take_what_came()  # so that what waits for answers goes first
+        self._session.take_what_came()  # answers make room for parts that wait
         share = (
             server_request.layout.total * numbers.nbytes // max(piece.nbytes, 1)
         )  # which is 0 of empty keys
         sent = list(cut(body, share, partial(server_request.layout.itemsize, form)))
-        # Parts keep the order of the backward pass: no weights of the round may be used before its commit, which comes
-        # behind all of them, so to sort them gains nothing, and leaves more slices that are answered in part.
+        # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
+        # behind all parts, so sorting them would gain nothing, and leave more slices answered in part.
         for part in sent:
             self._session.send(piece.server, number, part, urgency if len(sent) == 1 else 0)
 
     def leave(self, table: RemoteTable) -> None:
-        """Keep nothing for a table of which no rounds will follow. Neither gradients nor weights."""
+        """Free what is stored for a table that has no more rounds."""
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
         ahead = self._ahead.pop(table.index, None)
@@ -260,7 +279,7 @@ class Rounds:
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
 
-        A table that has values already, because the others have gone on without a process of this rank, is read.
+        A table that has values already is read instead: the others went on while a process of this rank was replaced.
         """
         fresh: list[int] = []
         known: list[int] = []
@@ -276,7 +295,7 @@ class Rounds:
         """Block until the round is over; new weights are then in `outs`.
 
         Args:
-            may_wait_again: An interrupt does not give the round up: the call that began it has returned.
+            may_wait_again: An interrupt does not abort the round, because the call that started it has returned.
 
         Raises:
             KVStoreError: what the servers reported, the same on every worker of the round.
@@ -303,10 +322,10 @@ class Rounds:
                 raise table.broken
 
     def settle(self, table: RemoteTable) -> None:
-        """Wait for the round of a table that is under way, if there is one.
+        """Wait for the open round of a table, if there is one.
 
         Raises:
-            KVStoreError: that round failed, its end was interrupted, or an earlier failure left the servers apart.
+            KVStoreError: that round failed, its end was interrupted, or an earlier failure broke the table.
         """
         round_ = self.open.get(table.index)
         if round_ is not None:
@@ -320,16 +339,16 @@ class Rounds:
             raise self.tables.broken[table.index]
 
     def settle_all(self) -> None:
-        """Wait for every round under way; raises what the first failed one raises."""
+        """Wait for all open rounds; raises the error of the first that failed."""
         while self.open:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
-        """Write whole tables' present weights into arenas, after this worker's rounds; it then computes with them."""
+        """Write the present weights of whole tables into arenas, after this worker's rounds, to compute with them."""
         self.wait(self.start(Contribution(tables, None, outs), is_read=True))
 
     def look(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
-        """Write a table's present weights into an arena, after this worker's rounds. What it computes with stays.
+        """Write a table's present weights into an arena, to inspect them; what this worker computes with stays.
 
         Returns their version, by server.
         """
@@ -344,7 +363,7 @@ class Rounds:
     # ---------------------------------------------------------------- sending
 
     def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ServerLayout]:
-        """Lay out what goes to each server in calls of these tables. Keep that for the next ones."""
+        """Make and cache the layouts of a call of these tables."""
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
@@ -357,7 +376,7 @@ class Rounds:
         return self._layouts[key]
 
     def _send_again(self, round_: Round, server_request: ServerRequest, given: Sequence[int]) -> None:
-        """Send slices that were lost, and commit again what is not over yet."""
+        """Send slices that were lost, and the commits of tables that are still open."""
         for body in server_request.messages(round_, given):
             self._session.send(
                 server_request.server, server_request.number, body, round_.contribution.priority
@@ -366,7 +385,7 @@ class Rounds:
     # ---------------------------------------------------------------- receiving
 
     def _take(self, round_: Round, server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
-        """Note what a server says about a round under way."""
+        """Process a server's reply to an open round."""
         position = server_request.layout.position
         if isinstance(reply, m.Weights):
             round_.finish(server_request, server_request.incoming.receive(reply))
@@ -400,9 +419,9 @@ class Rounds:
                 self._send_again(round_, server_request, lost)
 
     def _take_failure(self, round_: Round, server_request: ServerRequest, failure: m.Failed) -> None:
-        """Note that a round, or with table -1 all that was asked of a server, has failed; the other tables go on."""
+        """Record that the round of one table, or with table -1 of all, has failed on a server; other tables go on."""
         error = from_wire(failure.code, failure.text)
-        # That somebody gave up is not the cause where another one is known, least of all that this worker did.
+        # An abort is only a consequence: any other error tells more about the cause.
         if round_.error is None or (
             isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
         ):
@@ -417,7 +436,7 @@ class Rounds:
             table = server_request.layout.tables[at]
             if round_.is_read or table.name in round_.aborted:
                 continue
-            # It can no longer be applied everywhere: do not wait for those who would only now begin it.
+            # It can no longer be applied everywhere: do not let workers begin it on other servers.
             round_.aborted.add(table.name)
             for other, here in round_.server_requests_of(table):
                 if here in other.open:
@@ -429,10 +448,10 @@ class Rounds:
     # ---------------------------------------------------------------- deciding
 
     def _take_held(self, round_: Round, server_request: ServerRequest, at: int, held: m.Held) -> None:
-        """Note what a server measured of a sum that it holds; once all have, decide what becomes of it.
+        """Record what a server measured of its part of a sum; when all have, decide what happens to the sum.
 
-        All workers make the same of it, so whose answer comes first does not matter, and one is enough. Whatever the
-        guard raises goes through: the round is then given up.
+        All workers decide alike, so the first decision that arrives at a server is used. An error that the guard raises
+        aborts the round.
         """
         table, guard = server_request.layout.tables[at], round_.contribution.guard
         if guard is None or table.name in round_.aborted:
@@ -440,7 +459,7 @@ class Rounds:
         server_request.held[at] = held
         places = list(round_.server_requests_of(table))
         if table.name in round_.decided:
-            self._resolve(round_, table, [(server_request, at)])  # it has not heard it
+            self._resolve(round_, table, [(server_request, at)])  # this server was not told yet
         elif round_.vetoes.get(table.name):
             self._skip(round_, table)
         elif all(where in one.held for one, where in places):
@@ -455,7 +474,7 @@ class Rounds:
             round_.finish(server_request, [at])
 
     def _take_veto(self, round_: Round, server_request: ServerRequest, at: int, veto: m.Vetoed) -> None:
-        """Note that ranks have vetoed the round, or decided against its sum: no weights will come."""
+        """Record that ranks have vetoed the round, or that its sum was decided against: no weights will come."""
         table = server_request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         server_request.skipped.add(at)
@@ -464,9 +483,9 @@ class Rounds:
             self._skip(round_, table)
 
     def _skip(self, round_: Round, table: RemoteTable) -> None:
-        """Skip a round, which a rank has vetoed on one server, on those that hold it, too.
+        """Skip a round that was vetoed on one server on those that hold its sum.
 
-        That takes a rank of which one process has vetoed and died, and another one has stepped in for it.
+        This happens if a process vetoes and dies, and another one of its rank takes its place.
         """
         held = [
             (server_request, at)
@@ -493,8 +512,9 @@ class Rounds:
     # ---------------------------------------------------------------- ending
 
     def _end(self, round_: Round, error: BaseException | None) -> None:
-        """Count the rounds that were applied. Give up those that were not, on all servers."""
+        """End a round: write its weights, or abort it on all servers, and advance the tables."""
         tables, all_tables = round_.contribution.tables, self.tables
+        # 1. No replies are wanted any more. What is still open is lost.
         own = [table.index for table in tables if self.open.get(table.index) is round_]
         for index in own if round_.is_read else ():  # nothing hangs on its end
             del self.open[index]
@@ -506,25 +526,27 @@ class Rounds:
             self._under_way[server_request.server] -= (
                 server_request.layout.total if server_request.under_way else 0
             )
-            if (
-                round_.error is None and not server_request.open
-            ):  # else a message may still be on its way out of it
+            # Otherwise a message may still be sent from this buffer.
+            if round_.error is None and not server_request.open:
                 server_request.layout.spare = server_request.memory
             if server_request.open or server_request.failed:
                 lost.update(
                     server_request.layout.index[[*server_request.open, *server_request.failed]].tolist()
                 )
+        # 2. A pull only writes weights.
         if round_.is_read:
             for server_request in round_.server_requests if error is None else ():
                 round_.write(server_request, frozenset(), all_tables)
             return
         if not round_.server_requests:  # it was not even prepared
             lost.update(table.index for table in tables)
+        # 3. Tables that did not end alike everywhere.
         for table in tables if round_.decided else ():
             differs = None if table.index in lost else _disagreement(round_, table)
             if differs is not None:
                 all_tables.broken[table.index] = differs
         gone = lost.union(all_tables.broken)
+        # 4. Versions and weights. Tables that are gone keep those of the last round.
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
         is_sync = self._session.options.mode.is_sync
@@ -541,6 +563,7 @@ class Rounds:
             round_.contribution.sink.commit()
         if ages:
             all_tables.staleness[list(ages)] = list(ages.values())
+        # 5. The next round of the tables that were applied, and what compression carries over to it.
         applied = np.array([table.index for table in tables if table.index not in gone], np.int64)
         all_tables.round[applied] += 1
         all_tables.is_initialised[applied] = True
@@ -548,15 +571,17 @@ class Rounds:
             was_sent = table.index in round_.encoded and table.name not in round_.vetoes
             if was_sent and table.index not in gone and table.compressor is not None:
                 table.compressor.accept()
-        # Whoever keeps the round has no use for its gradients.
+        # 6. Free the gradients, although the caller may keep the round.
         round_.contribution = round_.contribution._replace(values=None)
+        # 7. Abort what is lost on all servers.
         if lost:
             self._give_up(round_, [table for table in tables if table.index in lost], describe(error))
         for index in own:  # last: one that is over and open was interrupted as it ended
             del self.open[index]
 
     def _give_up(self, round_: Round, tables: Sequence[RemoteTable], reason: str) -> None:
-        """Fail rounds for everybody; where one server has applied and another failed it, have it taken back."""
+        """Abort rounds on all servers; if one has applied what another has failed, have it undone."""
+        # 1. Which servers have failed the round already.
         pairs = [(table, server) for table in tables for server in table.numbers]
         fates: dict[tuple[str, int], bool | None] = {}
         following: dict[str, list[int]] = {}
@@ -566,12 +591,15 @@ class Rounds:
                 following.setdefault(table.name, []).append(next_round)
                 if next_round > table.round:
                     fates[table.name, server_request.server] = False  # the server has said so already
+        # 2. Abort it on the others, which answer whether they had applied it.
         fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
-        # Only a round that another server has surely failed may be taken back: then nobody can have finished it.
+        # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
+        # finished it.
         lost = {name for (name, _), fate in fates.items() if fate is False}
         half_applied = [p for p in pairs if fates[p[0].name, p[1]] and p[0].name in lost]
         fates |= self._abort(half_applied, reason, undo=True)
         for table in tables:
+            # 4. A table whose servers may not agree is broken; all others go on with the next round.
             outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
             error = _half_applied(table, outcome, reason)
             if error is not None:
@@ -583,13 +611,13 @@ class Rounds:
     def _abort(
         self, rounds: Sequence[tuple[RemoteTable, int]], reason: str, undo: bool
     ) -> dict[tuple[str, int], bool | None]:
-        """Give up the present rounds of (table, server) pairs.
+        """Abort the present rounds of (table, server) pairs, and undo them if they were applied.
 
-        Returns for each whether the server keeps it as applied; None where it did not answer.
+        Returns for each whether the server still counts it as applied; None if it did not answer.
         """
         requests = [(server, m.Abort(t.numbers[server], t.round, reason, undo)) for t, server in rounds]
         answers = self._session.ask_all(requests, GIVE_UP_TIMEOUT)
-        # A server that refuses this worker keeps nothing of it.
+        # A server that refuses this worker has nothing of it.
         return {
             (table.name, server): None
             if answer is None
@@ -599,13 +627,13 @@ class Rounds:
 
 
 def _take_early(server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
-    """Keep new weights of a round that has yet to be started here; all else is said again to its commit."""
+    """Store new weights of a round that this worker has yet to start; other replies come again after its commit."""
     if isinstance(reply, m.Weights):
         server_request.incoming.receive(reply)
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
-    """Return the error of a table on which servers were told another decision, if any."""
+    """Return the error of a table about which another worker told servers another decision, if any."""
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
@@ -636,20 +664,20 @@ def _half_applied(table: RemoteTable, outcome: dict[str, bool | None], reason: s
 
 
 def _is_plain(one: Contribution) -> bool:
-    """Tell whether it gives values and wants weights, or neither, and knows all."""
+    """Return whether a contribution can be announced: all values against all weights, or neither."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
     is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
     return is_even and not is_special
 
 
 class EagerPushMonitor:
-    """Notices that a loop changes all that goes ahead of its steps, and says so once."""
+    """Warns once if a loop changes all eagerly pushed gradients before every step."""
 
     def __init__(self) -> None:
         self._rounds = 0
 
     def count(self, was_useful: bool) -> None:
-        """Count a committed round in which some of what was sent counts, or nothing does."""
+        """Count a committed round; `was_useful` if some of what was pushed counts."""
         self._rounds = 0 if was_useful else self._rounds + 1
         if self._rounds == _IN_VAIN:
             _log.warning(
@@ -661,38 +689,38 @@ class EagerPushMonitor:
 
 
 class EagerPush:
-    """What a worker sent ahead to a table's open round, and told servers of it before.
+    """What a worker has pushed to a table's open round before its commit, and announced to servers.
 
-    Slices go ahead of their commit while a backward pass still computes the others. They have generation 0. If any has
-    changed since, what is sent with the commit has generation 1: those that have changed and slices that were not
-    complete before. If none is to be given as it was sent, or one not at all, it begins anew.
+    Pushed slices have generation 0. If some have changed since, what goes with the commit has generation 1: those
+    that have changed, and those that were not complete before. If none counts, or one is not given at all, the
+    commit tells servers to discard all of them.
 
-    Over a network servers are told before the first slice that the round will be like the last one. So they apply and
-    answer slices as soon as all workers have sent them, and new weights come during the backward pass. What a worker
-    then commits counts, be it as expected or not: servers take back what does not fit. That costs time, so after a
-    round that came otherwise nothing is expected of some.
+    Over a network the round is announced, before its first slice, to be like the last one: servers apply and answer
+    slices as soon as all workers have pushed them, so new weights come during the backward pass. What a worker
+    commits counts in any case, and servers roll back what does not fit. That costs time, so after a round that came
+    otherwise some of the next ones are not announced.
     """
 
     def __init__(self) -> None:
         self.expected: Contribution | None = None
-        """What the next round will be like; None where nothing is expected of it."""
+        """What the next round is expected to be like; None if it is not announced."""
         self.early: Round | None = None
-        """The open round as servers were told of it, with what they have said since; None where they were not."""
+        """The open round as it was announced, with the weights received since; None if it was not announced."""
         self.round = -1
         self.sent: dict[int, Tensor] = {}
-        """Slices (by index) that were sent to it, and their numbers."""
+        """Slice (by index) → what was pushed of it."""
         self._memory: dict[int, Tensor] = {}
-        """Slice (by index) → its numbers, with padding."""
+        """Slice (by index) → a buffer for it, with padding."""
         self._vain = EagerPushMonitor()
         self._surprises = Backoff()
-        """Rounds of which nothing is expected, because earlier ones came otherwise."""
+        """Rounds that are not announced, because earlier ones came otherwise."""
 
     def begin(self, round_: int) -> None:
-        """Begin a round, of which nothing was sent or told yet."""
+        """Begin a round: nothing was pushed or announced yet."""
         self.round, self.sent, self.early = round_, {}, None
 
     def copy(self, piece: Slice, parts: Sequence[Tensor]) -> Tensor:
-        """Put a slice together from the numbers of each of its keys; returns it with its padding."""
+        """Copy a slice together from the values of its keys; returns it with its padding."""
         numbers = self._memory.get(piece.index)
         if numbers is None:
             numbers = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype), device="cpu")
@@ -702,18 +730,18 @@ class EagerPush:
         return numbers
 
     def note(self, piece: Slice) -> None:
-        """Note that the slice that was put together last goes out."""
+        """Record that the slice copied last is sent."""
         self.sent[piece.index] = self._memory[piece.index][: piece.used]
 
     def end(self, kept: Collection[int]) -> None:
-        """Note that the round is committed, with some of the slices that were sent."""
+        """Record that the round is committed with these of the pushed slices."""
         self._vain.count(bool(kept))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
-        """Expect the next round to be as the one that begins, or nothing if it cannot be.
+        """Set what the next round is expected to be like: as this one, or unknown.
 
         Args:
-            was_right: What servers were told of this one holds; also where it was nothing.
+            was_right: This one came as it was announced, or was not announced.
         """
         if not was_right:
             self._surprises.fail()

@@ -1,4 +1,16 @@
-"""Rows of keys, asked from servers early or when needed, or read in their memory."""
+"""Rows of row-sparse keys, fetched from servers: when they are needed, ahead of that, or read in shared memory.
+
+`RowPulls` asks servers for rows of any keys. Neighbouring requests of one row group go in one message, and rows that
+do not fit into a message in several.
+
+`TableRows` serves the rows of one table to the parameters. It can ask for rows between two rounds that the next
+forward pass will read (`prefetch`); a pull then finds them, exactly as it would have fetched them itself. In
+synchronous rounds, rows of servers on this host are read in their memory (`MappedRows`), with no message at all:
+write counters beside the memory tell whether a server was writing meanwhile.
+
+Versions of weights are recorded only for rows that this worker computes with, and only for servers that have nothing
+but rows of the table: others send older weights with each round, and a gradient counts as old as those.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +40,7 @@ from kvtrainer.client.tables import RemoteTable
 _log = logging.getLogger(__name__)
 
 _NO_RESERVE = 0x4000
-"""Of a mapping: its memory is not counted before it is used."""
+"""MAP_NORESERVE: memory of the mapping is not counted before it is used."""
 
 RowsWanted = tuple[RemoteTable, int, Tensor]
 """Some rows of one key: its table, its index in the plan, and ids (int64, distinct and ascending). Its slices hold
@@ -36,24 +48,24 @@ whole rows."""
 
 
 class RowsAsked(NamedTuple):
-    """Rows of keys that servers were asked for."""
+    """Requests for rows that are under way."""
 
     calls: Calls
     places: list[tuple[RemoteTable, Tensor, Ints]]
-    """Of each request its table, and where its rows go."""
+    """Of each request, its table, the output, and the places of its rows there."""
     outs: list[Tensor]
 
 
 class RowsTaken(NamedTuple):
-    """Rows of keys as servers had them."""
+    """Rows that servers have sent."""
 
     rows: list[Tensor]
     versions: dict[tuple[int, int], int]
-    """(server, table by index) → the version of the oldest of them."""
+    """(server, table by index) → the version of the oldest rows."""
 
 
 class RowPulls:
-    """Rows of keys as this worker's own rounds have left them.
+    """Fetches rows of keys after this worker's own rounds.
 
     Args:
         rounds: All of this worker, over the same session.
@@ -64,11 +76,9 @@ class RowPulls:
         self.rounds = rounds
 
     def pull(self, wanted: Sequence[RowsWanted]) -> list[Tensor]:
-        """Fetch present values of rows of keys to compute with; blocks.
+        """Fetch present values of rows to compute with, after this worker's rounds of the tables; blocks.
 
-        They come after this worker's rounds of the tables.
-
-        Returns (number of ids, elements of a row) each, on the CPU.
+        Returns (number of ids, elements of a row) for each, on the CPU.
 
         Raises:
             KVStoreError: what a server answered.
@@ -79,17 +89,18 @@ class RowPulls:
         return taken.rows
 
     def note(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Note that this worker computes with rows of some versions, as of RowsTaken."""
+        """Record that this worker computes with rows of these versions."""
         for (server, index), version in versions.items():
             self.rounds.tables.version[server, index] = version
 
     def ask(self, wanted: Sequence[RowsWanted]) -> RowsAsked:
-        """Ask for rows as `pull` does, and return at once; then `take`, or `drop`."""
+        """Request rows as `pull` does and return at once; `take` them, or `drop` the calls."""
         timeout = self.session.options.timeout
         outs: list[Tensor] = []
         requests: list[tuple[int, m.PullRows]] = []
         places: list[tuple[RemoteTable, Tensor, Ints]] = []
         for table, keys, ids in _side_by_side(wanted):
+            # 1. The requests of one row group count as rows of one key.
             self.rounds.settle(table)
             spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
             rows = table.plan.rows(keys[0])
@@ -100,6 +111,7 @@ class RowPulls:
                 given = torch.cat([own + starts[key] for key, own in zip(keys, ids, strict=True)])
             out = torch.empty(sum(lengths), row_numel(spec), dtype=torch_dtype(spec.dtype), device="cpu")
             outs += torch.split(out, lengths)
+            # 2. One request to each server, or several for many rows.
             for block, where, own in rows.by_server(given.numpy()):
                 where = np.arange(len(given))[where]
                 for at in range(0, len(own), block.most):
@@ -111,7 +123,7 @@ class RowPulls:
         return RowsAsked(self.session.begin(requests), places, outs)
 
     def take(self, asked: RowsAsked) -> RowsTaken:
-        """Block for rows that were asked for; errors as of `pull`."""
+        """Block for rows that were requested; errors as of `pull`."""
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
@@ -128,7 +140,7 @@ class RowPulls:
 def _side_by_side(
     wanted: Sequence[RowsWanted],
 ) -> Iterator[tuple[RemoteTable, list[int], list[Tensor]]]:
-    """Group neighbours that want rows of keys side by side in one table, in order."""
+    """Yield neighbours in `wanted` that belong to one row group together, in order."""
     at = 0
     while at < len(wanted):
         table, first, _ = wanted[at]
@@ -142,40 +154,35 @@ def _side_by_side(
 
 
 class TableRows:
-    """Rows of the keys (by index) of one table on the CPU, after this worker's rounds.
+    """Rows of one table's keys (by index) on the CPU, after this worker's rounds.
 
-    Some are asked for before they are needed: between one round and the next, not with its commit. A server that has
-    the commit of one rank still waits for the others, and would send rows as they were before. So the answers are what
-    a pull in the next forward pass would get, to the bit in synchronous rounds, and no server has to hold anything
-    back.
-
-    Args:
-        pulls: Asks servers for them.
+    Rows may be requested before they are needed: between two rounds, not with a commit, because a server that has
+    the commit of one rank still waits for others and would send rows as they were before. So the answers are the
+    bits that a pull in the next forward pass would get in synchronous rounds, and no server has to defer them.
     """
 
     def __init__(self, pulls: RowPulls, table: RemoteTable) -> None:
         self.are_read = False
-        """They may be read where servers of this host have them; only in synchronous rounds."""
+        """Rows may be read in the memory of this host's servers; only in synchronous rounds."""
         self.wanted: Mapping[int, Tensor] = {}
-        """Key → ids of the rows that were asked for before."""
+        """Key → ids of the rows that were prefetched."""
         self._pulls, self._table = pulls, table
         self._asked: RowsAsked | None = None
-        """Those that are still to come."""
+        """The prefetch that is still under way."""
         self._rows: dict[int, Tensor] = {}
         self._versions: Mapping[tuple[int, int], int] = {}
-        """Theirs, as of RowsTaken."""
+        """Their versions, as in `RowsTaken`."""
         plan = table.plan
         self._alone = frozenset([server for server in plan.servers if not plan.resident_slices_of(server)])
-        """Servers that have nothing else of the table. What others have beside rows comes with rounds, and is older:
-        there gradients count as old as that."""
+        """Servers that hold nothing but rows of the table."""
         self._mapped: dict[int, MappedRows | None] = {}
-        """Key → its rows in its servers' memory; None where they have to be asked for."""
+        """Key → its rows in its servers' memory; None if they have to be requested."""
 
     def read(self, key: int, ids: Tensor, are_given: bool) -> Tensor | None:
-        """Copy rows (any int64 ids that it has) of a key where servers have them; None where that cannot be.
+        """Copy rows of a key (int64 ids, in any order) from its servers' memory; None if that is impossible.
 
         Args:
-            are_given: This worker computes with them, and does not only look.
+            are_given: This worker computes with them, and does not only inspect them.
         """
         if not self.are_read:
             return None
@@ -184,6 +191,7 @@ class TableRows:
         if key not in self._mapped:
             self._mapped[key] = self._map(key)
         mapped, servers = self._mapped[key], list(table.plan.rows(key).blocks)
+        # Before the first round there may be nothing yet on some server.
         versions = rounds.tables.newest[servers, table.index]
         rows = mapped.take(ids) if mapped is not None and (versions >= 0).all() else None
         if rows is not None:
@@ -192,7 +200,7 @@ class TableRows:
         return rows
 
     def _map(self, key: int) -> MappedRows | None:
-        """Map the slices of a key; None where that is impossible."""
+        """Map the slices of a key; None if that is impossible."""
         session, table, shown = self._pulls.session, self._table, dict[int, tuple[SharedArena, int]]()
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
@@ -214,9 +222,9 @@ class TableRows:
             return None
 
     def prefetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Ask for rows (distinct, ascending ids by key), which `pull` finds until `drop`; returns at once.
+        """Request rows (distinct, ascending ids by key), which `pull` finds until `drop`; returns at once.
 
-        Nothing is asked for that can be read where servers have it.
+        Rows that can be read in shared memory are not requested.
         """
         self.drop()
         unread = {key: ids for key, ids in wanted.items() if self.read(key, ids[:0], are_given=False) is None}
@@ -225,23 +233,24 @@ class TableRows:
             self.wanted = unread
 
     def pull(self, key: int, ids: Tensor, are_given: bool) -> Tensor:
-        """Copy the rows of a key with some (distinct, ascending) ids; those that were not asked for are fetched now.
+        """Return the rows of a key with these ids (distinct, ascending); fetches those that were not prefetched.
 
         Args:
-            are_given: as of `read`.
+            are_given: As of `read`.
 
         Raises:
-            KVStoreError: the store did not answer what it was asked, or answered with an error; it is asked anew
-                by the next call.
+            KVStoreError: the store answered with an error, or not at all; the next call asks again.
         """
         if key not in self.wanted:
             return self._fetch(key, ids, are_given)
         if self._asked is not None:
+            # 1. Wait for the prefetch. If that raises, nothing was prefetched.
             asked, self._asked, wanted = self._asked, None, self.wanted
             self.wanted = {}
             taken = self._pulls.take(asked)
             self._rows, self._versions = dict(zip(wanted, taken.rows, strict=True)), taken.versions
             self.wanted = wanted
+        # 2. Pick the rows from it, and fetch the others.
         have, rows = self.wanted[key], self._rows[key]
         if torch.equal(have, ids):
             self._note(self._versions, are_given)
@@ -252,11 +261,11 @@ class TableRows:
         found[is_here] = rows[place[is_here]]
         if not bool(is_here.all()):
             found[~is_here] = self._fetch(key, ids[~is_here], are_given)
-        self._note(self._versions, are_given)  # theirs are older than what was fetched now
+        self._note(self._versions, are_given)  # those of the prefetch are the older ones
         return found
 
     def drop(self) -> None:
-        """Forget rows that were asked for, because they change."""
+        """Drop prefetched rows, because they change."""
         if self._asked is not None:
             self._pulls.session.drop(self._asked.calls)
         self.wanted, self._asked, self._rows, self._versions = {}, None, {}, {}
@@ -274,11 +283,11 @@ class TableRows:
 
 
 class MappedRows:
-    """All rows of a key, read where they lie on servers of this host; not for forked processes.
+    """All rows of a key, read in the memory of servers on this host. Not for forked processes.
 
-    The slices of a key are mapped one below the other, whichever server has them, so rows are picked by one call. In
-    synchronous rounds nobody writes to them between the rounds of a worker; servers mark what they write all the same,
-    and rows that were being written are not used.
+    The slices of a key are mapped one behind the other, whichever servers hold them, so rows are picked by one call.
+    In synchronous rounds no server writes to them between this worker's rounds; if the write counters say otherwise,
+    the rows are not used.
 
     Args:
         shown: Slice (by index) → a server's memory, and where it begins there.
@@ -291,10 +300,11 @@ class MappedRows:
         spec, size, pieces = plan.specs[key], SIZES[plan.specs[key].dtype], plan.slices_with(key)
         if mmap.PAGESIZE != PAGE or not pieces or not plan.rows(key).blocks:
             raise OSError(f"key {spec.key!r} has no rows in whole pages")
+        # 1. Reserve addresses for the whole key, and map each slice to its place.
         self._room = mmap.mmap(-1, -(-spec.nbytes // PAGE) * PAGE, mmap.MAP_PRIVATE | _NO_RESERVE)
         room = np.frombuffer(self._room, np.uint8)
         spans: dict[int, tuple[SharedArena, int, int]] = {}
-        """Of each memory, where the slices there begin, and end; they are neighbours."""
+        """By memory, where the slices there begin and end; they are neighbours."""
         for piece in pieces:
             at, nbytes = piece.segments[0].key_start * size, piece.nbytes
             memory, begin = shown.get(piece.index, (None, 0))
@@ -303,20 +313,22 @@ class MappedRows:
             put_pages(room.ctypes.data + at, -(-nbytes // PAGE) * PAGE, memory.fd, begin, mmap.PROT_READ)
             _, first, end = spans.get(id(memory), (memory, begin, 0))
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)
+        # 2. The write counters of the slices.
         self._marks = [
             marks_in(memory.numbers)[:, first // LONG : -(-end // LONG)]
             for memory, first, end in spans.values()
         ]
-        """Of each memory, how often writing of these slices was begun, and ended."""
+        """By memory, how often a write to these slices was begun, and ended."""
         width = plan.rows(key).width
         [self._deal] = plan.rows(key).deals
         self._rows = torch.from_numpy(room).view(torch_dtype(spec.dtype))[: spec.numel].view(-1, width)
         self._process = os.getpid()
 
     def take(self, ids: Tensor) -> Tensor | None:
-        """Copy rows (int64 ids, each of the table), in this order; None where some may be being written."""
+        """Copy rows (int64 ids of the table), in this order; None if a server may be writing some."""
         if os.getpid() != self._process:
             return None
+        # A seqlock: the copy is good if no write had begun that was not ended before it.
         ended = [marks[1].copy() for marks in self._marks]
         rows = self._rows.index_select(0, torch.from_numpy(self._deal.places(ids.numpy())))
         is_still = [(marks[0] == own).all() for marks, own in zip(self._marks, ended, strict=True)]

@@ -1,6 +1,12 @@
-"""A round under way, server by server: what one worker sends, what it knows, and new weights as they come.
+"""A round under way on this worker, and its part on each server.
 
-What goes to one server, and has come from it, is a `ServerRequest`. New weights are kept until the round is over.
+`Round` holds the state of a round over all servers: which of them have yet to answer, errors, vetoes, decisions, keys
+that no worker has. `ServerRequest` is one server's share: what is sent to it (slices and commits, packed into as few
+messages as useful), and what it has answered; new weights are stored in its `IncomingWeights` until the round has ended
+on all servers. `Rounds` drives both.
+
+Tables and slices are named by position in the layout of the server. All messages of a request have one number, and so
+have those that are sent again.
 """
 
 from __future__ import annotations
@@ -25,44 +31,48 @@ from kvtrainer.client.tables import RemoteTable, Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _NEAR = 1 << 20
-"""Up to so many bytes go with their commit where memory is shared: to copy them costs less than a message. Not if other
-servers get commits, too: between the first and the last of those there should be little to do."""
+"""Payloads of up to this many bytes are sent with the commit to the only server of a round if it shares memory: a copy
+costs less than a second message. With several servers the commits go last, back to back, to shorten the time in which
+a crash would leave the servers one round apart."""
 
 
 class ServerRequest:
-    """A round's part on one server, by position of table and slice in the layout."""
+    """One server's share of a round: what is sent to it, and what it has answered."""
 
     def __init__(self, layout: ServerLayout, round_: Round, all_tables: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
+        # 1. What this rank gives. The buffer of a former round is used again.
         self.number = 0
-        """Of the request."""
+        """Of all messages of the request."""
         self.memory = layout.spare or GatheredSlices(layout)
         layout.spare = None
         self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
         self.kept: frozenset[int] = frozenset()
-        """Those of them that were sent ahead, and have not changed since."""
+        """Those of them that were pushed eagerly and have not changed since."""
         self.generation = 0
         """Of the others."""
         self.under_way = 0
-        """If the round is announced, the bytes of the server's slices in all such rounds that were open then."""
+        """If the round is announced, the bytes of the server's slices in all announced rounds that were open then."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
         ):
             self.given = layout.given(contribution, round_.encoded)
         wants = contribution.outs is not None
+        # 2. What the server has to answer: new weights, or that it has applied the round.
         self.open = set(range(len(layout.tables)))
-        """Tables of which the server has not said yet how the round ended."""
+        """Tables whose end the server has not reported yet."""
         self.incoming = IncomingWeights(layout, self.memory, self.open, wants)
         if round_.is_read:
             self.open.intersection_update([at for at, n in enumerate(self.incoming.num_pending) if n])
         self.rounds = all_tables.round[layout.index]
         self.commits = self._make_commits(round_, all_tables)
-        """A row for each table, as of Contribute."""
+        """A row for each table, as in `messages.Contribute`."""
+        # 3. What it has answered for each table.
         self.applied: dict[int, int] = {}
-        """Table → the version right after this worker's contribution."""
+        """Table → its version right after this worker's contribution."""
         self.failed: dict[int, int] = {}
         """Table → the next round after the one that failed; -1 when the server did not say."""
         self.skipped: set[int] = set()
@@ -70,7 +80,7 @@ class ServerRequest:
         self.held: dict[int, m.Held] = {}
         """Table → what the server measured of a sum that it holds."""
         self.complete: set[int] = set()
-        """Tables of which all has come, except for what was measured."""
+        """Tables for which everything has come except the measures."""
 
     def __repr__(self) -> str:
         tables = ", ".join([f"{self.layout.tables[at].name!r}" for at in sorted(self.open)[:3]])
@@ -86,7 +96,7 @@ class ServerRequest:
         )
 
     def _make_commits(self, round_: Round, all_tables: Tables) -> m.Matrix:
-        """Make each table's commit. It says how many slices, computed with which version, and what is wanted."""
+        """Make a commit for each table: how many slices, the version they were computed with, and what is wanted."""
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
         commits[:, 1] = self.rounds
@@ -104,10 +114,11 @@ class ServerRequest:
         return commits
 
     def follow(self, kept: Collection[int], are_all: bool) -> None:
-        """Come after slices of the only table that were sent ahead; with none (by index) of them, begin anew.
+        """Commit after eager pushes; if none of those is kept, tell the server to discard them.
 
         Args:
-            are_all: All that were sent count as they are, so the others need no other generation.
+            kept: Slices (by index) that count as they were pushed.
+            are_all: No other slice was pushed, so the slices that follow need no new generation.
         """
         self.kept = frozenset([at for at in self.given if self.layout.pieces[at].index in kept])
         self.generation = int(not are_all)
@@ -115,9 +126,9 @@ class ServerRequest:
         self.commits[:, 5] |= m.DISCARD_EAGER * (not kept)
 
     def announcement(self, round_: Round, may_change: bool = False) -> m.Contribute | None:
-        """Tell a server what commits will say, ahead of slices that it can use one by one.
+        """Return a message that tells a server what the commit will say, so that it can use single slices before.
 
-        None where it is to hear of them only with the slices.
+        None if that is not worth while: the round is short, or not all of its slices are given.
         """
         contribution, layout = round_.contribution, self.layout
         size = len(layout.resident)
@@ -139,22 +150,24 @@ class ServerRequest:
         )
 
     def take_over(self, early: ServerRequest) -> None:
-        """Go on with the server request announced in the backward pass, and what came of new weights."""
+        """Adopt the request announced during the backward pass, with the weights already received."""
         self.number, self.incoming = early.number, early.incoming
         self.incoming.open = self.open
 
     def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
-        """Make messages of some slices, the last with the commits of what is not over."""
+        """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
         if round_.is_read:
             return [m.Pull(tuple(commits[:, 0].tolist()), timeout)]
+        # 1. Slices by form: encoded, in shared memory, plain.
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]] = []
         """(form, slices, what they are given)."""
         plain: Sequence[int] = self._encode_some(round_, given, batches) if round_.encoded else given
         runs: list[list[int]] = []
         if contribution.shared_grads:
             runs, plain = _in_place(contribution, layout, plain)
+        # 2. Small plain slices are gathered in one buffer; large ones are sent from where they are.
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
             sources = [_given(contribution, layout, at) for at in small]
@@ -170,11 +183,13 @@ class ServerRequest:
             payloads = [contribution.shared_grads[layout.pieces[at].index] for at in run]
             batches.append((b"", run, tuple(payloads)))
             nbytes += sum([data.nbytes for data in payloads])
+        # 3. Commits go in a message of their own, unless all of it is short.
         is_apart = copied > SENT_ALONE and (len(given) > 1 or self.incoming.is_announced)
         if is_apart and nbytes <= _NEAR and len(round_.server_requests) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
         if is_apart or not batches:
             batches.append((b"", (), ()))  # commits go when the slices are on their way to all servers
+        # 4. One message for each batch; long ones are cut if the server uses them part by part.
         bodies: list[m.Contribute | m.Pull] = []
         for number, (form, own, data) in enumerate(batches, start=1):
             where = np.array(own, np.int64)
@@ -188,6 +203,7 @@ class ServerRequest:
             is_cut = self.incoming.is_announced and number < len(batches)
             share = self.under_way * nbytes // max(layout.total, 1)
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
+        # 5. The commits.
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
         if contribution.absent:
             body.absent = tuple(itertools.product(commits[:, 0].tolist(), sorted(contribution.absent)))
@@ -201,7 +217,7 @@ class ServerRequest:
         given: Sequence[int],
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]],
     ) -> list[int]:
-        """Add a batch for each form in which slices are encoded; returns the others."""
+        """Add a batch for each form of encoded slices; returns the slices that are not encoded."""
         layout, plain = self.layout, list[int]()
         forms: dict[bytes, list[tuple[int, Tensor]]] = {}
         for at in given:
@@ -218,7 +234,7 @@ class ServerRequest:
 
 
 class Round:
-    """A round under way, and how it ended."""
+    """A round under way over all servers, and how it ended."""
 
     def __init__(self, contribution: Contribution, session: Session, is_read: bool = False) -> None:
         self.contribution = contribution
@@ -227,23 +243,23 @@ class Round:
         self.is_read = is_read
         """Whether weights are only read."""
         self.is_given = True
-        """Whether this worker computes with the weights that come, and does not only look at them."""
+        """Whether this worker computes with the weights that come; False if they are only inspected."""
         self.server_requests: list[ServerRequest] = []
         self.open: list[ServerRequest] = []
-        """The server requests on which something is still to be said."""
+        """The requests that are not answered yet."""
         self.error: KVStoreError | None = None
         self.absent: dict[str, set[int]] = {}
         """Table → keys that no worker contributed to."""
         self.in_force: dict[str, m.InForce] = {}
-        """Table → what holds for those that have joined."""
+        """Table → the options that hold, for a worker that has joined."""
         self.vetoes: dict[str, tuple[int, ...]] = {}
-        """Table → ranks because of which its round was not applied; none, where that was decided."""
+        """Table → the ranks whose veto kept its round from being applied; empty if that was decided by its sum."""
         self.decided: dict[str, tuple[Measured | None, Decision]] = {}
-        """Table → all that was measured, and what is made of it."""
+        """Table → the measures of its sum, and the decision about it."""
         self.encoded: dict[int, dict[int, EncodedSlice]] = {}
-        """Table (index) → its slices as they are sent, where that is not as plain numbers."""
+        """Table (index) → its slices that are encoded."""
         self.kept: frozenset[int] | None = None
-        """The slices (by index) of the only table that were sent ahead and count as they are; None: nothing was."""
+        """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
         self.is_over = False
@@ -298,7 +314,7 @@ class Round:
         )
 
     def written(self) -> dict[tuple[int, int], Tensor | None]:
-        """Tell which rows of each key, or of the first key of each slice, came; None: all."""
+        """Return the ids of the rows that came of each key, or of the first key of each slice; None for all of them."""
         found: dict[tuple[int, int], Tensor | None] = {}
         for key, all_ids in self.rows.items():
             some = [ids for ids in all_ids if ids is not None]
@@ -306,14 +322,14 @@ class Round:
         return found
 
     def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
-        """Return the server requests that a table has, and its position there."""
+        """Yield the requests that a table has, and its position there."""
         for server_request in self.server_requests:
             at = server_request.layout.position.get(table.numbers.get(server_request.server, -1))
             if at is not None:
                 yield server_request, at
 
     def describe_end(self) -> str:
-        """Say what servers have yet to do."""
+        """Describe what servers have yet to do, for an error message."""
         tables = sorted(
             {
                 server_request.layout.tables[at].name
@@ -324,14 +340,14 @@ class Round:
         return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
     def is_lost(self, table: RemoteTable) -> bool:
-        """Tell whether a table's finished round was not applied on every server. As far as is known."""
+        """Return whether a table's finished round is not known to be applied on every server."""
         return any(
             at in server_request.open or at in server_request.failed
             for server_request, at in self.server_requests_of(table)
         )
 
     def finish(self, server_request: ServerRequest, tables: Iterable[int]) -> None:
-        """Note that a server has answered all commits, unless measures are still to come."""
+        """Record that a server has answered for some tables; they stay open if measures are still to come."""
         if self.contribution.guard is None:
             server_request.open.difference_update(tables)
         else:
@@ -344,7 +360,7 @@ class Round:
             self.open.remove(server_request)
 
     def resume(self) -> None:
-        """Get ready to be waited for again after an interrupt. It may have lost what had just come."""
+        """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""
         self.open[:] = [server_request for server_request in self.open if server_request.open]
         for server_request in self.open if self.contribution.outs is not None else ():
             for at in server_request.open:
@@ -373,7 +389,7 @@ class Round:
 
 
 def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
-    """Return the numbers that this rank gives to a slice, where they are; of some keys that is not the arena."""
+    """Return the values that this rank gives to a slice, from wherever they are."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
     if key in contribution.sources:
@@ -390,7 +406,7 @@ def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
 def _in_place(
     contribution: Contribution, layout: ServerLayout, given: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Cut slices, by position, into runs in their server's memory, and all others."""
+    """Return the slices in the server's memory, neighbours together, and all others."""
     others: list[int] = []
     runs: list[list[int]] = []
     end = -1
@@ -407,7 +423,7 @@ def _in_place(
 
 
 def _whole(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
-    """Return a slice with its padding, which the end of an arena may lack."""
+    """Return the values of a slice with its padding, which the end of an arena may lack."""
     length, found = layout.pieces[at].length, _given(contribution, layout, at)
     if len(found) == length:
         return found
