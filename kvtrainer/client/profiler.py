@@ -1,4 +1,4 @@
-"""Profiling a worker and the servers that it uses: MXNet's `mx.profiler`, as an object of the store or the Trainer.
+"""Profiling of a worker and its servers: MXNet's `mx.profiler`, as an object of the store or the Trainer.
 
 kv.profiler.set_config(filename="profile.json", profile_process="server")
 kv.profiler.set_state("run", profile_process="server")
@@ -35,7 +35,7 @@ _IMPROPER = "improper profiler config passed from worker: "
 
 
 def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ...]]:
-    """Return the file and the event categories that settings of `set_config` name.
+    """Check the settings of `set_config`; returns the file and the event categories.
 
     Raises:
         ConfigurationError: a key is unknown, a value wrong, or the file's folder does not exist.
@@ -60,14 +60,14 @@ def read_profile_config(options: Mapping[str, Any]) -> tuple[Path, tuple[str, ..
 
 
 class Profiler:
-    """A profiler of a worker and its servers, for one store or Trainer. It writes Chrome traces.
+    """Profiles a worker and its servers for one store or Trainer, and writes Chrome traces.
 
-    `profile_process` says of whom each call speaks: "worker" is this process, "server" means all servers. Every worker
-    may make the same calls: for servers only those of rank 0 have an effect, and nobody waits for anybody.
+    `profile_process` is "worker" for this process, or "server" for all servers. Every worker may make the same
+    calls: for servers only those of rank 0 have an effect, and no call waits for other workers.
 
-    Files are written by workers alone: each its own, as rank{rank}_NAME beside the configured path, and rank 0 those
-    of the servers, as rank{index}_NAME; no path is ever sent to a server. Times are those of each host's monotonic
-    clock, so files of one host can be put together. Not thread-safe.
+    Only workers write files: each its own, as rank{rank}_NAME beside the configured path, and rank 0 those of the
+    servers, as rank{index}_NAME; no path is ever sent to a server. Times are those of each host's monotonic clock,
+    so files of one host can be merged. Not thread-safe.
     """
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
@@ -77,7 +77,7 @@ class Profiler:
         self._recording = Recording()
 
     def set_config(self, *, profile_process: str = WORKER, **options: Any) -> None:
-        """Say where traces go and what is in them, from the next "run" on; every call sets all of it anew.
+        """Set where traces go and what they contain, from the next "run" on; replaces all settings.
 
         Args:
             profile_process: "worker" or "server".
@@ -92,14 +92,14 @@ class Profiler:
         self._configs[_checked(profile_process)] = read_profile_config(options)
 
     def set_state(self, state: str = "stop", profile_process: str = WORKER) -> None:
-        """Begin ("run") to record, or end ("stop"), which writes what there is; waits for this worker's own pushes.
+        """Start recording ("run"), or stop it and write the file ("stop"). Waits for this worker's own pushes.
 
-        Running again adds to what was recorded, until `dump` has finished it.
+        Another "run" adds to what was recorded, until `dump` has finished it.
 
         Raises:
             ConfigurationError: there is no such state.
             TraceFileError: a file cannot be written.
-            KVStoreError: a push under way failed, or a server did not answer; a stop is done all the same.
+            KVStoreError: an open push failed, or a server did not answer; a stop is done anyway.
         """
         process = _checked(profile_process)
         check.one_of("the state of a profiler", state, ("run", "stop"))
@@ -121,9 +121,9 @@ class Profiler:
         self._switch(_checked(profile_process), "resume")
 
     def dump(self, finished: bool = True, profile_process: str = WORKER) -> None:
-        """Write all that was recorded so far.
+        """Write what was recorded so far, except for requests under way.
 
-        With `finished` nothing more is recorded, and the next "run" begins afresh. Requests under way are not in it.
+        With `finished` recording ends, and the next "run" starts from scratch.
 
         Raises:
             TraceFileError: a file cannot be written.
@@ -162,7 +162,6 @@ def _server_lane(lane: int) -> str:
 
 
 def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
-    """Write the trace of a worker or server beside the path. rank{index}_ is put before its name."""
     # MXNet's scripts put that before a worker's file themselves, so it is not put there twice.
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")

@@ -1,4 +1,4 @@
-"""Sum what replicas or ranks give of one key: dense values, rows, or compressed ones."""
+"""Sums of what replicas or ranks give for one key: dense values, rows, or compressed ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
 
 
 def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
-    """Sum dense replicas as a reducer does where they are, or from left on the CPU; flat, on the CPU.
+    """Sum dense replicas with a reducer, or from left to right on the CPU; flat, on the CPU.
 
-    Half precision accumulates in float32. Of a single one it is not a copy where the tensor is flat there already.
+    Half precision accumulates in float32. A single replica is not copied if it is flat on the CPU already.
     """
     first = replicas[0].detach()
     if len(replicas) == 1:
@@ -36,7 +36,7 @@ def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
 
 
 def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
-    """Sum sparse replicas from left to right, on the CPU; half precision accumulates in float32.
+    """Sum sparse replicas from left to right on the CPU; half precision accumulates in float32.
 
     Raises:
         ShapeMismatchError: a replica has a row that the key does not have.
@@ -50,12 +50,12 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
 
 
 def densified(spec: TensorSpec, value: Tensor) -> Tensor:
-    """Make a value dense, on the CPU if it is sparse."""
+    """Return a value as a dense tensor, on the CPU if it was sparse."""
     return dense_sum(spec, [value]) if is_sparse(value) else value
 
 
 def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
-    """Sum sparse replicas as `merge_rows` does it; dense."""
+    """Sum sparse replicas as `merge_rows` does; dense."""
     ids, values = merge_rows(spec, replicas)
     dense = values.new_zeros(spec.shape[0], row_numel(spec))
     dense[ids] = values
@@ -64,10 +64,9 @@ def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
-    """Sum the rows that several gave of one key: a left fold in their order.
+    """Sum the rows that several gave of one key: a left fold in their order, in the dtype that `dtype` is summed in.
 
-    The sum is in the dtype that `dtype` is summed in.
-    It has the same bits on every device, because the ids of one part are distinct.
+    The bits are the same on every device, because the ids of one part are distinct.
     """
     values = [part.values.to(compute_dtype(dtype)) for part in parts]
     if len(parts) == 1:
@@ -80,7 +79,7 @@ def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
 
 
 class ReplicaCompressor:
-    """Compresses replicas of a value before they are summed, with error feedback each.
+    """Compresses the replicas of a value before they are summed, each with error feedback.
 
     There is one residual for every key and every position in its list of replicas.
 
@@ -94,10 +93,10 @@ class ReplicaCompressor:
         """By key and position."""
 
     def merge(self, key: str, replicas: Sequence[Tensor | None]) -> Tensor:
-        """Sum what the compressed replicas say, from left to right on the CPU; flat.
+        """Sum the compressed replicas from left to right on the CPU; flat.
 
-        Half precision accumulates in float32. Residuals stay as they are until `accept`. None stands for a replica
-        that is left out, as is its residual; one at least is there.
+        Half precision accumulates in float32. Residuals stay as they are until `accept`. A replica that is None is
+        left out, as is its residual; at least one is not.
 
         Raises:
             NonFiniteGradientError: a replica is infinite or not a number; nothing has changed.
@@ -117,18 +116,18 @@ class ReplicaCompressor:
         return total.to(first.dtype)
 
     def accept(self, keys: Iterable[str] | None = None) -> None:
-        """Keep what these keys, or all, did not say for their next rounds: this one was applied."""
+        """Advance the residuals of these keys, or of all, because their round was applied."""
         applied = None if keys is None else set(keys)
         for place in list(self._residuals.following):
             if applied is None or place[0] in applied:
                 self._residuals.accept(place)
 
     def forget(self) -> None:
-        """Drop what was merged since the last `accept`: it did not count."""
+        """Drop what was merged since the last `accept`, because it did not count."""
         self._residuals.forget()
 
     def residuals(self, specs: Sequence[TensorSpec], num_replicas: int) -> list[dict[int, Tensor]]:
-        """Copy what is held back: of every replica by index of the key, in its shape."""
+        """Copy the residuals of every replica, by index of the key, in its shape."""
         return [
             {
                 key: self._residuals.kept[spec.key, at].clone().view(spec.shape)
@@ -139,7 +138,7 @@ class ReplicaCompressor:
         ]
 
     def set_residuals(self, specs: Sequence[TensorSpec], residuals: Sequence[Mapping[int, Tensor]]) -> None:
-        """Replace all that is held back; in the form of `residuals`."""
+        """Replace all residuals by those that `residuals` returned."""
         self._residuals = Residuals(self._codec)
         self._residuals.kept = {
             (specs[key].key, at): value.detach().reshape(-1).clone()

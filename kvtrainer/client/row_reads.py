@@ -123,7 +123,7 @@ class RowPulls:
         return RowsAsked(self.session.begin(requests), places, outs)
 
     def take(self, asked: RowsAsked) -> RowsTaken:
-        """Block for rows that were requested; errors as of `pull`."""
+        """Block for rows that were requested; raises as `pull`."""
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}

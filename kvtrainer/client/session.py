@@ -1,7 +1,15 @@
-"""A worker's sessions with all servers: requests go out under numbers, replies come back to whom they belong.
+"""A worker's sessions with all servers: numbered requests, their replies, and waiting.
 
-The session does not know whether its transport is a socket or the engine in this process. It waits only with a
-deadline, and sends a request again when it hears nothing, which the protocol makes harmless. Not thread-safe.
+`Session` sends requests under numbers and passes each reply to the handler of its number. It does not know whether
+its `Transport` is made of sockets or calls an engine in this process.
+
+Every wait has a deadline. A request whose server is silent is sent again, which the protocol makes harmless, until
+the server counts as unreachable: after `dead_after` seconds without a message or a heartbeat, or at once if its
+process on this host has ended. A server on this host that is seen to run is waited for longer.
+
+`call_all` is for control requests: it blocks for all answers and raises what a server answered. Rounds use `send`
+and `wait`. `SessionTrace` records requests for the profiler, and `Report` the figures that heartbeats carry to those
+who watch the job. Not thread-safe, except for `Report`.
 """
 
 from __future__ import annotations
@@ -45,17 +53,17 @@ REPEAT_AFTER = 2.0
 """Seconds without an answer after which a request is sent again; sooner where `dead_after` is short."""
 
 STANDSTILL = 1.0
-"""A pause this much longer than asked for means that this process was stopped."""
+"""Seconds. A wait that takes this much longer than it should means that this process was suspended."""
 _NO_SESSION = (0, 0)
 _WAITING = 0
-"""The lane of waits; requests have those above, the lowest that is free."""
+"""The trace lane of waits. Requests have the lowest free lane above it."""
 
 Handler = Callable[[int, m.ReplyBody], None]
 """Takes (server, reply) of a request that was sent."""
 
 
 class Transport(ABC):
-    """Carries requests to servers and replies back; what need not be in it are queues, networks and shared memory."""
+    """Carries requests to servers and replies back, over sockets, in shared memory, or by calls."""
 
     num_servers: int
 
@@ -79,40 +87,40 @@ class Transport(ABC):
         """Routing ids of all sockets from which a server hears this process."""
 
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
-        """Begin what needs open sessions: every server is told from time to time that this process is alive.
+        """Start what needs open sessions, such as heartbeats.
 
         Args:
             sessions: (run, session) of each server.
-            report: What goes along, as of Heartbeat; called by another thread.
+            report: Returns what each `Heartbeat` carries; called by another thread.
         """
         return None
 
     @abstractmethod
     def last_sign(self, server: int) -> float:
-        """Say when a server last answered such a message; on the clock of the session, 0 if it never did."""
+        """Return when a server last answered a heartbeat, on the session's clock; 0 if it never did."""
 
     def is_far(self, server: int) -> bool:
-        """Tell whether a network lies between this process and a server."""
+        """Return whether there is a network between this process and a server."""
         return False
 
     ended: Collection[int] = ()
-    """Servers of this host whose processes have ended, as far as `receive` has noticed; it returns when it does."""
+    """Servers of this host whose processes have ended. `receive` detects that, and returns when it does."""
 
     def process(self, server: int) -> ProcessState:
-        """Look what the process of a server does, where it is of this host."""
+        """Return the state of a server's process, if it is on this host."""
         return ProcessState.UNKNOWN
 
     def how_ended(self, server: int) -> str:
-        """Say how the process of a server has ended, in the words of `Process.how_ended`."""
+        """Describe how a server's process has ended, as `Process.how_ended`."""
         return ""
 
     def channel(self, server: int) -> Channel | None:
-        """Get the channel to a server that shares memory; None where there is none, or it has broken."""
+        """Return the channel to a server that shares memory; None without one, or after it broke."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Send what is queued, for a short while, and give all resources back."""
+        """Send what is queued, for a short while, and free all resources."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class SessionOptions:
         capability: Instruction set of this CPU.
         address: `host:pid`, for error messages on the other side.
         mode: When contributions count; the same for all workers of the namespace.
-        slow_after: Seconds of waiting after which the log says for whom.
+        slow_after: Seconds of waiting after which the log names those who are waited for.
     """
 
     namespace: str
@@ -145,14 +153,14 @@ class SessionOptions:
 
 
 class Asked(Protocol):
-    """Something that one server is to answer."""
+    """Something that one server has to answer."""
 
     @property
     def server(self) -> int: ...
 
 
 class _ControlCall(NamedTuple):
-    """A control request on its way."""
+    """A control request under way."""
 
     server: int
     number: int
@@ -160,14 +168,14 @@ class _ControlCall(NamedTuple):
 
 
 class Calls:
-    """Control requests, (server, body) each, and what was answered so far."""
+    """Control requests, (server, body) each, and their answers so far."""
 
     def __init__(self, requests: Sequence[tuple[int, m.RequestBody]]) -> None:
         self.requests = requests
         self.answers: list[m.ReplyBody | None] = [None] * len(requests)
         self.numbers: list[int] = []
         self.waiting: dict[int, _ControlCall] = {}
-        """Those that are to be answered, by position."""
+        """Those that are not answered yet, by position."""
 
     def __repr__(self) -> str:
         waiting = [
@@ -178,7 +186,7 @@ class Calls:
         return f"<{type(self).__name__}, {len(self.requests)} requests: {state}>"
 
     def take(self, at: int, _: int, reply: m.ReplyBody) -> None:
-        """Note what a server answered to one of them."""
+        """Store what a server answered to one of them."""
         if not isinstance(reply, m.Pending):
             self.answers[at] = reply
             self.waiting.pop(at, None)
@@ -188,15 +196,15 @@ AskedT = TypeVar("AskedT", bound=Asked)
 
 
 class Report:
-    """Numbers about a worker since it began, sent with its signs of life. For those who look at the job.
+    """Figures of a worker since its start, sent with its heartbeats to those who watch the job.
 
-    Its own thread counts them, and the one of signs of life reads them.
+    The worker's thread counts, and the thread of heartbeats reads.
 
     Attributes:
         steps: How many steps it has made.
-        step_seconds: The time in them, and so the time between two is that of its forward and backward passes.
-        wait_seconds: The time in which it waited for servers, and so for the other workers.
-        samples: How many examples it has trained on, where the script says so.
+        step_seconds: Seconds in them; the rest is that of forward and backward passes.
+        wait_seconds: Seconds in which it waited for servers, and so for other workers.
+        samples: How many examples it has trained on, if the script tells.
         loss: The last loss that the script has told; infinite or not a number counts as none.
     """
 
@@ -209,7 +217,7 @@ class Report:
         self.loss = math.nan
 
     def pack(self) -> bytes:
-        """Return the numbers as a Heartbeat takes them."""
+        """Return the figures in the form of a `Heartbeat`."""
         numbers = {
             "seconds": self._clock() - self._began,
             "steps": self.steps,
@@ -224,7 +232,7 @@ class Report:
 
 
 class Session:
-    """Sends requests and hands replies to those who wait for them."""
+    """Sends requests and passes replies to their handlers."""
 
     def __init__(self, transport: Transport, options: SessionOptions, clock: Callable[[], float]) -> None:
         self.options = options
@@ -232,15 +240,15 @@ class Session:
         self.num_servers = transport.num_servers
         self.is_closed = False
         self.is_far = False
-        """There is a network between the workers of synchronous rounds and some of their servers."""
+        """Whether there is a network between the workers of synchronous rounds and some of their servers."""
         self.spread_from = 0
-        """Bytes from which on servers want a Trainer's table to be spread over all of them."""
+        """Trainers' tables of at least this many bytes are spread over all servers, as the servers want it."""
         self.trace: SessionTrace | None = None
-        """Where to note what happens, while somebody wants to know."""
+        """Where to record requests while the profiler runs."""
         self.log = debug_log("kvtrainer.debug")
-        """Where to log messages and rounds; None unless that logger shows debug lines."""
+        """Where to log messages and rounds; None unless the logger shows debug lines."""
         self.report = Report(clock)
-        """What servers are told about this worker."""
+        """What heartbeats tell servers about this worker."""
         self.transport = transport
         self._peers = [Peer(f"server:{at}", options.namespace) for at in range(transport.num_servers)]
         self._nonce = secrets.token_bytes(SECRET_BYTES)
@@ -248,17 +256,17 @@ class Session:
         self._heard = [clock()] * transport.num_servers
         self._gone: set[int] = set()
         self._stopped: set[int] = set()
-        """Servers that said farewell."""
+        """Servers that have sent their shutdown notice."""
         self._ended: dict[int, float] = {}
-        """Servers whose processes have ended, and when that was noticed."""
+        """Server whose process has ended → when that was detected."""
         self._lost: KVStoreError | None = None
-        """What a server has said that no longer holds this job."""
+        """The error of a server that has lost the state of this job."""
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
         self._slow_reports = SlowReports(options.slow_after)
         self._reasons: list[str] = []
-        """Why servers have not answered yet, as they said since requests were last repeated."""
+        """Why servers have not answered yet, by their own account since requests were last repeated."""
         self._has_repeated = False
 
     def __repr__(self) -> str:
@@ -272,7 +280,7 @@ class Session:
         )
 
     def connect(self) -> None:
-        """Say hello to every server; blocks up to `connect_timeout`.
+        """Open a session with every server; blocks up to `connect_timeout`.
 
         Raises:
             ConnectTimeoutError: a server did not answer.
@@ -287,7 +295,7 @@ class Session:
             except DeadlineError:
                 raise
             except KVStoreError as error:
-                # The others are asked all the same: each tells the workers that wait there why this one is missing.
+                # Ask the others anyway: each tells the workers that wait there why this one is missing.
                 refusals.append(error)
         if refusals:
             raise refusals[0]
@@ -312,29 +320,29 @@ class Session:
         return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[SharedArena, int] | None:
-        """Find a server's memory, and where in it a place is that Weights name; None where it is not known here."""
+        """Return a server's memory, and where in it a place lies that `Weights` names; None if that is unknown here."""
         channel = self.transport.channel(server)
         return None if channel is None else channel.weights_at(place)
 
     def next_number(self, handler: Handler | None = None) -> int:
-        """Return a new request number; its replies go to `handler` until `forget` is called."""
+        """Return a new request number; replies go to `handler` until `forget` is called."""
         self._last_number += 1
         if handler is not None:
             self._handlers[self._last_number] = handler
         return self._last_number
 
     def listen(self, number: int, handler: Handler) -> None:
-        """Have a handler take the replies to a request from now on."""
+        """Pass replies to a request to another handler."""
         self._handlers[number] = handler
 
     def forget(self, number: int) -> None:
-        """Drop replies to a request from now on."""
+        """Ignore replies to a request from now on."""
         self._handlers.pop(number, None)
         if self.trace is not None:
             self.trace.ended(number)
 
     def send(self, server: int, number: int, body: m.RequestBody, priority: int = 0) -> None:
-        """Hand a request over without blocking; one of higher priority may overtake others that still queue."""
+        """Pass a request to the transport without blocking; one of higher priority may overtake queued ones."""
         if self.is_closed:
             raise KVStoreError("this kvstore is closed; create a new one")
         if self.trace is not None and number in self._handlers:
@@ -345,7 +353,7 @@ class Session:
         self.transport.send(server, m.Request(run, session, number, body), priority)
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
-        """Send one control request and block for its answer. Times and errors as of `call_all`."""
+        """Send one control request and block for its answer; as `call_all`."""
         return self.call_all([(server, body)], timeout)[0]
 
     def call_all(
@@ -377,7 +385,7 @@ class Session:
         return calls
 
     def finish(self, calls: Calls, timeout: float | None = None) -> list[m.ReplyBody]:
-        """Block for all answers to requests that were begun. Times, from now on, and errors as of `call_all`."""
+        """Block for the answers to requests that were begun. The limit counts from now on; raises as `call_all`."""
         limit = self.options.dead_after if timeout is None else timeout
         started, waiting = self.clock(), calls.waiting
         try:
@@ -403,10 +411,10 @@ class Session:
     def ask_all(
         self, requests: Sequence[tuple[int, m.RequestBody]], timeout: float
     ) -> list[m.ReplyBody | None]:
-        """Send control requests, (server, body) each. Block up to `timeout` seconds for all answers together.
+        """Send control requests, (server, body) each, and block up to `timeout` seconds for all answers together.
 
-        Returns one answer per request, failures as they came, None where none came in time. Servers that were found
-        to be unreachable are told, but not waited for. Does not raise.
+        Does not raise. Returns one answer per request: failures as they came, None if none came in time. Servers
+        that are known to be unreachable are sent the request but not waited for.
         """
         calls = Calls(())
         try:
@@ -420,7 +428,7 @@ class Session:
         return calls.answers or [None] * len(requests)
 
     def drop(self, calls: Calls) -> None:
-        """Have no use for answers that are still to come."""
+        """Ignore the answers that are still to come."""
         for number in calls.numbers:
             self.forget(number)
 
@@ -428,7 +436,7 @@ class Session:
         self.send(call.server, call.number, call.body)
 
     def take_what_came(self) -> None:
-        """Hand out the replies that are here, and let go what they make room for; does not block."""
+        """Process the replies that are here, and send what they make room for; does not block."""
         while (got := self.transport.receive(0.0)) is not None:
             self._hand_out(*got, self.clock())
 
@@ -440,24 +448,24 @@ class Session:
         timeout: float | None = None,
         is_needed: bool = True,
     ) -> bool:
-        """Hand out replies until handlers emptied `waiting`. `ask` again those whose servers fall silent.
+        """Process replies until handlers have emptied `waiting`. Calls `ask` again for servers that fall silent.
 
-        A wait that takes long is logged, with what the servers say about it.
+        A wait that takes long is logged, with the reasons that the servers give.
 
         Args:
             started: When they were asked first.
             timeout: Seconds after that. By default those of a round, which a server fails when they are over, naming
-                who was missing; it gets `dead_after` more to say so.
-            is_needed: Whether a server that does not answer is an error; otherwise, where it is known to be gone, the
-                wait is over.
+                who was missing; it gets `dead_after` more to report that.
+            is_needed: Whether a server that does not answer is an error; otherwise the wait ends where it is known
+                to be gone.
 
         Returns:
-            Whether the end came in time.
+            False if the time was over before.
 
         Raises:
-            ServerStoppingError: one of the servers that are waited for was stopped. What others still have to say
-                about a round is waited for: it may have ended everywhere.
-            ServerUnreachableError: as of `is_silent`, or the process of one of them has ended.
+            ServerStoppingError: one of the servers that are waited for was stopped. Other servers' answers to a
+                round are waited for, because it may have ended everywhere.
+            ServerUnreachableError: as `is_silent`, or the process of one of them has ended.
         """
         if timeout is None:
             timeout = self.options.timeout + self.options.dead_after
@@ -466,6 +474,7 @@ class Session:
         self._reasons.clear()
         start = 0.0 if trace is None else trace.trace.clock()
         while waiting and (is_needed or any(one.server not in self._gone for one in waiting)):
+            # 1. Nothing more comes from servers that were stopped.
             if is_needed and self._stopped:
                 stopped = sorted(self._stopped.intersection(one.server for one in waiting))
                 if stopped:
@@ -475,15 +484,17 @@ class Session:
                     )
             if now >= deadline:
                 return False
+            # 2. Wait for one reply, but not longer than until requests have to be repeated.
             looked, pause = now, min(self._repeat_after, deadline - now)
             if self.transport.ended:
                 pause = min(pause, LAST_WORDS)
             got = self.transport.receive(pause)
             now = self.clock()
             if now - looked > pause + STANDSTILL:
-                # It was this process that stood still; what the servers said meanwhile has yet to be read.
+                # This process was suspended. What the servers sent meanwhile has yet to be read, so they get more time.
                 self._heard = [now] * self.num_servers
                 deadline = max(deadline, now + STANDSTILL)
+            # 3. Process it, or see which servers are silent.
             if got is not None:
                 self._hand_out(*got, now)
             else:
@@ -503,7 +514,7 @@ class Session:
         return True
 
     def late(self, waiting: Collection[Asked], what: str) -> DeadlineError:
-        """Return the error of servers that have not done in time what everybody waits for."""
+        """Return the error of servers that have not done in time what all workers wait for."""
         late = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
         return DeadlineError(
             f"{late} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
@@ -511,8 +522,8 @@ class Session:
         )
 
     def _report_slow(self, waited: float, now: float) -> None:
-        """Log for whom servers wait, or which of them say nothing, if a line is due."""
-        # Who is not waited for is not asked, and gives nothing but signs of life.
+        """Log whom servers wait for, or which of them are silent, if a line is due."""
+        # A server that is not waited for is not asked anything, so only its heartbeats count.
         heard = [max(at, self.transport.last_sign(server)) for server, at in enumerate(self._heard)]
         reasons = self._reasons or [
             f"{self.describe(server)} was last heard {now - at:.1f} s ago"
@@ -524,16 +535,16 @@ class Session:
             _log.warning("rank %d has waited %.0f s: %s%s", self.options.rank, waited, reasons[0], more)
 
     def is_silent(self, server: int, since: float, now: float) -> bool:
-        """Tell whether a server that must answer was silent long enough to be asked again.
+        """Return whether a server that must answer was silent so long that it is asked again.
 
-        A server that is still sending a large answer is not: asking it again would make it send all of it twice. One
-        that never answered may still have to start.
+        A server that is still sending a large answer is not silent: if it were asked again, it would send all of it
+        twice. One that never answered may still be starting.
 
         Raises:
-            ServerUnreachableError: it has said nothing for too long, and is not seen to work.
+            ServerUnreachableError: it was silent for too long, and is not seen to run.
         """
         unanswered = now - max(self._heard[server], since)
-        # It may have nothing to answer for long, while a large push is still on its way to it.
+        # It may have nothing to answer while a large push is still on its way to it, but it sends heartbeats.
         silence = min(unanswered, now - self.transport.last_sign(server))
         is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
         if is_lost and not self._runs(server):
@@ -549,13 +560,13 @@ class Session:
         return unanswered >= self._repeat_after
 
     def _runs(self, server: int) -> bool:
-        """Tell whether a server is seen to work, whatever it says; or it has just ended, which is noticed at once."""
+        """Return whether a server's process is seen to run, or has just ended, which is detected elsewhere."""
         return self.transport.process(server) in (ProcessState.RUNS, ProcessState.ENDED)
 
     def _is_dead(self, server: int, began: float, now: float) -> bool:
-        """Tell whether a server's process has ended, and all that it said has come.
+        """Return whether a server's process has ended and all its messages have come.
 
-        Once that was said, another server may be in its place, and gets a while to tell a later wait so.
+        Once that was reported, another server may take its place, and gets a while to answer a later wait.
         """
         if server not in self.transport.ended:
             return False
@@ -571,9 +582,10 @@ class Session:
         )
 
     def close(self, reason: str, is_clean: bool) -> None:
-        """Leave the job on every server and give the transport back. Idempotent.
+        """Leave the job on every server and close the transport. Idempotent.
 
-        Once a server has lost the job, that is why, whatever the loop made of the error: others are to hear the cause.
+        If a server has lost the job, that is the reason which the others are told, whatever this worker's loop made
+        of it.
         """
         if self.is_closed:
             return
@@ -582,7 +594,7 @@ class Session:
         for server, (run, session) in enumerate(self._tokens):
             if session and server not in self._stopped:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
-                with suppress(KVStoreError):  # a forked process has nothing to leave
+                with suppress(KVStoreError):  # a forked process has no session of its own
                     self.transport.send(server, leave)
                     if self.log is not None:
                         self.log.message("sent", self._peers[server], leave.number, leave.body)
@@ -609,12 +621,14 @@ class Session:
             self.trace.received(reply)
         if self.log is not None:
             self.log.message("received", self._peers[server], reply.number, reply.body)
+        # 1. A message that answers no request: the server shuts down, or could not read a request at all.
         if reply.number == 0 and isinstance(reply.body, m.Failed):
             error = from_wire(reply.body.code, reply.body.text)
             if not isinstance(error, ServerStoppingError):
-                raise error  # the server could not even read the request, so no handler can be named
+                raise error
             self._gone.add(server)
             self._stopped.add(server)
+        # 2. What it tells about the state of the job.
         if isinstance(reply.body, m.Pending) and reply.body.why:
             if self._has_repeated:
                 self._reasons.clear()
@@ -622,6 +636,7 @@ class Session:
             self._reasons.append(reply.body.why)
         elif isinstance(reply.body, m.Failed) and reply.body.code == ServerLostState.__name__:
             self._lost = from_wire(reply.body.code, reply.body.text)
+        # 3. The reply itself.
         handler = self._handlers.get(reply.number)
         if handler is not None:
             handler(server, reply.body)
@@ -629,7 +644,7 @@ class Session:
 
 @dataclass
 class _Open:
-    """A request that is not over."""
+    """A request that has not ended."""
 
     lane: int
     start: float
@@ -639,9 +654,9 @@ class _Open:
 
 
 class SessionTrace:
-    """Notes what one session sends and gets.
+    """Records what one session sends and receives.
 
-    A request lasts from when it was sent to its last answer; what it sends again counts for its bytes alone.
+    A request lasts from its first message to its last answer; messages that are sent again only add bytes.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -649,7 +664,7 @@ class SessionTrace:
         self._open: dict[int, _Open] = {}
 
     def sent(self, server: int, number: int, body: m.RequestBody) -> None:
-        """Note that a request, or a part of it, goes out."""
+        """Record that a request, or a part of it, is sent."""
         known = self._open.get(number)
         if known is None:
             now = self.trace.clock()
@@ -666,14 +681,14 @@ class SessionTrace:
             known.args.setdefault("first_round", round_)
 
     def received(self, reply: m.Reply) -> None:
-        """Note that a server answers."""
+        """Record an answer."""
         known = self._open.get(reply.number)
         if known is not None:
             known.last = self.trace.clock()
             known.args["bytes_in"] += payload_out(reply.body)
 
     def ended(self, number: int) -> None:
-        """Note that nobody waits for answers to a request any more."""
+        """Record that a request has ended."""
         known = self._open.pop(number, None)
         if known is not None:
             category = ROUNDS if "rounds" in known.args else CALLS
@@ -682,10 +697,10 @@ class SessionTrace:
             )
 
     def waited(self, start: float) -> None:
-        """Note that the session has waited since `start`."""
+        """Record that the session has waited since `start`."""
         self.trace.add("wait", CALLS, start, _WAITING, {})
 
 
 def lane_name(lane: int) -> str:
-    """Return what a lane of a worker's trace shows."""
+    """Return the label of a lane in a worker's trace."""
     return "waiting" if lane == _WAITING else f"requests ({lane})"

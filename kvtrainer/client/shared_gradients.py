@@ -1,10 +1,16 @@
-"""Zero-copy gradients: long ones are allocated in memory that servers read; short ones are copied there once.
+"""Zero-copy gradients: large ones are allocated in memory that servers read; small ones are copied there once.
 
-A server makes a staging buffer for each worker. Short gradients lie side by side in slices: the buffer has the slices,
-and a step gathers the gradients there. A long gradient gets room in it once a backward pass has allocated one; a loop
-that assigns `.grad` has no use for that. The worker maps the staging buffers of all servers side by side, so that each
-long gradient is one contiguous piece of memory, and the backward pass writes it there. A page that two servers share
-belongs to the first one; the part of the other is copied before it is sent.
+Each server on this host provides a staging buffer for each worker. Small gradients lie in slices, and a step gathers
+them in the slices of the buffer. A large gradient gets a place in it once a backward pass has allocated a new one; a
+loop that assigns `.grad` itself has no use for that.
+
+The worker maps the staging buffers of all servers next to each other, so that a large gradient whose slices are on
+several servers is still one contiguous tensor, and autograd writes it in place. A page that two servers share
+belongs to the first one; the part of the other is copied before it is sent (`_edges`).
+
+A place is used again only when no tensor or view refers to the gradient before, and when all servers have read it.
+Buffers are requested in the first or second round, when it is known whether backward passes allocate gradients, and
+are mapped after that round. If a server has no memory to share, or the system refuses, gradients are copied.
 """
 
 from __future__ import annotations
@@ -34,9 +40,9 @@ from kvtrainer.types import NO_TARGETS
 _log = logging.getLogger(__name__)
 
 LEAST = 256 << 10
-"""Bytes of a gradient from which on it is allocated in shared memory."""
+"""Gradients of at least this many bytes are allocated in shared memory."""
 _WORTH_A_PLACE = 4 << 10
-"""Bytes of all gradients that are gathered from which on they have places: fewer go within a message."""
+"""Small gradients are gathered in shared memory if all of them have at least this many bytes."""
 
 
 class _Run(NamedTuple):
@@ -48,7 +54,7 @@ class _Run(NamedTuple):
     end: int
     """With the padding of the last one."""
     place: int
-    """Where it begins in its server's staging buffer."""
+    """Where it begins in its server's staging buffer, in bytes."""
 
     @property
     def key(self) -> int:
@@ -56,30 +62,30 @@ class _Run(NamedTuple):
 
     @property
     def own(self) -> int:
-        """Where, in the key, the pages begin that are its own."""
+        """Where in the key its own pages begin."""
         return min(_whole_pages(self.begin), self.end)
 
 
 class _Home(NamedTuple):
-    """Where the gradient of a key is allocated."""
+    """The place of a key's gradient."""
 
     begin: int
-    """In bytes, from where all of them begin."""
+    """In bytes, in the memory of all."""
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     slices: dict[int, Tensor]
-    """Slice (by index) → the memory of its server."""
+    """Slice (by index) → its part of the server's buffer."""
 
 
 class SharedGradients:
-    """The gradients of one worker in memory of servers of its host; `take` may be called by any thread.
+    """The gradients of one worker in memory of servers on its host. Any thread may call `take`.
 
     Args:
         plan: Of the only table.
-        keys: Those (by index) that a round may send from where they are; each has its slices for itself.
+        keys: Those (by index) that a round may send from where they are; none shares a slice.
         channel: Server → the channel to it.
-        allocates: Whether long ones of those are allocated here.
+        allocates: Whether the large ones of those are allocated here.
         gathers: Whether all others are gathered here.
     """
 
@@ -91,59 +97,63 @@ class SharedGradients:
         allocates: bool = True,
         gathers: bool = True,
     ) -> None:
+        # 1. Keys whose slices are all on servers of this host.
         self._plan = plan
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
         far = _keys_of([piece for piece in plan.slices if piece.server not in near])
         here = [
             piece for piece in plan.slices if plan.is_resident(piece) and far.isdisjoint(_keys_of([piece]))
         ]
+        # 2. Large ones are allocated, all others gathered.
         borrowed = _keys_of(here).intersection(keys)
         long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= LEAST}
         others = [piece for piece in here if gathers and piece.segments[0].key not in keys]
         if sum([piece.nbytes for piece in others]) < _WORTH_A_PLACE:
             others = []
         spread = {key for key in _keys_of(others) if len({one.server for one in plan.slices_with(key)}) > 1}
+        # 3. Places in the staging buffers: first those that are needed in any case.
         self._gathered = [piece for piece in others if piece.segments[0].key not in spread]
-        """Slices that lie side by side in their server's staging buffer."""
+        """Slices that follow each other in their server's staging buffer."""
         self._sizes: dict[int, int] = {}
-        """Server → the bytes of its staging buffer, without room for gradients that are allocated."""
+        """Server → the bytes of its staging buffer without places for large gradients."""
         for piece in self._gathered:
             self._sizes[piece.server] = self._sizes.get(piece.server, 0) + _nbytes(piece)
         self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
         self._spread = list(_runs_of(plan, spread, self._sizes))
-        """The other slices that a step copies gradients to."""
+        """The slices of small keys that are on several servers."""
         self._all_sizes = self._sizes.copy()
         self._long = list(_runs_of(plan, long, self._all_sizes))
         self._channels = {server: near[server] for server in self._all_sizes}
-        """Of the servers that have slices of these gradients."""
+        """Server → its channel, if it holds slices of these gradients."""
         self.has_some = bool(self._channels)
-        """Whether any gradients have room here."""
+        """Whether any gradients have a place here."""
+        # 4. What rounds have requested, and what is mapped.
         self._is_wanted = False
-        """Whether a gradient came that could have been allocated here."""
+        """Whether a backward pass has allocated a gradient that could have been here."""
         self._asked: Mapping[int, int] | None = None
-        """The sizes that servers were asked for last."""
+        """The sizes that servers were asked for last, by server."""
         self._requests: dict[int, StagingBufferRequest] = {}
-        """Server → that."""
+        """Server → the request for its buffer."""
         self._num_rounds = 0
         self.is_coming = False
-        """Whether servers were asked for staging buffers that are not mapped yet."""
+        """Whether requested staging buffers are not mapped yet."""
         self._runs: list[_Run] = []
-        """Those that are mapped."""
+        """Ranges of slices that are mapped."""
         self._staging_buffers: dict[int, StagingBuffer] = {}
         self._memory: Any = np.zeros(0, np.uint8)
         self._homes: dict[int, _Home] = {}
         self._last: dict[int, Callable[[], object]] = {}
-        """Key → the memory of its last gradient, if somebody has it still; not there while one is being allocated."""
+        """Key → a reference to the memory of its last gradient. Missing while a thread allocates a gradient there."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Key → what is copied, in front of pages of its runs, and to where."""
+        """Key → (target, source) of the bytes on pages that it shares with another server."""
         self._targets: Mapping[int, Tensor] = NO_TARGETS
         """Key → where its gradient is gathered, flat."""
         self._filled: dict[int, Tensor] = {}
-        """The slices (by index) of those."""
+        """Slice (by index) of those → its part of the server's buffer."""
         self._has_trimmed = self._has_forks = False
 
     def open(self) -> None:
-        """Map the staging buffers once a round of the servers that were asked is over. Until then steps copy."""
+        """Map the requested buffers, after a round of the servers that made them. Until then steps copy."""
         staging_buffers = {server: asked.staging_buffer for server, asked in self._requests.items()}
         found = {
             server: staging_buffer
@@ -165,14 +175,16 @@ class SharedGradients:
         self.is_coming = False
 
     def grad_allocators(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        """Return for each key that can have a place here its `take`."""
+        """Return `take` for each key that can have a place here."""
         return {run.key: partial(self.take, run.key) for run in self._long}
 
     def take(self, key: int, grad: Tensor) -> Tensor | None:
-        """Return a new gradient, of a parameter that has none, in its place; None if it has to stay where it is.
+        """Return a copy of a new gradient in its place; None if it has to stay where it is.
 
-        That is so while somebody has the former one, or a part of it, or a server has not read it yet.
+        It stays if the gradient before, or a view of it, is still in use, or if a server has not read that yet. The
+        parameter must have no gradient.
         """
+        # Removed while it is checked, so that another thread does not use the same place.
         last = self._last.pop(key, None)
         if last is None:
             self._is_wanted = True
@@ -195,7 +207,7 @@ class SharedGradients:
     def places(self, without: Collection[int]) -> dict[int, Tensor]:
         """Return the memory for gradients that are copied from a device, flat, by key.
 
-        There is none before servers were asked for it, nor while one of them still reads.
+        Empty before the first buffers are mapped, and while a server still reads.
 
         Args:
             without: Keys that are left out.
@@ -213,16 +225,16 @@ class SharedGradients:
 
     @property
     def memory(self) -> Tensor:
-        """All memory that gradients are allocated in; empty before it is there."""
+        """The memory of all gradients that are allocated here; empty before it is mapped."""
         return torch.from_numpy(self._memory)
 
     def targets(self) -> Mapping[int, Tensor]:
-        """Return where to gather gradients, flat, by key; empty without buffers, or while a server reads them."""
+        """Return where to gather small gradients, flat, by key; empty without buffers, or while a server reads."""
         are_free = all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()])
         return self._targets if are_free else NO_TARGETS
 
     def in_place(self, borrowed: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
-        """List slices (by index) that their servers see where they are.
+        """Return the slices (by index) that servers read where they are; called once for each round.
 
         Args:
             borrowed: Gradients, flat, by key, that were left where they are.
@@ -230,10 +242,11 @@ class SharedGradients:
         """
         self._num_rounds += 1
         sizes = self._all_sizes if self._is_wanted else self._sizes
-        # By the second round it is known whether backward passes make gradients anew.
+        # 1. Ask for buffers. By the second round it is known whether backward passes allocate new gradients.
         is_known = self._is_wanted or self._num_rounds > 1 or not self._long
         if sizes and sizes != self._asked and self._asked is not self._all_sizes and is_known:
             self._ask(sizes)
+        # 2. Copy what lies on pages of other servers.
         base = self._memory.ctypes.data
         here = [key for key, flat in borrowed.items() if self._is_home(key, flat.data_ptr() - base)]
         edges = [pair for key in here for pair in self._edges.get(key, ())]
@@ -243,7 +256,7 @@ class SharedGradients:
             targets, sources = zip(*edges, strict=True)
             torch._foreach_copy_(targets, sources)
         if (here or are_gathered) and not self._has_trimmed:
-            # The first gradients came before, and went as messages.
+            # 3. The first gradients went as messages, whose memory is not needed any more.
             self._has_trimmed = True
             return_free_memory()
             for channel in self._channels.values():
@@ -252,7 +265,7 @@ class SharedGradients:
         return found | self._filled if are_gathered else found
 
     def _ask(self, sizes: Mapping[int, int]) -> None:
-        """Have servers make staging buffers; they do before they answer to the round that comes."""
+        """Request buffers, which servers make before they answer the next round."""
         asked = {
             server: self._channels[server].ask_for_staging_buffer(nbytes) for server, nbytes in sizes.items()
         }
@@ -263,9 +276,10 @@ class SharedGradients:
         return key in self._last and self._homes[key].begin == begin
 
     def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
-        """Map the staging buffers; whatever interrupts it leaves no gradients here."""
+        """Map the buffers. An interrupt leaves no gradient here."""
         self._last, self._targets = {}, NO_TARGETS
         plan = self._plan
+        # 1. Reserve addresses for all keys.
         self._runs = self._spread + (self._long if self._asked is self._all_sizes else [])
         keys = list(dict.fromkeys([run.key for run in self._runs]))
         sizes = [_whole_pages(plan.specs[key].nbytes) for key in keys]
@@ -290,6 +304,7 @@ class SharedGradients:
                 front = numbers[home.begin + run.begin : home.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
+        # 3. Only now may gradients be here.
         targets, self._filled = self._lay_out(staging_buffers)
         self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _nobody)
         self._targets = targets
@@ -297,7 +312,7 @@ class SharedGradients:
     def _lay_out(
         self, staging_buffers: Mapping[int, StagingBuffer]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return where gradients are gathered, flat, by key, and their slices, by index."""
+        """Return where small gradients are gathered, flat, by key, and their slices, by index."""
         targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
             home = self._homes[key]
@@ -321,7 +336,7 @@ class SharedGradients:
             put_pages(address, nbytes, staging_buffer.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
 
     def part(self) -> None:
-        """Part from the parent in a forked process: writes to gradients are seen here alone, and none are made here."""
+        """In a forked child: map gradients privately, and allocate none here."""
         self._last, self._targets = {}, NO_TARGETS
         for run in self._runs:
             self._map_run(
@@ -330,10 +345,10 @@ class SharedGradients:
 
 
 def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_Run]:
-    """Yield the slices of keys, neighbours of one server together, with their places.
+    """Yield the slices of keys, neighbours on one server together, with their places.
 
     Args:
-        sizes: Server → the bytes of its staging buffer; added to.
+        sizes: Server → the bytes of its staging buffer; increased.
     """
     pieces = [piece for piece in plan.slices if piece.segments[0].key in keys]
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
@@ -350,7 +365,7 @@ def _keys_of(pieces: Collection[Slice]) -> set[int]:
 
 
 def _nbytes(piece: Slice) -> int:
-    """Count the bytes of a slice with its padding, as it is sent."""
+    """Return the bytes of a slice with its padding."""
     return piece.length * SIZES[piece.dtype]
 
 
@@ -359,11 +374,10 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _nobody() -> None:
-    """Stand for memory that nobody has."""
+    """A reference to memory that is not in use."""
 
 
 def _part(gradients: weakref.ref[SharedGradients]) -> None:
-    """Run in a child after a fork."""
     found = gradients()
     if found is not None:
         found.part()

@@ -1,11 +1,17 @@
-"""Weights that a worker does not copy: its servers' memory, mapped privately in the place of its own.
+"""Where new weights of a table arrive on a worker: `WeightSink`, and what it maps instead of copying.
 
-A clean page shows what the server writes. A page that the worker writes to becomes its own and shows that no more; the
-system's page map tells which these are. So what a loop writes is found before each round: pages that hold the server's
-bytes again are given back, all others are told. A slice begins in its page where it does on the server; the pages at
-its ends, which it may share with a slice of another server, are the worker's own and are copied.
+`MappedSink` maps the servers' memory privately over the parameters' own. A clean page shows what the server writes;
+a page that the loop writes to becomes private to this process, and the system's page map tells which pages are. So
+`written` finds what the loop has changed: pages with the same bytes as the server's are given back, and all others
+are reported. A slice begins at the same place in its page as on the server. Pages at its ends, which it may share
+with a slice of another server, are not mapped but copied.
 
-Weights that come in messages are written to a file of the worker's own, which its parameters show in the same way.
+`PrivateSink` does the same with a file of this process to which rounds write weights that come in messages.
+`CopySink` is for asynchronous rounds where pages do not tell. Weights of a CUDA device arrive in a `DeviceSink`
+(`kvtrainer/sync/staging.py`).
+
+Servers count the beginning and the end of each write in counters behind the weights (a seqlock). After a round that
+failed these tell which slices some servers have begun to write and others not.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from kvstore_server.transport.pages import _MOVED, _neighbours, _System
 from kvtrainer.types import Arenas
 
 _FEW_PAGES = 16
-"""To look at so many takes less time than another call."""
+"""Checking this many unmapped pages costs less than another system call."""
 
 
 class WeightSink:
@@ -115,7 +121,7 @@ class CopySink(WeightSink):
 
 
 class _Mapped(NamedTuple):
-    """A slice that is mapped."""
+    """A mapped slice."""
 
     piece: Slice
     server: int
@@ -125,7 +131,7 @@ class _Mapped(NamedTuple):
     memory: int
     """The address of all its memory."""
     lines: slice
-    """Its marks there."""
+    """Its write counters there."""
     first: int
     """Where its own pages begin, and end, in bytes of the arena of its dtype."""
     end: int
@@ -146,13 +152,13 @@ class MappedSink(WeightSink):
         self._flats = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._slices: dict[int, _Mapped] = {}
         self._edges: tuple[list[Tensor], list[Tensor]] | None = None
-        """What is copied, and from where."""
+        """(target, source) of the bytes on pages that are not mapped."""
         self._marks: dict[int, tuple[Any, Any]] = {}
-        """Address of a server's memory → its marks, and what they were after the last whole round."""
+        """Address of a server's memory → its write counters, and their values after the last applied round."""
         self._runs: list[tuple[str, int, int]] | None = None
-        """(dtype, begin, end) of pages that are mapped, in bytes; together where few others lie between them."""
+        """(dtype, begin, end) of mapped pages, in bytes; neighbours with few other pages between them are one."""
         self._is_shown: dict[str, Any] = {}
-        """Dtype → of each page of its arena, whether it is mapped."""
+        """Dtype → for each page of its arena, whether it is mapped."""
         self.maps = True
 
     def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
@@ -182,7 +188,7 @@ class MappedSink(WeightSink):
         self._marks = {base: (marks, marks.copy()) for base, (marks, _) in self._marks.items()}
 
     def _copy_ends(self) -> None:
-        """Copy the bytes at the ends of slices, which share pages with others, as servers have them now."""
+        """Copy the bytes of slices on pages that are not mapped."""
         targets, sources = self._edges_now()
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -190,6 +196,7 @@ class MappedSink(WeightSink):
     def roll_back(self) -> set[int]:
         self._copy_ends()  # or they would seem to have been written by the loop
         changed, written = set[int](), set[int]()
+        # A slice has changed if a write has begun. If all were written to the end, they are of one round.
         for index, one in self._slices.items():
             marks, before = self._marks[one.memory]
             begun, ended = marks[:, one.lines]
@@ -238,7 +245,7 @@ class MappedSink(WeightSink):
         self._note_change()
 
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
-        """Yield each arena's mapped pages that are this worker's own, if any."""
+        """Yield each arena's mapped pages that are private to this process, if any."""
         for dtype, begin, end in self._runs_now():
             own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin) + begin // PAGE
             own = own[self._is_shown[dtype][own]]
@@ -250,7 +257,7 @@ class MappedSink(WeightSink):
         self.changes += 1
 
     def _ends_of(self, one: _Mapped) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a slice's bytes in front of its pages and behind, here and at its server."""
+        """Yield a slice's bytes in front of its mapped pages and behind, here and at its server."""
         at = one.piece.offset * SIZES[one.piece.dtype]
         here = self._flats[one.piece.dtype][at : at + len(one.source)]
         for part in (slice(0, one.first - at), slice(one.end - at, len(here))):
@@ -284,7 +291,7 @@ class MappedSink(WeightSink):
         return self._runs
 
     def _differing(self, dtype: str, pages: Any) -> set[int]:
-        """List the slices of which some pages here differ from those of their servers; the others are given back."""
+        """Return the slices whose private pages differ from the server's; pages that are equal are given back."""
         found: set[int] = set()
         flat = self._flats[dtype]
         for one in self._slices.values():
@@ -300,18 +307,18 @@ class MappedSink(WeightSink):
 
 
 class PrivateSink(WeightSink):
-    """Weights that come in messages are written to a file, which the parameters' memory maps privately.
+    """Rounds write weights that come in messages to a file, which the parameters' memory maps privately.
 
-    A clean page of the parameters shows what rounds have written to the file; so what a loop writes is found as it is
-    with `MappedSink`, wherever the servers are.
+    A clean page of the parameters shows the file, so `written` works as that of `MappedSink`, wherever the servers
+    are.
 
     Args:
-        flats: Dtype → where a worker reads its weights; pages of their own, which are replaced.
-        plan: Says what lies where.
+        flats: Dtype → the parameters' memory: whole pages, which are replaced.
+        plan: The layout.
 
     Raises:
-        OSError: this system cannot do it, does not tell which pages are this process's own, or has no memory for them
-            to spare. `flats` may be used.
+        OSError: this system cannot do it, does not tell which pages are private, or lacks the memory. `flats` may be
+            used.
     """
 
     changes = 1
@@ -323,7 +330,7 @@ class PrivateSink(WeightSink):
         self._shown = {dtype: flat.view(torch.uint8) for dtype, flat in flats.items()}
         self._plan = plan
         needed, available = sum([flat.nbytes for flat in flats.values()]), available_memory()
-        if needed > available:  # else the system would end a process as the pages fill
+        if needed > available:  # otherwise the system may kill a process when the pages fill
             raise OSError(errno.ENOMEM, f"{needed} bytes are needed for that, {available} are available")
         self._files = {dtype: self._replace(flat) for dtype, flat in flats.items()}
         """Dtype → the file's memory."""
@@ -332,7 +339,7 @@ class PrivateSink(WeightSink):
         return self._files
 
     def _replace(self, flat: Tensor) -> Tensor:
-        """Put pages of a new file in the place of a tensor's, with its numbers; return the file's memory."""
+        """Replace a tensor's pages by those of a new file with the same values; returns the file's memory."""
         if not flat.numel():
             return flat
         nbytes = -(-flat.nbytes // PAGE) * PAGE
@@ -341,7 +348,7 @@ class PrivateSink(WeightSink):
             os.ftruncate(fd, nbytes)
             memory = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)[: flat.nbytes]
             there, here = torch.from_numpy(memory), flat.view(torch.uint8)
-            for at in range(0, nbytes, _MOVED):  # so that not all of them are there twice
+            for at in range(0, nbytes, _MOVED):  # in steps, so that not all of it exists twice
                 there[at : at + _MOVED].copy_(here[at : at + _MOVED])
                 self._system.map(flat.data_ptr() + at, min(_MOVED, nbytes - at), fd, at)
         finally:
@@ -390,7 +397,7 @@ class PrivateSink(WeightSink):
         return {dtype: [] for dtype in self._shown}
 
     def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield where pages side by side that may be this process's own begin and end."""
+        """Yield (begin, end) of neighbouring pages that may be private to this process."""
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
             for some in _neighbours(pages):

@@ -1,7 +1,12 @@
-"""What a worker knows about its tables: how servers number them, their next rounds, ages of weights, what is kept back.
+"""What a worker knows of its tables: numbers on the servers, next rounds, versions of weights, residuals of
+compression.
 
-What a compressed gradient does not say stays behind as a residual and is added to the next one. A residual moves
-only when the round was applied: of one that failed nothing was said.
+The facts are arrays over the index of the table, and by server where they differ (`Tables`), so that a round of
+thousands of tables reads and advances them with a few operations. `RemoteTable` is a view of one of them.
+
+Error feedback: what a compressed gradient does not say stays behind as a residual and is added to the next gradient.
+A residual moves on only when the round was applied, because of a failed round nothing was used. `Compressor` does
+this for one table, slice by slice.
 """
 
 from __future__ import annotations
@@ -23,20 +28,20 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class Residuals(Generic[Place]):
-    """What rounds left of gradients by place, and what the present one leaves.
+    """The residuals of applied rounds by place, and those that the present round would leave.
 
-    Memory is used again: to get fresh memory from the system takes longer than to encode into it.
+    Their memory is used again, because new memory from the system costs more time than to encode into it.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.kept: dict[Place, Tensor] = {}
         self.following: dict[Place, Tensor] = {}
-        """What takes their place if the round is applied."""
+        """What replaces them if the round is applied."""
         self._codec = codec
         self._spare: dict[Place, Tensor] = {}
 
     def pair(self, place: Place, numel: int, dtype: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return a gradient's residual, zeros at first, and memory for the next; None where nothing is ever lost."""
+        """Return a gradient's residual, zeros at first, and memory for the next; None if the codec loses nothing."""
         kind = self._codec.residual_dtype(dtype)
         if kind is None:
             return None, None
@@ -45,19 +50,19 @@ class Residuals(Generic[Place]):
         return kept, torch.empty_like(kept) if spare is None else spare
 
     def accept(self, place: Place) -> None:
-        """Move the residual on: the round of a gradient was applied."""
+        """Advance a residual, because the round of its gradient was applied."""
         if place in self.kept:
             self._spare[place] = self.kept[place]
         self.kept[place] = self.following.pop(place)
 
     def forget(self, kept: Collection[Place] = ()) -> None:
-        """Drop what would follow, except for some: it did not count."""
+        """Drop the next residuals, except for some, because the round did not count."""
         for place in self.following.keys() - kept:
             self._spare[place] = self.following.pop(place)
 
 
 class Compressor:
-    """Codec and residuals of one table, slice by slice.
+    """The codec and the residuals of one table.
 
     Args:
         codec: How gradients are compressed.
@@ -70,9 +75,9 @@ class Compressor:
         self._plan = plan
         self._residuals = Residuals[int](codec)
         self._bytes: dict[int, Tensor] = {}
-        """What was encoded last."""
+        """Slice (by index) → its bytes in the present round."""
         self._read: dict[int, Tensor] = {}
-        """What servers have read: memory for what is encoded next."""
+        """Slice (by index) → bytes that servers have read: memory for the next round."""
 
     def encode(
         self,
@@ -81,13 +86,13 @@ class Compressor:
         absent: frozenset[int],
         kept: Collection[int] = (),
     ) -> dict[int, Tensor]:
-        """Compress some slices of flat arenas; residuals stay as they are until `accept`.
+        """Compress slices of flat arenas; residuals stay as they are until `accept`.
 
         The residual of a key that is `absent` does not move at all. The bytes may be overwritten once the round was
-        applied, and another one is encoded.
+        applied and another one is encoded.
 
         Args:
-            kept: Those (by index) that `encode_eagerly` has compressed, and that are as they were then.
+            kept: Slices (by index) whose eager push counts: they are not encoded again.
 
         Raises:
             NonFiniteGradientError: a gradient is infinite or not a number; nothing has changed.
@@ -102,28 +107,28 @@ class Compressor:
         return dict(found)
 
     def encode_eagerly(self, grad: Tensor, piece: Slice) -> Tensor:
-        """Compress a slice that is complete before the others of its round. Raises as `encode`."""
+        """Compress a slice before the others of its round. Raises as `encode`."""
         self._bytes[piece.index] = self._encode(grad, piece, frozenset())
         return self._bytes[piece.index]
 
     def has_encoded(self, index: int) -> bool:
-        """Tell whether a slice (by index) was compressed with its present residual. That is, since the last round."""
+        """Return whether a slice (by index) was compressed since the last round."""
         return index in self._bytes
 
     def begin(self) -> None:
-        """Begin a round: what was encoded for one that was not applied did not count."""
+        """Begin a round, and drop what was encoded for one that was not applied."""
         self._residuals.forget()
         self._bytes = {}
 
     def accept(self) -> None:
-        """Keep for the next round what this one, which was applied, did not say."""
+        """Advance the residuals, because the round was applied."""
         for place in list(self._residuals.following):
             self._residuals.accept(place)
         self._read |= self._bytes
         self._bytes = {}
 
     def residuals(self) -> dict[int, Tensor]:
-        """Return the residual of every key (by index) that has one, in the key's shape; copies."""
+        """Copy the residuals by key (its index), in the key's shape."""
         found: dict[int, Tensor] = {}
         for piece in self._plan.slices:
             kept = self._residuals.kept.get(piece.index)
@@ -170,23 +175,23 @@ class Compressor:
 
 
 class RemoteTable:
-    """A table as this worker sees it; its numbers are in the arrays of `Tables`."""
+    """One table as this worker sees it: a view of the arrays of `Tables`."""
 
     def __init__(self, name: str, plan: Plan, index: int, tables: Tables) -> None:
         self.name = name
         self.plan = plan
         self.index = index
         self.compressor: Compressor | None = None
-        """How this rank's contributions are compressed; None: they are not."""
+        """How this rank's contributions are compressed; None if they are not."""
         self.takes_half = False
         """Whether the weights here are those of the servers, rounded to bfloat16."""
         self.delta_codec: Codec | None = None
-        """How changes of weights are encoded that come in place of weights; None: weights come."""
+        """How changes of weights are encoded; None if weights come as they are."""
         self.followed: dict[int, tuple[int, Tensor]] = {}
         """Slice (by index) → the version and the weights that its next changes are added to, with padding."""
         self._tables = tables
         self._at: dict[int, int] | None = None
-        """Slice → its position among those of its server, once somebody has asked."""
+        """Slice → its position among those of its server; made when it is needed."""
 
     def __repr__(self) -> str:
         state = "initialised" if self.is_initialised else "not initialised"
@@ -195,7 +200,7 @@ class RemoteTable:
         return f"<{type(self).__name__} {self.name!r}, {where}{broken}>"
 
     def new_arenas(self) -> dict[str, Tensor]:
-        """Make room for all values that are not row-sparse, as the Plan lays them out; zeros."""
+        """Allocate zeros for all values that are not row-sparse, laid out by the plan."""
         sizes = self.plan.resident_sizes
         return {
             dtype: torch.zeros(size, dtype=torch_dtype(dtype), device="cpu") for dtype, size in sizes.items()
@@ -223,20 +228,19 @@ class RemoteTable:
 
     @property
     def staleness(self) -> int:
-        """The updates between the last contribution and its weights, on any server."""
+        """How many updates came between the last contribution and its weights, at most on any server."""
         return int(self._tables.staleness[self.index])
 
     @property
     def broken(self) -> KVStoreError | None:
-        """Why one cannot go on with the table; None while its servers agree on the last round."""
+        """The error of every call with this table; None as long as its servers agree on the last round."""
         return self._tables.broken.get(self.index)
 
     def stands(self, round_: int) -> bool:
-        """Tell whether a round of this worker counts elsewhere, whatever happened here."""
+        """Return whether a round of this worker may be applied elsewhere, whatever happened here."""
         return self.round > round_ and self._tables.failed.get(self.index) != round_
 
     def slot_of(self, piece: Slice) -> int:
-        """Return the number of a slice on its server."""
         if self._at is None:
             self._at = {
                 p.index: at
@@ -246,26 +250,26 @@ class RemoteTable:
         return int(self._tables.slot[piece.server, self.index]) + self._at[piece.index]
 
     def register(self, server: int, registered: m.Registered) -> None:
-        """Note how a server numbers the table and its slices."""
+        """Record how a server numbers the table and its slices."""
         self._tables.number[server, self.index] = registered.table
         self._tables.slot[server, self.index] = registered.slot
 
     def resume(self, round_: int, is_initialised: bool) -> None:
-        """Begin with a round, of a table that may have values."""
+        """Begin with a later round than 0, of a table that may have values."""
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised
 
     def note_version(self, server: int, version: int) -> None:
-        """Note the version of weights to compute with that came in another way."""
+        """Record the version of weights to compute with that came outside of rounds."""
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:
-        """Forget what is in the arena of items that are `kept`."""
+        """Have all weights sent again: the arena may not hold those of the last round."""
         self._tables.held[:, self.index] = -1
 
 
 class Tables:
-    """What a worker knows about its tables, as arrays over their index; those of two dimensions by server, too."""
+    """Facts about all tables, as arrays over their index; those of two dimensions by server and index."""
 
     def __init__(self, num_servers: int) -> None:
         self.all: list[RemoteTable] = []
@@ -277,19 +281,20 @@ class Tables:
         self.slot = np.zeros((num_servers, 0), np.int64)
         """The number of its first slice there."""
         self.version = np.zeros((num_servers, 0), np.int64)
-        """Of the weights that this worker computes with; -1 for none."""
+        """Version of the weights that this worker computes with; -1 for none."""
         self.newest = np.zeros((num_servers, 0), np.int64)
-        """Of the weights right after this worker's last round, or of those that came since; -1 where nobody said."""
+        """Version of the weights after this worker's last round, or of newer ones that came; -1 if unknown."""
         self.held = np.zeros((num_servers, 0), np.int64)
-        """Of the weights in the arena of items that are `kept`."""
+        """Version of the weights in the arena that kept contributions write to."""
         self.broken: dict[int, KVStoreError] = {}
         self.failed: dict[int, int] = {}
-        """Table (index) → its last round that did not count, as far as servers have said so."""
+        """Table (index) → its last round that servers are known to have failed."""
 
     def add(self, name: str, plan: Plan) -> RemoteTable:
-        """Note a table that servers are yet to number."""
+        """Add a table that servers have yet to number."""
         table = RemoteTable(name, plan, len(self.all), self)
-        if self.held.shape[1] <= table.index:  # it grows last, so that it tells whether all have grown
+        # `held` grows last. If an interrupt comes before, all arrays grow again.
+        if self.held.shape[1] <= table.index:
             more = max(16, table.index)
             self.round, self.staleness = (
                 np.append(a, np.zeros(more, np.int64)) for a in (self.round, self.staleness)

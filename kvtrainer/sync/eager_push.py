@@ -1,7 +1,8 @@
-"""Gradients travel to servers while the backward pass computes the others.
+"""Pushes gradients to servers while the backward pass still computes others (`overlap=True`).
 
-A slice goes when all of its keys have their gradients: the last layers' first. Nothing of it counts before the commit
-of the step, which sends again what has changed since, and what was never complete: any slice may be left to the step.
+A slice goes when all of its keys have their gradients, those of the last layers first. It counts only with the
+commit of the step, which sends again what has changed since, and what was never complete: any slice may be left to
+the step.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class Overlap:
-    """Sends the slices of a Trainer's gradients as they become complete.
+    """Pushes the slices of a Trainer's gradients as they become complete.
 
-    A key whose gradient came in several backward passes in the last step is complete after as many of them in this one.
+    A key whose gradient came in several backward passes in the last step is complete after as many of them in this
+    one.
 
     Args:
-        exchange: synchronous rounds over servers.
-        memory: of the only device, a CPU.
-        predict_hypers: packs the numbers that are new in the step, as far as they are known before it.
+        exchange: Synchronous rounds over servers.
+        memory: Of the only device, a CPU.
+        predict_hypers: Packs the hyper-parameters that are new in the step, as far as they are known before it.
     """
 
     def __init__(
@@ -52,13 +54,13 @@ class Overlap:
         memory.tracker.listen(self._arrived)
 
     def begin_round(self) -> None:
-        """Leave what is left to the step; the gradients that come from now on are those of the next one."""
+        """Leave all other slices to the step; gradients that come from now on are those of the next one."""
         self._needed = [now or before for now, before in zip(self._passes, self._needed, strict=True)]
         self._passes, self._missing = [0] * len(self._passes), list(self._num_keys)
         self._thread = threading.get_ident()
 
     def _arrived(self, key: int) -> None:
-        """Note that a backward pass has added to the gradient of a key (by index)."""
+        """Count that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         self._passes[key] += 1

@@ -1,4 +1,14 @@
-"""Copies between a device and pinned memory of the host, for weights and gradients of servers."""
+"""Copies between a CUDA device and the host, for weights and gradients that go to servers.
+
+`SideStream` makes the copies on a stream of its own, to and from pinned memory. `Staging` holds one pinned buffer
+for each flat tensor and orders the copies against the current stream. It also pins memory that servers on this host
+share, and lets the device read new weights there.
+
+`DeviceSink` is where new weights of a device arrive: in the pinned buffers, or in the servers' memory.
+
+Where memory cannot be pinned, copies are slower, and a warning says so. A forked process has no device: there
+nothing is unpinned or waited for.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +34,21 @@ from kvtrainer.types import Arenas
 
 _log = logging.getLogger(__name__)
 BufferOverrides = Sequence[tuple[int, Tensor]]
-"""(first element, flat memory on the host) of the parts of a flat tensor that have other places than it, ascending."""
+"""(offset, memory on the host) overrides for parts of a flat tensor that are stored outside its buffer, ascending."""
 _NO_OVERRIDES: Mapping[str, BufferOverrides] = MappingProxyType({})
 _READ_ONLY = 8
-"""Of memory that is pinned: the device, as this process, must not write to it."""
+"""cudaHostRegisterReadOnly: the device must not write to the memory, as this process may not."""
 
 
 class SideStream:
-    """Makes copies between a CUDA device and the host on a stream of their own."""
+    """Copies between a CUDA device and the host on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def place(self, flat: Tensor) -> Tensor:
-        """Make a place on the host for a tensor of the device.
-
-        It is pinned; where there is no such memory, a warning says that it is not, and copies to it block.
-        """
+        """Allocate pinned memory for a tensor of the device; without pinned memory a warning says that copies block."""
         try:
             return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
         except RuntimeError as error:
@@ -49,10 +56,10 @@ class SideStream:
             return torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
 
     def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
-        """Pin memory that others share, so that the device copies without the CPU; returns what ends that.
+        """Pin memory that others share, so that the device copies without the CPU; returns what unpins it.
 
-        The memory stays as long as anybody has what is returned: the device would go on to write where it was, whatever
-        is mapped there then. Where memory cannot be pinned, a warning says so.
+        The caller must keep the memory until it is unpinned: the device would go on to write to these addresses,
+        whatever is mapped there then. If memory cannot be pinned, a warning says so.
         """
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address, flags, process = memory.data_ptr(), _READ_ONLY if is_read_only else 0, os.getpid()
@@ -60,7 +67,7 @@ class SideStream:
             code = runtime.cudaHostRegister(address, memory.nbytes, flags)
         if int(code):
             self._say_why(code)
-            with suppress(RuntimeError):  # the runtime keeps the error for whoever asks next
+            with suppress(RuntimeError):  # the runtime reports the error again at the next call
                 torch.zeros(1, device=self._device)
             return _pinned_nothing
 
@@ -77,18 +84,18 @@ class SideStream:
         )
 
     def after_current(self) -> None:
-        """Have copies that come wait for all that is queued on the current stream."""
+        """Make later copies wait for what is queued on the current stream now."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy."""
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
-        # The allocator must not give its memory away before the copy is made.
+        # The allocator must not reuse its memory before the copy is made.
         (target if target.is_cuda else source).record_stream(self._side)
 
     def before_current(self) -> None:
-        """Have what will be queued on the current stream wait for all copies so far."""
+        """Make what is queued on the current stream from now on wait for all copies so far."""
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def wait(self) -> None:
@@ -97,42 +104,42 @@ class SideStream:
 
 
 def _pinned_nothing() -> None:
-    """End what never began."""
+    """Unpin memory that could not be pinned."""
 
 
 class Staging:
-    """Copies flat tensors of a CUDA device to places on the host and back. They go to servers through these.
+    """Copies flat tensors of a CUDA device to buffers on the host and back.
 
-    Places are pinned, made once, and copied to and from on a stream beside the current one. Memory that servers of this
-    host share is one, too. The host waits where it is going to read what was copied; for what comes back the device
-    alone waits. So that nothing is read too early or written too soon, each way begins when all that was queued on the
-    current stream is done:
+    Buffers are pinned, allocated once, and copied to and from on a stream beside the current one; memory that
+    servers of this host share can be one, too. The host waits when it is going to read what was copied; for what
+    comes back only the device waits. Each direction begins when all that was queued on the current stream is done:
 
-        down    gradients are final → copied → the host waits, and then reads its places
-        up      nobody reads the old weights any more → copied → what is queued from now on finds the new ones
+        down    gradients are final → copied → the host waits, and then reads its buffers
+        up      no kernel reads the old weights any more → copied → what is queued from now on finds the new ones
 
-    A place, and a server's memory, is written only after the next `down` or `places`, which come, on the one stream,
-    behind the last `up` from there: servers write new weights when all workers have given gradients.
+    A buffer, or a server's memory, is written only after the next `down` or `places`, which come behind the last
+    `up` from there on the one stream: servers write new weights when all workers have given gradients.
     """
 
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """Address, size and dtype of a tensor → its place."""
+        """Address, size and dtype of a tensor → its buffer."""
         self._seen: dict[str, list[tuple[int, Tensor]]] = {}
-        """By dtype, the parts of the weights that the device reads in servers' memory."""
+        """By dtype, the parts of the weights that the device reads in the servers' memory."""
         self._num_moves = 0
         self._views: dict[int, _View] = {}
-        """By identity of a server's memory."""
+        """Identity of a server's memory → the part that is mapped."""
         self._pins: dict[int, Callable[[], None]] = {}
-        """Address of pinned memory → what ends that."""
+        """Address of pinned memory → what unpins it."""
         self._process = os.getpid()
         weakref.finalize(self, _call_all, self._pins).atexit = False
 
     def see(self, weights: DeviceSink) -> None:
-        """Have the device read weights where servers have them. Raises OSError if their memory cannot be mapped."""
+        """Have the device read the servers' memory where `weights` has it. Raises OSError if it cannot be mapped."""
         if weights.num_moves == self._num_moves:
             return
+        # 1. Map and pin what is read of each server's memory, and unpin what is not read any more.
         ranges = weights.ranges()
         views: dict[int, _View] = {}
         for one in ranges:
@@ -145,6 +152,7 @@ class Staging:
         for former in self._views.values():
             if former.numbers.data_ptr() not in kept:
                 self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
+        # 2. The parts of the weights that are there.
         self._views, self._num_moves, self._seen = views, weights.num_moves, {}
         for one in ranges:
             view = views[id(one.memory)]
@@ -152,13 +160,11 @@ class Staging:
             self._seen.setdefault(one.dtype, []).append((one.offset, numbers))
 
     def _view_of(self, memory: Memory, first: int, end: int) -> _View:
-        """Map a part of a server's memory, and pin it.
-
-        It is shared and read-only: to pin a private mapping makes its pages this process's own.
-        """
+        """Map a part of a server's memory, shared and read-only, and pin it."""
         former = self._views.get(id(memory))
         if former is not None and former.first <= first and end <= former.first + former.numbers.numel():
             return former
+        # Not mapped privately: to pin a private mapping makes its pages this process's own.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         numbers = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
         put_pages(numbers.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
@@ -170,13 +176,13 @@ class Staging:
         self._stream.wait()
 
     def places(self, arenas: Arenas) -> Arenas:
-        """Return the places of tensors once nobody reads there; the same tensor has the same place every time."""
+        """Return the buffers of tensors, which are free now; the same tensor has the same buffer every time."""
         self._stream.wait()
         return {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
 
     @torch.no_grad()
     def down(self, arenas: Arenas, overrides: Mapping[str, BufferOverrides] = _NO_OVERRIDES) -> Arenas:
-        """Copy tensors to their places, which are returned, and wait for that.
+        """Copy tensors to their buffers, which are returned, and wait for that.
 
         Args:
             overrides: By dtype, the parts that go to other places.
@@ -191,7 +197,7 @@ class Staging:
 
     @torch.no_grad()
     def up(self, arenas: Arenas, places: Arenas) -> None:
-        """Copy what is in places back; the device waits for it before it computes what is queued from now on."""
+        """Copy buffers back; the device waits for it before it computes what is queued from now on."""
         self._stream.after_current()
         for dtype, flat in arenas.items():
             for part, place in _cut(flat, places[dtype], self._seen.get(dtype, ())):
@@ -199,12 +205,12 @@ class Staging:
         self._stream.before_current()
 
     def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
-        """Have the device copy to and from memory that servers share by itself."""
+        """Have the device copy to and from shared memory directly."""
         if memory.numel() and memory.data_ptr() not in self._pins:
             self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
 
     def close(self) -> None:
-        """Wait for all copies, and leave the memory of servers to them; nothing in a forked process."""
+        """Wait for all copies, and unpin the servers' memory; nothing in a forked process."""
         if os.getpid() != self._process:
             return
         try:
@@ -230,14 +236,14 @@ class _View(NamedTuple):
 
 
 def _call_all(left: dict[int, Callable[[], None]]) -> None:
-    """Call all, although some may raise; raises what the last of those raised."""
+    """Call all, even if some raise; raises the error of the last of these."""
     with ExitStack() as stack:
         while left:
             stack.callback(left.popitem()[1])
 
 
 def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a flat tensor with their places; not the padding behind those that lie elsewhere."""
+    """Yield the parts of a flat tensor with their places, without the padding behind parts that lie elsewhere."""
     at, line = 0, ALIGNMENT // flat.element_size()
     for first, other in overrides:
         if first > at:
