@@ -1,4 +1,15 @@
-"""Tie a Trainer to what synchronises it: made at the first step, then one round in every step."""
+"""Connects a Trainer to what synchronises it: opened at the first step, then one round in every step.
+
+`Binding` makes the store and the exchange that a `Selection` names (an engine, ranks of torch.distributed, a
+third-party store, or none) and builds the contribution of each round. Around the round it keeps what belongs to the
+Trainer and not to the store:
+
+- whether the loop has written weights that the store would replace (`_check_written`): before each round weights
+  that pages or checksums report are compared with the store's;
+- whether a step may be applied in part (`StepGuard`), and whether servers know the options (`SentOptions`);
+- residuals of compression, across restarts and changes of parameters;
+- the exchange of a former set of parameters (`leave`), until all workers are known to go over to the next.
+"""
 
 from __future__ import annotations
 
@@ -50,21 +61,21 @@ from kvtrainer.sync.step_guard import StepGuard
 _log = logging.getLogger(__name__)
 
 BUCKETS = ("bucket_size_mb", "coalesce")
-"""Names of options about reductions over the ranks of torch.distributed."""
+"""The options of reductions over the ranks of torch.distributed."""
 
 
 @dataclass(frozen=True)
 class WorkerResiduals:
-    """Residuals of compression: what it has held back of one worker's gradients."""
+    """Residuals of compression of one worker's gradients."""
 
     rank: int
     num_workers: int
     values: Sequence[Mapping[int, Tensor]]
-    """By index of the key, in its shape; of the replicas on each device, where they are compressed one by one."""
+    """By index of the key, in its shape; one mapping for each device whose replicas are compressed."""
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The rank, the number of workers, and of devices: residuals are of use there alone."""
+        """Rank, number of workers and of devices: residuals are of use only with the same."""
         return self.rank, self.num_workers, len(self.values)
 
     def moved(self, places: Mapping[int, int]) -> WorkerResiduals:
@@ -123,19 +134,20 @@ class SentOptions:
 
 
 class Binding:
-    """A Trainer's tie to what synchronises it: the store, and the Trainer's one table in it.
+    """Connects a Trainer to its kvstore: the store, the client and the Trainer's table.
 
     There may be no store; then there is no `exchange` either.
 
     Args:
-        zero_copy: Weights are seen in the memory of servers where that is possible.
+        zero_copy: Weights may be mapped from the servers' memory.
     """
 
     def __init__(self, selection: Selection, zero_copy: bool = True) -> None:
+        # 1. The selection, and the store once it is open.
         self.selection = selection
         self.zero_copy = zero_copy
         self.store: KVStoreBase | None = None
-        """The store; None where there is none, or it was named and is not made yet."""
+        """The store; None without one, or while it is only named."""
         if isinstance(selection.kvstore, KVStoreBase):
             self.store = selection.kvstore
         self.updates_weights = selection.updates_weights
@@ -145,53 +157,55 @@ class Binding:
         self.is_open = selection.is_open
         """Whether `decide` has to be called before `start`."""
         self.exchange: Exchange | None = None
-        """None before `start`, and where no store is needed."""
+        """None before `start`, and if no store is needed."""
         self.holder: StoreExchange | None = None
-        """The exchange, once started, over an engine: that holds weights, and perhaps the optimizer's state."""
+        """The exchange, if it is over an engine, which holds weights and perhaps the optimizer's state."""
         self.num_workers = 1
         self.report = Report()
-        """What servers are told about this worker, for those who look at the job."""
+        """What heartbeats tell those who watch the job about this worker."""
         self.replicas: ReplicaCompressor | None = None
-        """Compresses replicas before they are summed; None where none are, or are not compressed one by one."""
+        """Compresses replicas before they are summed; None if they are not compressed."""
         if selection.replica_codec is not None:
             self.replicas = ReplicaCompressor(selection.replica_codec)
         self.is_started = False
         self.is_closed = False
+        # 2. What it makes of the selection, and what the Trainer tells it.
         self._client: Client | None = None
-        """The Trainer's own connection; None for a third-party store, which is used through its methods."""
+        """The Trainer's own connection; None for a third-party store."""
         self._group: RankGroup | None = None
         self._buckets: dict[str, Any] = {}
         self._layout: Memory | None = None
         self._profiler: Profiler | None = None
         self._sent = SentOptions()
         self._awaited: WorkerResiduals | None = None
-        """Residuals that were loaded before the store was there."""
+        """Residuals that were loaded before the store was made."""
         self._left: tuple[Exchange, Memory] | None = None
-        """The exchange of fewer parameters, until all workers are known to go over to the next one."""
+        """The exchange of the former parameters, until all workers are known to go over to the next one."""
+        # 3. What rounds leave for the next one.
         self._num_opened = 0
         self._num_shown = 0
-        """The changes of what is shown of which the watch of writes has heard."""
+        """The `changes` of the sink that write detection knows of."""
         self._earlier_updates = 0
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
-        """Sends gradients during the backward pass; None where they are sent by the step."""
+        """Pushes gradients during the backward pass; None if the step sends them."""
         self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
-        """Reads the numbers that hold now, as `round` takes them."""
+        """Reads the options that hold now, as `round` takes them."""
         self.guard = StepGuard()
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no store, and never will be."""
+        """Whether there is no store, now and later."""
         return self.selection.kvstore is None
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
-        """Say how a 'device' store reduces over ranks. Names are of BUCKETS, and `check_buckets` has checked them."""
+        """Set how a 'device' store reduces over ranks, as checked by `check_buckets`."""
         self._buckets = buckets
         self._tell_buckets()
 
     def check_buckets(self, buckets: dict[str, Any]) -> None:
-        """Raise ConfigurationError if the store does not reduce so, or a value is wrong."""
+        """Raise ConfigurationError if the store does not reduce over ranks, or a value is wrong."""
         if not self.selection.over_ranks:
             name = self.store.type if self.store is not None else self.selection.kvstore
             raise ConfigurationError(
@@ -212,14 +226,14 @@ class Binding:
         self.is_open = False
 
     def is_lossy(self, dtypes: Iterable[str]) -> bool:
-        """Tell whether compression holds back something of gradients of any such dtype."""
+        """Return whether compression keeps back a part of gradients of any of these dtypes."""
         codec = self.selection.codec or self.selection.replica_codec
         return codec is not None and not all(map(codec.is_exact, dtypes))
 
     def checks_sums(self, dtypes: Iterable[str]) -> bool:
-        """Tell whether the store looks at gradient sums of these dtypes before using them.
+        """Return whether the store checks sums of gradients of these dtypes before it uses them.
 
-        One is finite only if what all workers gave is; compression can make numbers of what is not finite.
+        A sum is finite only if all contributions are; but compression can make finite values of others.
         """
         exchange = self.exchange
         in_rounds = exchange is not None and exchange.updates_weights and exchange.is_sync
@@ -227,7 +241,7 @@ class Binding:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the store updates the weights and is there, so that its weights count."""
+        """Whether the store updates the weights and is open, so that its weights count."""
         return self.holder is not None and self.updates_weights
 
     def check_open(self) -> None:
@@ -236,7 +250,7 @@ class Binding:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
     def start(self, layout: Memory, optimizer: Optimizer) -> None:
-        """Make the store, if there is to be one, and give every worker rank 0's weights; once, collectively.
+        """Open the store, if there is one, and give every worker rank 0's weights; once, collectively.
 
         The caller ends the step of `guard`, because it has more to do.
         """
@@ -244,7 +258,7 @@ class Binding:
         arena = layout.arena
         layout.check_in_place()
         if self._left is not None:
-            # A round that fails on all workers unless all say the same: one that has not grown makes a step.
+            # 1. A last round of the former parameters. It fails on all workers unless all go over to the next ones.
             exchange, former = self._left
             exchange.assign(former.arena.weights)
             exchange.close()
@@ -252,6 +266,7 @@ class Binding:
         if self.exchange is None:
             self.exchange = self._open_exchange(layout.plan, optimizer)
         self.guard.begin()
+        # 2. Where weights and gradients lie, and rank 0's weights.
         is_on_cpu = arena.device.type == "cpu"
         has_replicas = is_on_cpu and layout.has_replicas
         if isinstance(self.exchange, StoreExchange) and not has_replicas:
@@ -266,6 +281,7 @@ class Binding:
             arena.mark_updated(None)
         if is_on_cpu:
             return_free_memory()  # the parameters had memory of their own before
+        # 3. From now on there are rounds.
         self._layout = layout
         self.is_started = True
         self.num_workers = 1 if self.exchange is None else self.exchange.num_workers
@@ -274,6 +290,7 @@ class Binding:
             self._watch(arena, self.holder.sink)
         if self.holder is not None and self.holder.shared_grads is not None and is_on_cpu:
             layout.devices[0].tracker.grad_allocators = self.holder.shared_grads.grad_allocators()
+        # 4. What listens to the backward pass.
         if self.selection.overlaps and self.holder is not None:
             self._overlap = Overlap(self.holder, layout.devices[0], self._predict_hypers)
         if isinstance(self.exchange, GroupExchange):
@@ -282,7 +299,7 @@ class Binding:
             self.take_residuals(self._awaited)
 
     def check_growth(self, layout: Memory) -> bool:
-        """Tell whether parameters may be added: the store can lay its table out anew.
+        """Return whether parameters may be added, because the store can lay out its table again.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace.
@@ -319,15 +336,13 @@ class Binding:
         veto: bool,
         limits: GradientLimits,
     ) -> RoundResult:
-        """Run one round of the gradients that were gathered, scaled.
-
-        It raises before or after the round, never in the middle.
+        """Run one round of the gathered gradients, scaled. Raises before or after the round, never in between.
 
         Args:
-            options: the numbers that hold now, as `read_options` returns them.
-            absent: the keys without a gradient here.
-            veto: whether a gradient here forbids the update, on all workers.
-            limits: what is checked of the sum; by the store where that updates and rounds are synchronous.
+            options: The options that hold now, as `read_options` returns them.
+            absent: The keys without a gradient here.
+            veto: Whether a gradient here forbids the update on all workers.
+            limits: What is checked of the sum; by the store if it updates in synchronous rounds.
 
         Raises:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
@@ -373,7 +388,7 @@ class Binding:
         veto: bool,
         limits: GradientLimits,
     ) -> Contribution:
-        """Put together what this worker gives to a round; numbers go along where servers may not have them yet.
+        """Build what this worker gives to a round, with the options that servers may not have yet.
 
         Raises ConfigurationError for rows that the store does not take.
         """
@@ -408,29 +423,31 @@ class Binding:
         self.guard.abort(is_missed)
 
     def _predict_hypers(self) -> bytes:
-        """Pack the options that a step would find now, if they are not those of the last."""
+        """Pack the options that a step would use now, if they are not those of the last."""
         read = None if self.numbers is None else self.numbers()
         return self._sent.predict(read, self.updates_weights)
 
     def _watch(self, arena: Arena, sink: WeightSink) -> None:
-        """Have the system's page map tell what is written to weights, where it can."""
+        """Let write detection use pages where the system reports them, and checksums elsewhere."""
         self._num_shown = sink.changes
         arena.writes.look_at(sink.unwatched())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop changed weights since the store gave them.
 
-        It may have put them back, as averaged ones that it swapped in for an evaluation, or have put in others that it
-        has pulled: a gradient is then as old as these.
+        Weights that were put back, as after an evaluation with averaged ones, are accepted; so are the store's
+        present weights, if the loop has pulled them.
         """
         if not self.updates_weights or self.holder is None:
             return
+        # 1. What may have been written.
         written = [one.arena.writes.by_others() for one in layout.devices]
         if found := self.holder.sink.written():
             written[0] += sorted(self.holder.keys_of(found).difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
         if not any(written) and not given:
             return
+        # 2. What differs from the weights that came last, and from the store's present ones.
         devices, weights, are_looked_at = layout.devices, layout.arena.weights, False
         changed = _differing(devices, written, self.holder.given(weights))
         if any(changed) and not self.holder.is_sync:
@@ -454,7 +471,6 @@ class Binding:
         return joined
 
     def describe(self) -> str:
-        """Name the store: its type, or "none"."""
         return "none" if self.store is None else self.store.type
 
     def assign(self, layout: Memory) -> None:
@@ -467,12 +483,12 @@ class Binding:
 
     @property
     def rows(self) -> TableRows:
-        """Rows of row-sparse parameters, as the store has them; after `start`."""
+        """Rows of row-sparse parameters in the store; after `start`."""
         assert self.holder is not None
         return self.holder.rows
 
     def residuals(self) -> WorkerResiduals | None:
-        """Copy what compression holds back of this worker's gradients; None without compression."""
+        """Copy the residuals of compression of this worker; None without compression."""
         if self.replicas is not None and self._layout is not None:
             layout = self._layout
             return WorkerResiduals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
@@ -481,7 +497,7 @@ class Binding:
         return WorkerResiduals(exchange.rank, exchange.num_workers, [exchange.residuals()])
 
     def take_residuals(self, saved: WorkerResiduals | None) -> None:
-        """Load saved residuals, if they are this worker's, as soon as the store is there; else start with none."""
+        """Load saved residuals, once the store is open, if they are this worker's; otherwise start with none."""
         if self._compressing() is None and (self.replicas is None or self._layout is None):
             is_compressing = self.selection.codec is not None or self.replicas is not None
             self._awaited = saved if is_compressing and not self.is_started else None
@@ -502,11 +518,11 @@ class Binding:
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
-        """Return the exchange, if it is there and compresses."""
+        """Return the exchange if it is open and compresses."""
         return self.holder if self.is_started and self.selection.codec is not None else None
 
     def profiler(self) -> Profiler:
-        """Get the profiler of the connection; makes the store if there is none yet. Raises as `Trainer.profiler`."""
+        """Return the profiler of the connection; opens the store if necessary. Raises as `Trainer.profiler`."""
         self.check_open()
         if self._profiler is None:
             self._open_store()
@@ -520,7 +536,7 @@ class Binding:
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights here; -1 without a store that knows."""
+        """The number of updates in the weights here; -1 without a store that counts them."""
         return self._earlier_updates + self.holder.version if self.holder is not None else -1
 
     @property
@@ -529,13 +545,12 @@ class Binding:
         return self.holder.staleness if self.holder is not None else 0
 
     def stats(self) -> list[dict[str, Any]]:
-        """Fetch each server's counters, in server order; empty without a store."""
+        """Return each server's counters, in server order; empty without a store."""
         return [] if self.exchange is None else self.exchange.stats()
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the store; other workers are told of the error. Idempotent.
-
-        All is closed, although some of it may raise.
+        """Leave the store; other workers are told of the error. Idempotent. Closes everything, even if some of it
+        raises.
         """
         self.is_closed = True
         with ExitStack() as stack:  # the last one first
@@ -551,14 +566,14 @@ class Binding:
                 stack.callback(self.holder.sink.release)
 
     def worker(self) -> tuple[int, int]:
-        """Return this worker's rank, and how many workers there are; makes the store as `_open_store` does."""
+        """Return this worker's rank and the number of workers; opens the store as `_open_store` does."""
         self._open_store()
         return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
 
     def open_agreement(self) -> Agreement:
-        """Return how all workers agree on something beside training; makes the store as `_open_store` does.
+        """Return collectives for something beside training; opens the store as `_open_store` does.
 
-        Collective. Close it when that is done.
+        Collective. Close it afterwards.
 
         Raises:
             ConfigurationError: as `agreement_of`.
@@ -568,7 +583,7 @@ class Binding:
         return agreement_of(self.store)
 
     def _open_store(self) -> None:
-        """Make the store and the connection if there are to be any; blocks until the servers answer. Idempotent.
+        """Open the store and the connection, if there are to be any; blocks until the servers answer. Idempotent.
 
         Raises:
             ConfigurationError: a torch.distributed group was initialised too late to be used.
@@ -592,8 +607,8 @@ class Binding:
             is_sync = self._client.options.mode.is_sync
             there = None
             if self.updates_weights:
-                # Workers evaluate a scheduler, for it may be code; but only servers know how many contributions there
-                # were that count one by one.
+                # Workers evaluate a scheduler, because it may be user code. But if contributions count one by one, only
+                # servers know how many there were.
                 there = optimizer.without_scheduler() if is_sync else optimizer
             is_dist = isinstance(self.store, DistKVStore)
             if self.selection.sums_hosts and not self._num_opened:
@@ -611,5 +626,5 @@ class Binding:
 def _differing(
     devices: Sequence[DeviceMemory], among: Sequence[Iterable[int]], held: Mapping[str, Tensor]
 ) -> list[list[int]]:
-    """List parameters (by index), of some on each device, that differ from others."""
+    """Return, by device, the parameters (by index) among these that differ from what came last."""
     return [one.differing(keys, held) for one, keys in zip(devices, among, strict=True)]

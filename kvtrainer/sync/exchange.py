@@ -1,6 +1,14 @@
-"""One round of a Trainer's gradients over what synchronises it: an engine, here or on servers; somebody else's store.
+"""One round of a Trainer's gradients over what synchronises it. Ranks of torch.distributed are in `rank_exchange`.
 
-Ranks of torch.distributed are in `rank_exchange`.
+`Exchange` is the interface. `StoreExchange` works over the client of an engine, in this process or on servers;
+`PluginExchange` over a third-party store's `broadcast` and `pushpull`.
+
+If the store updates, a round sends gradients and brings new weights to the exchange's `WeightSink`. Otherwise sums
+of gradients come back to where the gradients were. On a CUDA device both go through pinned memory of the host
+(`Staging`), or large gradients through the servers' memory.
+
+A round that raises leaves the gradients as they were. Whether other workers may still apply it is told to the
+`StepGuard`. The rows of row-sparse keys never pass through the arenas: they are sent and fetched by themselves.
 """
 
 from __future__ import annotations
@@ -39,46 +47,46 @@ _log = logging.getLogger(__name__)
 
 TABLE = "parameters"
 _LEAST_BORROWED = 128 << 10
-"""Bytes of a gradient from which on it is given as it lies: to name one of fewer takes longer than to copy it."""
+"""Gradients of at least this many bytes are sent without a copy; copying a shorter one is faster."""
 
 
 def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
-    """Find the keys (by index) whose gradients are given as they lie, among some."""
+    """Select the keys (by index) whose gradients are large enough to send without a copy."""
     nbytes = plan.key_nbytes
     return frozenset([key for key in keys if nbytes[key] >= _LEAST_BORROWED])
 
 
 class RoundResult(NamedTuple):
-    """The end of a round that did not fail."""
+    """The result of a round that did not fail."""
 
     left_out: frozenset[int]
     """The keys (by index) that no worker contributed to."""
     skipped: bool
-    """A worker vetoed: weights, gradients and optimizer state are as before, for every worker."""
+    """A worker vetoed: weights, gradients and optimizer state are as before, on every worker."""
     rows: Mapping[int, RowSet] | None = None
-    """The scaled sums of those keys of which all workers gave only rows; None where rows did not travel, or sums do
-    not come back."""
+    """The scaled sums of keys that came only as rows from all workers; None if rows were not exchanged, or sums do not
+    come back."""
     measured: Measured | None = None
-    """The gradient that the store updated with, where it was asked."""
+    """The measures of the gradient that the store updated with, if it was asked for them."""
     decision: Decision = Decision()
-    """The decision about it."""
+    """The decision about that gradient."""
     written: Mapping[int, Tensor | None] = {}
-    """Long key (by index) → ids of the rows that came from the store; None: all. No other rows of such keys came, once
-    one of its gradients has been row-sparse."""
+    """Large key (by index) → ids of the rows that came from the store; None for all. Empty unless a gradient of this
+    worker has been row-sparse."""
 
 
 class JoinedRound(NamedTuple):
-    """A round to which this worker gave nothing because it has no more data."""
+    """The result of a round that this worker joined without data."""
 
     outcome: RoundResult
     hyper: bytes
-    """The hyper-parameters of those that have some, packed; empty when there were none."""
+    """The packed hyper-parameters of the workers that have data; empty if there were none."""
     is_over: bool
-    """No worker has: the round was none."""
+    """No worker has data, so there was no round."""
 
 
 class Exchange(ABC):
-    """One way to synchronise a Trainer: over an engine, over ranks, or over somebody else's store."""
+    """The interface of what synchronises a Trainer: an engine, ranks, or a third-party store."""
 
     num_workers: int
     updates_weights: bool = False
@@ -86,13 +94,13 @@ class Exchange(ABC):
     is_sync: bool = True
     """Whether a round takes one contribution of every worker."""
     is_ours: bool = True
-    """Whether it knows which keys all workers left out, and workers without data that take part with nothing."""
+    """Whether it knows which keys all workers left out, and supports workers without data."""
     zero_copy_keys: frozenset[int] = frozenset()
-    """Keys (by index) whose gradients may stay where they are."""
+    """Keys (by index) whose gradients may be sent without a copy."""
     shared_grads: SharedGradients | None = None
-    """Gradients in the servers' memory; None where there can be none."""
+    """Gradients in the servers' memory; None if that is impossible."""
     refuses_rows: str = ""
-    """Why gradients may not be row-sparse here; empty where they may."""
+    """Why gradients may not be row-sparse; empty if they may."""
 
     @abstractmethod
     def init(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -111,36 +119,38 @@ class Exchange(ABC):
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
         """Run one round to which this worker gives nothing; sums go to `grads`.
 
-        When it is over for all workers, or where contributions count one by one, the store's weights go to `weights`.
+        When no worker has data any more, or if contributions count one by one, the store's weights go to `weights`.
         """
 
     @abstractmethod
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays. Of row-sparse keys
-        only those of rank 0's `tables` change."""
+        """Give every worker, and the store, rank 0's weights as they are now; optimizer state stays.
+
+        Row-sparse keys change only if they are in rank 0's `tables`.
+        """
 
     def stats(self) -> list[dict[str, Any]]:
-        """Fetch the counters of every server; none for stores that keep none."""
+        """Return the counters of every server; empty for stores without servers."""
         return []
 
     def close(self) -> None:
-        """Close what it has for itself; not the store."""
+        """Close what the exchange owns; not the store."""
         return None
 
 
 class Looked(NamedTuple):
-    """Weights of the store that were fetched to look at."""
+    """Weights of the store that were fetched to inspect them."""
 
     weights: Arenas
     """Flat, laid out by the plan, on the CPU."""
     versions: Mapping[int, int]
-    """By server."""
+    """Server → their version."""
 
 
 class StoreExchange(Exchange):
-    """Over a client of an engine, in this process or, if it `is_dist`, on servers.
+    """Over the client of an engine, in this process or, if it `is_dist`, on servers.
 
-    Slices are those of the plan that the Trainer made, which differs from the table's in servers only.
+    Slices are those of the Trainer's plan; the table's plan differs from it only in the servers.
     """
 
     def __init__(
@@ -156,6 +166,7 @@ class StoreExchange(Exchange):
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
+        # 1. The table on the servers.
         self.rank, self.num_workers = client.options.rank, client.options.num_workers
         self.updates_weights = optimizer is not None
         self.is_sync = client.options.mode.is_sync
@@ -172,19 +183,22 @@ class StoreExchange(Exchange):
             allow_single_server=True,
             delta_codec=None if takes_half else pull_codec,
         )
+        # 2. How gradients go there.
         if is_dist and self.updates_weights and codec is None:
             self.zero_copy_keys = keys_worth_borrowing(plan, plan.keys_alone)
         self._table.takes_half, self._pull_codec = takes_half, pull_codec
         if codec is not None:
             self._table.compressor = Compressor(codec, self._table.plan)
+        # 3. How weights come back.
         self.rows = TableRows(client.rows, self._table)
         """Of row-sparse keys."""
         self._staging: Staging | None = None
-        """The way between a CUDA device, where the weights are, and the host; once it is needed."""
+        """Copies between the CUDA device with the weights and the host; made when it is needed."""
         self.sink: WeightSink = IN_PLACE
         """Where new weights arrive, if the store updates them."""
         self._looked_at: Looked | None = None
-        """The weights of the store that were fetched to look at, since the last round."""
+        """The weights of the store that were fetched to inspect them since the last round."""
+        # 4. What this store cannot do.
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
@@ -198,11 +212,11 @@ class StoreExchange(Exchange):
             )
 
     def map(self, weights: Mapping[str, Tensor]) -> None:
-        """See weights in the servers' memory from now on, or in memory that rounds write; before `init`.
+        """Map weights in the servers' memory, or in a file that rounds write; before `init`.
 
-        Weights of an engine in this process stay where they are: forked processes keep them as they were. So do those
-        of which no slice is long: to look at all of them takes no time. What is on a CUDA device is copied there from
-        the servers' memory, if all of them are of this host.
+        Weights of an engine in this process are not mapped, because forked processes are to keep them as they were.
+        Nor are tables without a long slice: to compare all of them takes no time. A CUDA device reads the servers'
+        memory, if all servers are on this host.
 
         Args:
             weights: Flat, laid out by the plan, on the CPU in pages of their own.
@@ -224,12 +238,12 @@ class StoreExchange(Exchange):
             _log.warning("weights are copied, not mapped: %s (zero_copy=False says so)", error)
 
     def allocate_shared_grads(self, keys: Collection[int], allocates: bool, gathers: bool) -> None:
-        """Have gradients made in memory of this host's servers, where they can be; before `init`.
+        """Allocate gradient buffers in the servers' shared memory, if possible. Call before `init`.
 
         Args:
-            keys: Those (by index) whose gradients may be used where they lie.
-            allocates: Whether long ones of these may be allocated there.
-            gathers: Whether all others are copied there, and not to the arena.
+            keys: Those (by index) whose gradients may be used where they are.
+            allocates: Whether large ones of these may be allocated there.
+            gathers: Whether all others are gathered there, and not in the arena.
         """
         is_plain = self._is_dist and self.updates_weights and self._table.compressor is None
         if is_plain and self._host is None and self._client.shares_memory:
@@ -249,14 +263,14 @@ class StoreExchange(Exchange):
         self.sink.deliver(weights, self.sink.outs(weights))
 
     def _check_mapped(self, places: Mapping[str, Tensor]) -> None:
-        """Copy weights from now on if some could not be mapped in the round that has ended."""
+        """Go on with copies of the weights if some could not be mapped in the round that has ended."""
         if self.sink.problem is not None:
             _log.warning("weights are copied from now on, not mapped: %s", self.sink.problem)
             self.sink.release()
             self._client.rounds.pull([self._table], [places])
 
     def _report_inconsistent(self, error: BaseException) -> None:
-        """Have an error name the parameters whose weights here are not of the last round."""
+        """Add to an error the parameters whose weights here are of another round than the others'."""
         keys = self.keys_of(self.sink.roll_back())
         if keys and isinstance(error, KVStoreError):
             names = [self._table.plan.specs[key].key for key in sorted(keys)]
@@ -267,7 +281,7 @@ class StoreExchange(Exchange):
             )
 
     def keys_of(self, slices: Collection[int]) -> set[int]:
-        """List the keys (by index) that have a part in some slices (by index)."""
+        """Return the keys (by index) with a part in some slices (by index)."""
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
     def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
@@ -275,15 +289,17 @@ class StoreExchange(Exchange):
         self._forget_read()
         assert contribution.values is not None
         [arenas] = contribution.values
+        # 1. Gradients on the host, and where the result goes.
         target = weights if self.updates_weights else arenas
         if self._staging is not None:
             contribution = self._from_device(self._staging, contribution)
         out = self.sink.outs(target)
+        # 2. Rows.
         specs = self._table.plan.specs
         rows: dict[tuple[int, int], RowSet] = {}
         unsent = unread = frozenset[int]()
         if contribution.rows and self.updates_weights:
-            # Only rows make it worth the servers' while to know what has changed.
+            # Only with rows is it worth while that servers track what has changed.
             self._has_rows = True
             for place, (ids, values) in contribution.rows.items():
                 dtype = torch_dtype(specs[place[1]].dtype)  # the sum of replicas may have come in a wider one
@@ -298,6 +314,7 @@ class StoreExchange(Exchange):
             absent=contribution.absent | unsent, rows=rows, unread=unread, sink=self.sink,
             is_kept=self._has_rows and self.updates_weights and self.sink.holds_all,
         )  # fmt: skip
+        # 3. The round. From here on other workers may apply it, unless it is known to have failed.
         number = self._table.round
         step.sent()
         try:
@@ -312,6 +329,7 @@ class StoreExchange(Exchange):
             is_open = self._table.index in self._client.rounds.open  # interrupted as it ended
             step.sent(may_be_applied=is_open or self._table.stands(number))
             raise
+        # 4. The result.
         self._check_mapped(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
             self.shared_grads.open()
@@ -320,7 +338,7 @@ class StoreExchange(Exchange):
             return RoundResult(frozenset(), True, None, measured, decision)
         self.sink.deliver(target, out)
         for key in unsent - unread:
-            # What came in place of them is the value of a key that was left out, not a sum.
+            # What came for these is the value of a key that all left out, not a sum.
             at = self._table.plan.key_offsets[key]
             arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
         left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
@@ -329,13 +347,12 @@ class StoreExchange(Exchange):
 
     @property
     def plan(self) -> Plan:
-        """The layout of the table, with its servers."""
+        """The layout of the table with its servers."""
         return self._table.plan
 
     def push_eagerly(
         self, piece: Slice, parts: Sequence[Tensor], predict_hypers: Callable[[], bytes]
     ) -> None:
-        """Send a slice of gradients before the next `run`; see `Rounds.push_eagerly`."""
         self._client.rounds.push_eagerly(self._table, piece, parts, predict_hypers)
 
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
@@ -343,6 +360,7 @@ class StoreExchange(Exchange):
         self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
+        # In synchronous rounds the weights of the others' rounds are not needed before the last one.
         target = grads if not self.updates_weights else None if self.is_sync else weights
         out = (
             None if target is None else self.sink.outs(target) if self.updates_weights else self._down(target)
@@ -350,7 +368,7 @@ class StoreExchange(Exchange):
         outs = None if out is None else [out]
         contribution = Contribution([self._table], None, outs, joined=True)
         if self._host is not None:
-            self._host.before(contribution)  # the others are to know that this one gives nothing
+            self._host.before(contribution)  # tell the other workers of this host that this one gives nothing
         ticket = self._client.rounds.start(contribution)
         self._client.rounds.wait(ticket)
         said = ticket.in_force[self._name]
@@ -383,7 +401,7 @@ class StoreExchange(Exchange):
                 raise
             self._check_mapped(mine)
         else:
-            # Contributions count one by one: none may come between, and nobody may read before.
+            # Contributions count one by one: none may come in between, and no worker may read before.
             self._client.barrier()
             if not self.rank:
                 rounds.wait(rounds.start(self._of_rank_0(mine, tables, None, assign=True)))
@@ -393,32 +411,32 @@ class StoreExchange(Exchange):
         self.sink.deliver(weights, self.sink.outs(weights))
 
     def look(self) -> Arenas:
-        """Fetch the weights that the store has now, laid out by the plan, on the CPU. Those here count as they did."""
+        """Fetch the store's present weights, laid out by the plan, on the CPU; this worker's own stay."""
         held = self._table.new_arenas()
         self._looked_at = Looked(held, self._client.rounds.look(self._table, held))
         return held
 
     def looked_at(self) -> Arenas:
-        """Return the weights that were fetched last to look at, since the last round; if none were, those of now."""
+        """Return the weights fetched by `look` since the last round; fetches them if there are none."""
         return self.look() if self._looked_at is None else self._looked_at.weights
 
     def given(self, weights: Arenas) -> Arenas:
-        """Return the weights as they came from the store last; not to be changed.
+        """Return the weights as they came from the store last, laid out by the plan, on the CPU; not to be changed.
 
-        They are laid out by the plan, on the CPU. In synchronous rounds the store has them still.
+        In synchronous rounds the store still has them.
 
         Args:
-            weights: as of `init`; they may have been written since.
+            weights: Those of `init`; they may have been written since.
         """
         if self.is_sync or not self._is_dist:
             return self.look()
         return self.sink.outs(weights)
 
     def accept(self, weights: Arenas, are_looked_at: bool) -> None:
-        """Have weights as they are now count as what came from the store.
+        """Take the present weights for what came from the store.
 
         Args:
-            are_looked_at: They are those that were fetched last to look at, so this worker computes with these now.
+            are_looked_at: They are those that `look` fetched last, so this worker computes with these now.
         """
         if are_looked_at and self._looked_at is not None:
             for server, version in self._looked_at.versions.items():
@@ -428,7 +446,7 @@ class StoreExchange(Exchange):
             self._down(weights)
 
     def _forget_read(self) -> None:
-        """Forget what was read for this round, or to be looked at."""
+        """Drop rows and weights that were read before this round."""
         self._looked_at = None
         if self.rows.wanted:
             self.rows.drop()
@@ -441,7 +459,7 @@ class StoreExchange(Exchange):
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights that this worker computes with; -1 if none came yet."""
+        """The number of updates in the weights that this worker computes with; -1 before any came."""
         return max(self._table.versions.values(), default=-1)
 
     @property
@@ -450,12 +468,12 @@ class StoreExchange(Exchange):
         return self._table.staleness
 
     def residuals(self) -> dict[int, Tensor]:
-        """Copy what compression has kept of this worker's gradients, by index of the key."""
+        """Copy the residuals of compression, by index of the key."""
         compressor = self._table.compressor
         return {} if compressor is None else compressor.residuals()
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
-        """Replace what compression has held back; without compression there is nothing to hold."""
+        """Replace the residuals of compression; ignored without compression."""
         if self._table.compressor is not None:
             self._table.compressor.set_residuals(residuals)
 
@@ -468,7 +486,7 @@ class StoreExchange(Exchange):
             self._staging.close()
 
     def _staging_of(self, arenas: Arenas) -> Staging | None:
-        """Get the way between the host and the CUDA device that tensors are on; None if they are on the host."""
+        """Return the staging for the CUDA device that tensors are on; None if they are on the host."""
         flat = next(iter(arenas.values()), None)
         if flat is None or flat.is_cpu:
             return None
@@ -477,12 +495,14 @@ class StoreExchange(Exchange):
         return self._staging
 
     def _down(self, arenas: Arenas) -> Arenas:
-        """Get to the host what is on a CUDA device; what is on the host is returned."""
+        """Copy tensors from a CUDA device to the host; tensors on the host are returned."""
         staging = self._staging_of(arenas)
         return arenas if staging is None else staging.down(arenas)
 
     def _from_device(self, staging: Staging, contribution: Contribution) -> Contribution:
-        """Copy the gradients from a CUDA device to the host: large ones to the servers' memory, if that has room."""
+        """Copy gradients from a CUDA device to the host, large ones to the servers' memory if there is a place for
+        them.
+        """
         assert contribution.values is not None
         [arenas] = contribution.values
         if self.shared_grads is None or contribution.veto:
@@ -504,7 +524,7 @@ class StoreExchange(Exchange):
         out: Mapping[str, Tensor] | None,
         assign: bool = False,
     ) -> Contribution:
-        """Make this worker's part in a round in which rank 0's values count."""
+        """Return this worker's part in a round in which rank 0's values count."""
         plan = self._table.plan
         given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
@@ -521,7 +541,7 @@ class StoreExchange(Exchange):
 
 
 def _interleaved(plan: Plan, key: int, source: Source) -> Source:
-    """Give a key's values as they lie in its slices, rows of one slice at a time."""
+    """Return a source of a key's values in the order of its slices, over which rows are interleaved."""
     [deal] = plan.rows(key).deals
     if deal.is_plain:
         return source
@@ -536,7 +556,7 @@ def _interleaved(plan: Plan, key: int, source: Source) -> Source:
 
 
 class PluginExchange(Exchange):
-    """Over a third-party store: `broadcast` and `pushpull` of one key per parameter; the trainer updates."""
+    """Over a third-party store: `broadcast` and `pushpull` for each parameter; the Trainer updates."""
 
     is_ours = False
 
@@ -559,9 +579,9 @@ class PluginExchange(Exchange):
             if contribution.scale != 1.0:
                 piece.mul_(contribution.scale)
             if contribution.veto:
-                piece.fill_(math.inf)  # a sum is all that such a store knows: this one tells every worker
+                piece.fill_(math.inf)  # a sum is all that such a store has: this one tells every worker
             self._store.pushpull(key, piece, piece, priority=-key)
-        # Zeros stand in for what one of several workers left out. Who did not veto learns of it from the sums.
+        # What one of several workers left out is zero in the sum. Other workers see a veto in the sums.
         left_out = contribution.absent if self.num_workers == 1 else frozenset[int]()
         return RoundResult(left_out, skipped=contribution.veto)
 

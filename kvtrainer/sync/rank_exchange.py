@@ -1,16 +1,18 @@
 """One round of a Trainer's gradients over the ranks of torch.distributed: sums are made in place, every rank updates.
 
-A round is a small header from every rank, from which all of them conclude the same, and then collectives over the
-gradients. The header is (int64, all ranks' equally long):
+A round is a small header from every rank, from which all ranks conclude the same, and then collectives over the
+gradients. The header is (int64, equally long on all ranks):
 
-    what is called | digest of the hyper-parameters | scale, as bits | veto | for every key: rows, or DENSE, or ABSENT |
-    for every bucket that goes during the backward pass: what has become of it
+    call | digest of the hyper-parameters | scale, as bits | veto | for every key: number of rows, or DENSE, or
+        ABSENT |
+    for every bucket of the backward pass: its state
 
-Buckets are summed while the backward pass still computes others, each when all of its gradients are there, as in DDP.
-Ranks must begin the same sums in the same order, although in one round they may have different gradients, or none: so
-the order of the buckets is common, each rank begins with the first, and never passes one over. The header says how far
-every rank has come, and which sums are not of what it gives now. Those that a rank lacks it then begins with zeros, so
-that all of them end; the step sums anew what is not of everybody's gradients.
+With `overlap=True` buckets are summed while the backward pass still computes others, each when all of its gradients
+are there, as in DDP. Ranks must begin the same sums in the same order, although in one round they may have different
+gradients, or none. So the order of the buckets is common: each rank begins with the first and never skips one. The
+header tells how far every rank has come, and which sums are not of what it gives now. Sums that a rank has not begun
+it then begins with zeros, so that all of them end; what is not the sum of every rank's present gradient is summed
+again.
 """
 
 from __future__ import annotations
@@ -55,19 +57,19 @@ class _Headers(NamedTuple):
     states: Tensor
     """(rank, key): the number of rows, or DENSE, or ABSENT."""
     scales: list[float]
-    """Of the ranks that have data."""
+    """Scales of the ranks that have data."""
     hyper: bytes = b""
-    """The hyper-parameters of the lowest rank that has data, where another one has none."""
+    """The hyper-parameters of the lowest rank that has data, if another one has none."""
     is_over: bool = False
     """No rank has data."""
 
 
 class GroupExchange(Exchange):
-    """Over a RankGroup. Called by all ranks in the same order; a rank that does not come makes the others time out.
+    """Over a RankGroup. All ranks make the same calls in the same order; if one does not, the others time out.
 
     Args:
-        optimizer: which runs on every rank; ranks must have the same.
-        overlaps: whether gradients are summed during the backward pass, see `listen`.
+        optimizer: Runs on every rank; the same on all of them.
+        overlaps: Whether gradients are summed during the backward pass, see `listen`.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ class GroupExchange(Exchange):
     def listen(self, memory: DeviceMemory) -> None:
         """Sum gradients during the backward pass from now on, if that was asked for; collective, after `init`.
 
-        What goes through memory does so in the step: there is no network that could work while the process computes.
+        Sums through shared memory are made in the step: there is no network that could work while the process
+        computes.
         """
         if not self._overlaps:
             return
@@ -127,7 +130,7 @@ class GroupExchange(Exchange):
             self._overlap.close()
 
     def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
-        """Run one round; see Exchange.
+        """Run one round; see `Exchange.run`.
 
         Raises:
             PlanMismatchError: ranks disagree on a hyper-parameter; on every rank, and nothing has changed.
@@ -137,22 +140,25 @@ class GroupExchange(Exchange):
         return self._sum(contribution, self._headers("step", contribution))
 
     def _sum(self, contribution: Contribution, headers: _Headers | None) -> RoundResult:
-        """Sum gradients of which the headers of all ranks are known, unless one vetoed; this ends the round."""
+        """Sum gradients after all headers are known, unless a rank vetoed; this ends the round."""
         overlap = self._overlap
         if headers is None or headers.is_over:
             if overlap is not None:
                 overlap.end_round()
             return RoundResult(frozenset(), skipped=headers is None)
+        # 1. What each key is on all ranks together, and where it is scaled: after the sum if all scales are equal.
         left_out = _keys((headers.states == _ABSENT).all(0))
         dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
         before, after = (1.0, headers.scales[0]) if is_common else (contribution.scale, 1.0)
         [arenas] = contribution.values or ()
+        # 2. Rows of a key that another rank has as a whole become a dense gradient.
         for (_, key), (ids, values) in contribution.rows.items():
             if key in dense:
                 spec, at = self._plan.specs[key], self._plan.key_offsets[key]
                 place = arenas[spec.dtype][at : at + spec.numel].view(-1, row_numel(spec))
                 place[ids] = values.to(place.dtype)  # it was zero
+        # 3. Dense sums, except for those that were made during the backward pass.
         specs, offsets, rest = self._plan.specs, self._plan.key_offsets, dense
         if overlap is not None and is_common:
             rest = dense - overlap.take(arenas, after)
@@ -160,6 +166,7 @@ class GroupExchange(Exchange):
             found = contribution.borrowed.items()
             borrowed = {offsets[key]: addends for key, addends in found if specs[key].dtype == dtype}
             self._group.sum(flat, self._runs_of(dtype, rest, frozenset(borrowed)), before, after, borrowed)
+        # 4. Sums of rows.
         sparse = [key for key in range(len(self._plan.specs)) if key not in dense and key not in left_out]
         summed = {key: self._sum_rows(key, contribution, headers, before, after) for key in sparse}
         if overlap is not None:
@@ -185,7 +192,7 @@ class GroupExchange(Exchange):
             self._group.broadcast(flat)
 
     def _headers(self, call: str, grads: Contribution | None) -> _Headers | None:
-        """Exchange headers; None if a rank vetoed. What ranks must not disagree on is checked."""
+        """Exchange headers, and check what ranks must agree on; None if a rank vetoed."""
         states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
         for key in grads.absent if grads is not None else ():
             states[key] = _ABSENT
@@ -218,7 +225,7 @@ class GroupExchange(Exchange):
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
     def _gather_headers(self, mine: list[int], grads: Contribution | None) -> Tensor:
-        """Exchange headers. End what ranks have begun during the backward pass, whatever the headers say."""
+        """Exchange headers, and end the sums that ranks have begun during the backward pass."""
         num, overlap = len(mine), self._overlap
         if overlap is not None:
             given = Contribution((), [{}], None, absent=frozenset(self._keys)) if grads is None else grads
@@ -234,16 +241,16 @@ class GroupExchange(Exchange):
         return range(len(self._plan.specs))
 
     def _runs_of(self, dtype: str, keys: frozenset[int], alone: frozenset[int]) -> list[tuple[int, int]]:
-        """Return `_runs`, of the last step where they are the same: keys are looked at one by one."""
+        """Return `_runs`, computed once for the same arguments."""
         known = self._known_runs.get(dtype)
         if known is None or known[:2] != (keys, alone):
             self._known_runs[dtype] = known = keys, alone, self._runs(dtype, keys, alone)
         return known[2]
 
     def _runs(self, dtype: str, keys: frozenset[int], alone: Collection[int]) -> list[tuple[int, int]]:
-        """Find the parts of the arena with these keys; neighbours are one part, if they coalesce.
+        """Return the ranges of the arena with these keys; neighbours are one range if they coalesce.
 
-        Those that begin at the offsets `alone` are parts of their own.
+        Ranges that begin at the offsets `alone` stay apart.
         """
         runs: list[tuple[int, int]] = []
         specs, offsets = self._plan.specs, self._plan.key_offsets
@@ -258,7 +265,7 @@ class GroupExchange(Exchange):
     def _sum_rows(
         self, key: int, grads: Contribution, headers: _Headers, before: float, after: float
     ) -> RowSet:
-        """Sum one key of which every rank has only some rows: a left fold in the order of ranks."""
+        """Sum one key that came only as rows from all ranks: a left fold in the order of ranks."""
         spec, counts = self._plan.specs[key], headers.states[:, key].tolist()
         [arenas] = grads.values or ()
         device = arenas[spec.dtype].device
@@ -279,13 +286,13 @@ def _keys(mask: Tensor) -> frozenset[int]:
 # ---------------------------------------------------------------- during the backward pass
 
 FIRST = 1024 * 1024
-"""Bytes of the first bucket of a dtype, which is to go soon."""
+"""Bytes of the first bucket of a dtype, which is short so that it goes soon."""
 _LASTING = 3
-"""After so many rounds in a row a change lasts: buckets are made anew for gradients of other keys, and one that did not
-come is no longer waited for."""
+"""After this many rounds in a row a change is taken to last: buckets are made for the new set of keys, and a gradient
+that did not come is not waited for any more."""
 NOT_SENT, NOTHING, SAME, CHANGED = range(4)
-"""A bucket in a header: its sum was not begun here; nor was it, but this rank gives nothing; it is of what this rank
-gives; it is of something else."""
+"""States of a bucket in a header: its sum was not begun here; not begun, because this rank gives nothing; begun with
+what this rank gives; begun with something else."""
 
 
 class BucketLayout(NamedTuple):
@@ -295,12 +302,10 @@ class BucketLayout(NamedTuple):
     keys: Sequence[int]
     """By index, in the order of the arena."""
     runs: Sequence[tuple[int, int]]
-    """From where to where; one behind the other they are the bucket."""
+    """(begin, end) in the arena, in elements; one behind the other they are the bucket."""
 
 
 class _Bucket:
-    """The memory of a bucket."""
-
     def __init__(self, layout: BucketLayout, plan: Plan, device: torch.device) -> None:
         self.layout = layout
         numel = sum(end - begin for begin, end in layout.runs)
@@ -319,7 +324,7 @@ class _Bucket:
             at += end - begin
 
     def pairs(self, arena: Tensor, mine: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the runs of the arena, and their parts of `sent` or `sum`."""
+        """Yield (range of the arena, its part of `mine`), where `mine` is `sent` or `sum`."""
         at = 0
         for begin, end in self.layout.runs:
             yield arena[begin:end], mine[at : at + end - begin]
@@ -327,14 +332,14 @@ class _Bucket:
 
 
 class BucketOverlap:
-    """Sums a Trainer's gradients over ranks as they become complete; all ranks have one, and make the same calls.
+    """Sums a Trainer's gradients over ranks as they become complete. All ranks make the same calls.
 
-    A key whose gradient came in several backward passes in the last step is complete after as many of them in this one.
-    The first steps show which gradients there are, and in what order.
+    A key whose gradient came in several backward passes in the last step is complete after as many of them in this
+    one. The first steps show which gradients there are, and in what order.
 
     Args:
-        group: in which `can_overlap` holds for the device.
-        memory: of the only device.
+        group: Its `can_overlap` holds for the device.
+        memory: Of the only device.
     """
 
     def __init__(self, group: RankGroup, memory: DeviceMemory) -> None:
@@ -342,6 +347,7 @@ class BucketOverlap:
         self._parameters, self._device = memory.parameters, memory.arena.device
         self._sums = SumsUnderWay(group, self._device)
         count = len(memory.plan.specs)
+        # What is known of the gradients, key by key.
         self._passes = [0] * count
         """In how many backward passes since the last step each key has come."""
         self._needed = [1] * count
@@ -351,7 +357,7 @@ class BucketOverlap:
         self._came: list[int] = []
         """The keys that have come since the last step, in this order."""
         self._keys: frozenset[int] | None = None
-        """Those that are in buckets; None before there are any."""
+        """The keys in buckets; None before there are buckets."""
         self._num_strange = 0
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, int] = {}
@@ -365,18 +371,17 @@ class BucketOverlap:
 
     @property
     def count(self) -> int:
-        """The number of buckets."""
         return len(self._buckets)
 
     def states(
         self, arenas: Mapping[str, Tensor], rows: Collection[int], absent: frozenset[int]
     ) -> list[int]:
-        """Say what has become of each bucket.
+        """Return the state of each bucket.
 
         Args:
-            arenas: what this rank gives, zero where it gives nothing; empty if nothing at all.
-            rows: keys (by index) of which it gives only rows.
-            absent: those of which it gives nothing.
+            arenas: What this rank gives, zero where it gives nothing; empty if it gives nothing at all.
+            rows: Keys (by index) given only as rows.
+            absent: Keys that this rank does not give.
         """
         states = []
         for at, bucket in enumerate(self._buckets):
@@ -393,7 +398,8 @@ class BucketOverlap:
         return states
 
     def settle(self, states: Sequence[Sequence[int]]) -> None:
-        """End all sums that any rank has begun, given what every rank says of each bucket; `take` finds the sums."""
+        """End all sums that any rank has begun, given the states of all ranks; `take` then finds the sums."""
+        # Ranks that have begun fewer sums take part in the others with zeros.
         most = max(sum([state in (SAME, CHANGED) for state in of_rank]) for of_rank in states)
         for bucket in self._buckets[self._sums.count : most]:
             self._sums.start(bucket.sum.zero_())
@@ -408,7 +414,7 @@ class BucketOverlap:
 
     @torch.no_grad()
     def take(self, arenas: Mapping[str, Tensor], factor: float) -> frozenset[int]:
-        """Write the sums that are everybody's, multiplied, to the arenas; returns their keys (by index)."""
+        """Write the sums of every rank's present gradients, scaled, to the arenas; returns their keys (by index)."""
         found: set[int] = set()
         for bucket in self._usable:
             if factor != 1.0:
@@ -419,16 +425,18 @@ class BucketOverlap:
         return frozenset(found)
 
     def end_round(self, dense: frozenset[int] | None = None) -> None:
-        """Take the gradients that come from now on for those of the next round.
+        """Count the gradients that come from now on for the next round.
 
         Args:
-            dense: keys (by index) of which all elements were summed in this one; None if none were.
+            dense: Keys (by index) that were summed as a whole in this one; None if there was no sum.
         """
+        # 1. Make buckets for another set of keys, if it has lasted for some rounds.
         if dense is not None:
             self._num_strange = 0 if dense == self._keys else self._num_strange + 1
             if self._keys is None or self._num_strange == _LASTING:
                 self._num_strange = 0
                 self._make_buckets(dense)
+        # 2. Learn after how many backward passes a gradient is complete.
         for key, passes in enumerate(self._passes) if self._came else ():
             self._absences[key] = 0 if passes else self._absences[key] + 1
             if passes or self._absences[key] == _LASTING:
@@ -440,7 +448,7 @@ class BucketOverlap:
         self._sums.close()
 
     def _make_buckets(self, dense: frozenset[int]) -> None:
-        """Lay out buckets in the order that gradients came on the lowest rank with any."""
+        """Lay out buckets in the order in which gradients came on the lowest rank that had any."""
         mine = torch.full((len(self._passes),), -1, device="cpu")
         mine[: len(self._came)] = torch.tensor(self._came, dtype=torch.int64, device="cpu")
         orders = [[key for key in one.tolist() if key >= 0] for one in self._group.all_gather(mine)]
@@ -455,7 +463,7 @@ class BucketOverlap:
         self._bucket_of = {key: at for at, layout in enumerate(layouts) for key in layout.keys}
 
     def _arrived(self, key: int) -> None:
-        """Note that a backward pass has added to the gradient of a key (by index)."""
+        """Count that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         with self._lock:
@@ -470,7 +478,7 @@ class BucketOverlap:
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> bool:
-        """Begin the sum of a bucket; False where that is left to the step."""
+        """Begin the sum of a bucket; False if that is left to the step."""
         given = {key: self._parameters[key].grad for key in bucket.pieces if self._passes[key]}
         grads = [grad for grad in given.values() if grad is not None and grad.layout is torch.strided]
         if len(grads) < len(given):
@@ -484,7 +492,7 @@ class BucketOverlap:
 
 
 def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[BucketLayout]:
-    """Fill buckets with keys (by index) in this order; each dtype has its own, in the order in which they are full."""
+    """Fill buckets with keys (by index) in this order. Each dtype has its own; full ones come first."""
     ends, full = key_ends(plan), list[BucketLayout]()
     filled: dict[str, list[int]] = {}
     room: dict[str, float] = {}
@@ -502,7 +510,7 @@ def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[BucketLayo
 
 
 def _limit(sizes: Buckets, most: float = math.inf) -> float:
-    """Return the bytes that a bucket may have; a gradient that has more is a bucket by itself."""
+    """Return the bytes that a bucket may have; a longer gradient is a bucket of its own."""
     if not sizes.coalesce:
         return 0.0
     nbytes = sizes.elements(1)
@@ -510,7 +518,7 @@ def _limit(sizes: Buckets, most: float = math.inf) -> float:
 
 
 def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
-    """Place some keys (by index) of one dtype; neighbours in the arena are one run."""
+    """Place keys (by index) of one dtype; neighbours in the arena are one range."""
     by_place = sorted(keys, key=lambda key: (plan.key_offsets[key], ends[key]))
     runs: list[tuple[int, int]] = []
     for key in by_place:
@@ -522,7 +530,7 @@ def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> Bucke
 
 
 def key_ends(plan: Plan) -> dict[int, int]:
-    """Find where each key (by index) ends in its arena, with its padding."""
+    """Return where each key (by index) ends in its arena, with its padding."""
     by_place = sorted(range(len(plan.specs)), key=lambda key: (plan.specs[key].dtype, plan.key_offsets[key]))
     ends = {}
     for key, other in itertools.zip_longest(by_place, by_place[1:]):
@@ -533,7 +541,7 @@ def key_ends(plan: Plan) -> dict[int, int]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Tell whether whole 64-byte lines hold the same bits."""
+    """Compare the bits of whole 64-byte lines."""
     if one.is_cpu:
         return same_bits(one, other)
     return torch.equal(one.view(torch.int64), other.view(torch.int64))

@@ -1,6 +1,12 @@
-"""Select what synchronises a Trainer: which store, and whether the optimizer runs in it.
+"""Selects what synchronises a Trainer: which store, and whether the optimizer runs in it.
 
-What stores can do is a table of capabilities, `kvtrainer.kvstore.capabilities()`; here is what a Trainer makes of it.
+`select_store` checks the Trainer's arguments against what the store can do and returns a `Selection`; nothing is
+opened. `kvtrainer.kvstore.capabilities()` lists what stores can do; here is what a Trainer makes of it:
+
+- no store for a single process, unless one is asked for: then there is nothing to exchange;
+- ranks of torch.distributed if there are any and the store sums over them: every rank updates;
+- a store in this process for replicas, or for an update in the store;
+- servers otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ _log = logging.getLogger(__name__)
 UPDATE_ON_KVSTORE = "MXNET_UPDATE_ON_KVSTORE"
 """The environment variable with the default of `update_on_kvstore`: 0 or 1."""
 PULL = "pull"
-"""The entry of `compression_params` that says how new weights come back."""
+"""The entry of `compression_params` for new weights."""
 LARGE = 16 * 1024 * 1024
 """Elements. With a parameter that has more, 'local' leaves the update to the Trainer, as in MXNet."""
 _ALONE = (
@@ -57,11 +63,11 @@ class Traits(NamedTuple):
     """Keeps its keys in this process."""
     is_on_servers: bool
     takes_ranks: bool
-    """Sums over the ranks of torch.distributed where there are any."""
+    """Sums over the ranks of torch.distributed if there are any."""
     over_ranks: bool
-    """There are some."""
+    """There are ranks of torch.distributed, and it sums over them."""
     capabilities: Collection[str]
-    """Those that a Trainer makes use of; none of a third-party store."""
+    """What a Trainer can use of it; empty for a third-party store."""
 
 
 def traits_of(kvstore: str | KVStoreBase) -> Traits:
@@ -97,8 +103,8 @@ class Selection:
         allows_halves: Whether `allreduce_grads` and `update` may be called.
         is_open: The first gradients decide whether the optimizer runs in the store: not with row-sparse ones.
         codec: How gradients are compressed on their way to the store; None means not at all.
-        pull_codec: How new weights come back: rounded, with 'bf16', or else their changes; None means as they are.
-        replica_codec: How replicas are compressed one by one before they are summed here; None means not at all.
+        pull_codec: How new weights come back: rounded with 'bf16', otherwise as changes; None means as they are.
+        replica_codec: How each replica is compressed before they are summed here; None means not at all.
         reducer: How replicas are summed here, out of reducers.REDUCERS.
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
@@ -135,30 +141,31 @@ def select_store(
 ) -> Selection:
     """Check the Trainer's arguments about its store and select one; opens nothing.
 
-    Where `update_on_kvstore` is None, the optimizer runs in the store if that can run it; unless it aggregates, or
-    'local' has a large parameter, or the environment's MXNET_UPDATE_ON_KVSTORE is 0. Without synchronous rounds it
-    always runs there, whatever the environment says.
+    If `update_on_kvstore` is None, the optimizer runs in the store if the store can run it, unless it aggregates,
+    'local' has a large parameter, or MXNET_UPDATE_ON_KVSTORE is 0. Without synchronous rounds it always runs there.
 
     Args:
-        kvstore, update_on_kvstore, compression_params, overlap, hierarchy: as of the Trainer.
-        aggregate_num: of the optimizer.
-        largest: elements of the largest parameter.
-        has_row_sparse: whether there are row-sparse parameters, which live in a store that updates them.
-        devices: of the replicas of every parameter; on more than one there is always a store, unless it is None.
-        replicas: how they are to be treated.
-        is_joint: whether the optimizer may keep things for all parameters together, which a store does not let it.
+        kvstore, update_on_kvstore, compression_params, overlap, hierarchy: Those of the Trainer.
+        aggregate_num: That of the optimizer.
+        largest: Elements of the largest parameter.
+        has_row_sparse: Whether there are row-sparse parameters, which live in a store that updates them.
+        devices: Of the replicas of every parameter; with several there is always a store, unless it is None.
+        replicas: How they are to be treated.
+        is_joint: Whether the optimizer may keep state for all parameters together, which a store cannot.
 
     Raises:
         ArgumentTypeError: `kvstore` or `update_on_kvstore` has the wrong type.
         UnknownNameError: no store, or no kind of compression, has that name.
         ConfigurationError: two arguments contradict each other, or the store cannot do what they ask for.
     """
+    # 1. What does not depend on how the store is used.
     _check_arguments(kvstore, update_on_kvstore, aggregate_num)
     store, asked = None if kvstore is None else traits_of(kvstore), update_on_kvstore
     _check_ways(store, devices, overlap, hierarchy)
     if has_row_sparse:
         _check_for_rows(store, asked)
         asked = True
+    # 2. How gradients and weights travel.
     compression_params, pull_codec = _split(compression_params)
     wanted = Selection(
         kvstore,
@@ -187,7 +194,6 @@ def select_store(
 
 
 def _without(wanted: Selection, asked: bool | None) -> Selection:
-    """Train without a store, as was asked for."""
     if asked:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
     return _no_store(wanted)
@@ -201,7 +207,7 @@ def _in_process(
     largest: int,
     num_devices: int,
 ) -> Selection:
-    """Use a store of this process; one that is named is not even made where there is nothing for it to do."""
+    """Use a store of this process. A named one is not even made if there is nothing for it to do."""
     _warn_of_workers(store)
     if isinstance(wanted.kvstore, str) and num_devices == 1 and not asked:
         return _no_store(wanted, is_alone_by_name=store.takes_ranks)
@@ -212,14 +218,12 @@ def _in_process(
 def _over(
     wanted: Selection, store: Traits, asked: bool | None, aggregate_num: float, largest: int
 ) -> Selection:
-    """Use a store, and decide whether the optimizer runs there."""
     updates = _updates_weights(store, asked, aggregate_num, largest)
     _check_pull(wanted, store, updates)
     return replace(wanted, updates_weights=updates, allows_halves=not updates)
 
 
 def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
-    """Select no store at all, for a process that trains alone."""
     if chosen.codec is not None:
         _log.warning(
             "compression_params %r have no effect: one process needs no store, so no gradient travels",
@@ -229,7 +233,7 @@ def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
 
 
 def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
-    """Use an in-process store for replicas on several devices. They are compressed one by one."""
+    """Use an in-process store for replicas on several devices, each compressed on its own."""
     if chosen.codec is not None and not is_left_fold(chosen.reducer):
         raise ConfigurationError(
             f"reducer={chosen.reducer!r} would have no effect: replicas that are compressed are decoded and added from "
@@ -239,14 +243,13 @@ def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
 
 
 def _warn_of_workers(store: Traits) -> None:
-    """Warn that a job has several workers although the store serves one process. It is seldom meant."""
+    """Warn if a job has several workers but the store serves one process, which is rarely intended."""
     found = workers_of_job(os.environ)
     if found is not None and found[0] > 1:
         _log.warning(_ALONE, store.name, *found)
 
 
 def group_too_late(when: str) -> ConfigurationError:
-    """Return the error of a process group that came after what would have needed it."""
     return ConfigurationError(
         f"torch.distributed was initialised after {when}, which therefore knows this process alone; call "
         "init_process_group first"
@@ -272,9 +275,9 @@ def _check_ways(
     overlap: bool,
     hierarchy: bool,
 ) -> None:
-    """Raise ConfigurationError unless gradients and weights can go as asked. The ways must go together.
+    """Raise ConfigurationError unless the store can overlap and sum over hosts as asked.
 
-    Each takes servers and synchronous rounds; overlap goes over ranks of torch.distributed as well.
+    Both take servers and synchronous rounds; overlap also works over ranks of torch.distributed.
     """
     group = current_group() if store is not None and store.over_ranks else None
     if check.boolean("overlap", overlap) and group is not None:
@@ -296,7 +299,6 @@ def _check_ways(
 
 
 def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> None:
-    """Raise ConfigurationError unless a store has servers and synchronous rounds. `lack` says what it has not."""
     if store is None or not store.is_on_servers or ASYNCHRONOUS in store.capabilities:
         raise ConfigurationError(
             f"{option}=True needs servers and synchronous rounds, as of 'dist_sync'{others}; kvstore "
@@ -323,7 +325,7 @@ def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> N
 
 
 def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:
-    """Raise ConfigurationError unless row-sparse parameters can live in such a store."""
+    """Raise ConfigurationError unless row-sparse parameters can live in the store."""
     if store is None:
         raise ArgumentTypeError(
             "cannot train row_sparse parameters without a kvstore, in which their values live; kvstore must be a name "
@@ -357,7 +359,7 @@ def _split(params: Any) -> tuple[Any, Codec | None]:
 
 
 def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool | None) -> None:
-    """Raise ConfigurationError if pulls are compressed, but no servers keep weights."""
+    """Raise ConfigurationError if pulls are compressed but no servers keep weights."""
     if wanted.pull_codec is None:
         return
     if store is None or not store.is_on_servers or updates_weights is False:
@@ -370,7 +372,7 @@ def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool |
 
 
 def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:
-    """Make the codec that is asked for; None for none at all. Raises as `select_store`."""
+    """Make the codec that is asked for; None for none. Raises as `select_store`."""
     codec = make_codec(params)
     if params is None or codec.name == "none":
         return None
@@ -390,7 +392,7 @@ def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | N
 def _reducer_for(
     kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
 ) -> str:
-    """Find the reducer that parameters or store ask for. Raises ConfigurationError where it cannot be used."""
+    """Return the reducer of the parameters or the store. Raises ConfigurationError if it cannot be used."""
     own = kvstore.reducer if isinstance(kvstore, DeviceKVStore) else AUTO
     if AUTO not in (own, replicas.reducer) and own != replicas.reducer:
         raise ConfigurationError(

@@ -27,7 +27,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet
 from kvstore_server.shard.deltas import add_changes
 from kvstore_server.shard.shard import Shard
-from kvtrainer.client import server_request
+from kvtrainer.client import incoming_weights
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
 from kvtrainer.client.tables import RemoteTable
@@ -322,7 +322,7 @@ def test_a_round_whose_end_was_interrupted_is_not_made_once_more(
         add_changes(codec, changes, weights)
 
     with monkeypatch.context() as patch:
-        patch.setattr(server_request, "add_changes", interrupted)
+        patch.setattr(incoming_weights, "add_changes", interrupted)
         assert [type(one) for one in job.play(dense(job))] == [KVStoreError, type(None)]
     first = job.clients[0].rounds
     for resume in (lambda: first.start(dense(job)[0]), first.settle_all):
