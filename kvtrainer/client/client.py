@@ -57,7 +57,6 @@ class Client:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether messages to some server go through shared memory."""
         return any(map(self._session.transport.channel, range(self.num_servers)))
 
     def tell(self, report: Report) -> None:
@@ -67,12 +66,10 @@ class Client:
     def shared_gradients(
         self, table: RemoteTable, keys: Collection[int], allocates: bool, gathers: bool
     ) -> SharedGradients:
-        """Set up gradients of a table in shared memory; see `SharedGradients`."""
         return SharedGradients(table.plan, keys, self._session.transport.channel, allocates, gathers)
 
     @property
     def shares_all_memory(self) -> bool:
-        """Whether messages to every server go through shared memory."""
         return all(map(self._session.transport.channel, range(self.num_servers)))
 
     @property
@@ -168,7 +165,6 @@ class Client:
         return unpack_states(piece, reply.summary, reply.data)
 
     def put_state(self, table: RemoteTable, piece: Slice, state: States) -> None:
-        """Replace the optimizer state of one slice."""
         self.rounds.settle(table)
         number = table.numbers[piece.server]
         self._session.call(piece.server, m.SliceState(number, piece.index, *pack_states(state)))
@@ -197,7 +193,6 @@ class Client:
         return parts
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return each server's counters for this namespace, in server order."""
         replies = [self._session.call(server, m.Stats()) for server in range(self.num_servers)]
         return [dict(reply.values) for reply in replies if isinstance(reply, m.Status)]
 
@@ -246,7 +241,6 @@ class Client:
         return [dict(answer.values) if isinstance(answer, m.Status) else None for answer in answers]
 
     def settle(self) -> None:
-        """Wait for every round in flight; raises what the first failed one raises."""
         self.rounds.settle_all()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -344,12 +338,10 @@ class LocalEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the caller was called by a request of the store."""
         return self._transport.is_busy
 
     @property
     def has_updater(self) -> bool:
-        """Whether a function updates the store's keys."""
         return _KEYS in self._engine.updaters
 
     def set_updater(self, updater: Callable[[str, Tensor, Tensor], None] | None) -> None:
@@ -360,7 +352,6 @@ class LocalEngine:
             self._engine.updaters[_KEYS] = updater
 
     def open_client(self, namespace: str) -> Client:
-        """Connect a client with a namespace of its own."""
         return self._connected(Loopback([self._engine], time.monotonic), namespace)
 
     def _connected(self, transport: Loopback, namespace: str) -> Client:

@@ -174,7 +174,6 @@ class Connection(Transport):
             heapq.heappop(queue)
 
     def _send_far(self, server: int, request: m.Request, priority: int) -> bool:
-        """Send a request over ZeroMQ; returns False if there is no room for it now."""
         window = self._windows[server]
         if window.holds(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
@@ -333,7 +332,6 @@ class Connection(Transport):
         self._heartbeats = _Heartbeats(self._heartbeat_sockets, sessions, report)
 
     def _share_memory(self, server: int, run: int, session: int) -> None:
-        """Open a channel to a server if it is on this host. Raises as `_go_without_memory`."""
         try:
             channel = connect(run, session, self._ids[server][0])
         except OSError as error:
@@ -364,7 +362,6 @@ class Connection(Transport):
         _log.log(level, "messages to %s go over tcp, not through memory: %s", self.describe(server), error)
 
     def _lose_channel(self, server: int, error: Exception) -> None:
-        """Use TCP for a server from now on; the session requests again what was lost with the channel."""
         channel = self._channels.pop(server)
         is_over = self._is_closed or self._is_going(server)
         level = logging.DEBUG if is_over else logging.WARNING
@@ -403,11 +400,9 @@ class Connection(Transport):
         self._context.term()
 
     def _is_going(self, server: int) -> bool:
-        """Return whether a server shuts down or has ended, so that it receives nothing any more."""
         return server in self._leaving or server in self.ended
 
     def _drain(self, server: int) -> None:
-        """Wait for a moment until what is queued for a server is sent."""
         deadline = time.monotonic() + _LINGER_MS / 1000
         while self._queues[server] and not self._is_going(server) and time.monotonic() < deadline:
             self._watch_queues()

@@ -85,7 +85,6 @@ class Contribution(NamedTuple):
         return 1.0 if self.rescale is None else self.rescale
 
     def gives(self, table: int, piece: Slice) -> bool:
-        """Return whether this rank gives a table's (by position) slice, or some keys of it."""
         first = piece.segments[0].key
         if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
             return False  # rows go with the first of several slices
@@ -103,8 +102,6 @@ class Contribution(NamedTuple):
 
 
 class EncodedSlice(NamedTuple):
-    """A slice as it is sent."""
-
     form: bytes
     """Packed codec, as in `messages.Contribute`."""
     data: Tensor
@@ -258,7 +255,6 @@ class ServerLayout:
 
     @cached_property
     def _run_ends(self) -> list[int]:
-        """By slice, the end of its row group's slices."""
         groups = [table.plan.row_groups for table in self.tables]
         keys = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
         return _ends([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
@@ -285,7 +281,6 @@ class ServerLayout:
     def given(
         self, contribution: Contribution, encoded: Mapping[int, Mapping[int, EncodedSlice]]
     ) -> list[int]:
-        """Return the positions of the slices that a rank gives, including encoded ones."""
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:
             pairs = enumerate(zip(self.table, self.pieces, strict=True))
@@ -298,7 +293,6 @@ class ServerLayout:
         return min(at + num_slices(raw), self._run_ends[at]) if len(raw) else self._stack_ends[at]
 
     def runs_of(self, given: Sequence[int]) -> list[_Where]:
-        """Return where slices, by position, lie; neighbours in the gather buffer are one range."""
         runs: list[_Where] = []
         for at in given:
             begin, end, before = self.begin[at], self.begin[at] + self.nbytes[at], runs[-1:]

@@ -44,7 +44,6 @@ _MOST_SKIPPED = 64
 
 
 def size_of_parts(share: int) -> int:
-    """Return the length in bytes of parts for a server to which `share` bytes are under way."""
     return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
 
 
@@ -85,7 +84,6 @@ class Backoff:
         self._next = 1
 
     def skips(self) -> bool:
-        """Return whether the round that begins does without it; counts that round."""
         is_skipped = self._left > 0
         self._left -= is_skipped
         return is_skipped
@@ -148,7 +146,6 @@ class Window:
         return True
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
-        """Record that a message was sent."""
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
             # An announced round begins. Others are not answered in parts, so nothing is held back for them.
             self._is_on = not self._stalls.skips()
@@ -166,7 +163,6 @@ class Window:
             flight.sent = max(part.end, flight.sent)
 
     def answered(self, body: m.ReplyBody) -> None:
-        """Record an answer of the server, which makes room for more parts."""
         if not self._flights or not isinstance(body, m.Weights):
             return
         for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
@@ -190,8 +186,6 @@ class Window:
 
 
 class SliceChunk(NamedTuple):
-    """The part of a slice that a message brings."""
-
     slot: int
     end: int
     """The element of the slice before which it ends."""

@@ -152,7 +152,6 @@ class IncomingWeights:
         return [] if self.num_pending[table] else [table]
 
     def _receive_places(self, places: m.Matrix) -> list[int]:
-        """Store where new weights are in the server's memory; returns the tables that are complete now."""
         finished = list[int]()
         for slot, version, place in places.tolist():
             at = self._layout.slots.get(slot)
@@ -169,7 +168,6 @@ class IncomingWeights:
         return finished
 
     def _receive_unmoved(self, table: int, version: int) -> list[int]:
-        """Record that new weights of the only table are where they were; returns it if it is complete."""
         pending, mapped = np.frombuffer(self._is_pending, np.uint8), self._layout.mapped
         self.came[table] = version
         self.num_pending[table] -= int(pending[mapped].sum())
@@ -251,7 +249,6 @@ class IncomingWeights:
         memory_at: Callable[[int, int], tuple[SharedArena, int] | None],
         gone: Collection[int],
     ) -> None:
-        """Tell a sink which slices to read in the server's memory, and which came as bytes."""
         layout = self._layout
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
         for at in copied:
@@ -295,7 +292,6 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
 
 
 def part_of(arenas: Arenas, piece: Slice) -> Tensor:
-    """Return the values of a slice in arenas that are laid out by the plan."""
     flat = arenas[piece.dtype]
     return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
 

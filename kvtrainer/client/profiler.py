@@ -113,11 +113,9 @@ class Profiler:
             self._switch(process, "run")
 
     def pause(self, profile_process: str = WORKER) -> None:
-        """Record nothing until `resume`."""
         self._switch(_checked(profile_process), "pause")
 
     def resume(self, profile_process: str = WORKER) -> None:
-        """Go on after `pause`."""
         self._switch(_checked(profile_process), "resume")
 
     def dump(self, finished: bool = True, profile_process: str = WORKER) -> None:

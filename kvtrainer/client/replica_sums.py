@@ -50,12 +50,10 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
 
 
 def densified(spec: TensorSpec, value: Tensor) -> Tensor:
-    """Return a value as a dense tensor, on the CPU if it was sparse."""
     return dense_sum(spec, [value]) if is_sparse(value) else value
 
 
 def dense_sum(spec: TensorSpec, replicas: Sequence[Tensor]) -> Tensor:
-    """Sum sparse replicas as `merge_rows` does; dense."""
     ids, values = merge_rows(spec, replicas)
     dense = values.new_zeros(spec.shape[0], row_numel(spec))
     dense[ids] = values
@@ -116,18 +114,15 @@ class ReplicaCompressor:
         return total.to(first.dtype)
 
     def accept(self, keys: Iterable[str] | None = None) -> None:
-        """Advance the residuals of these keys, or of all, because their round was applied."""
         applied = None if keys is None else set(keys)
         for place in list(self._residuals.following):
             if applied is None or place[0] in applied:
                 self._residuals.accept(place)
 
     def forget(self) -> None:
-        """Drop what was merged since the last `accept`, because it did not count."""
         self._residuals.forget()
 
     def residuals(self, specs: Sequence[TensorSpec], num_replicas: int) -> list[dict[int, Tensor]]:
-        """Copy the residuals of every replica, by index of the key, in its shape."""
         return [
             {
                 key: self._residuals.kept[spec.key, at].clone().view(spec.shape)
@@ -138,7 +133,6 @@ class ReplicaCompressor:
         ]
 
     def set_residuals(self, specs: Sequence[TensorSpec], residuals: Sequence[Mapping[int, Tensor]]) -> None:
-        """Replace all residuals by those that `residuals` returned."""
         self._residuals = Residuals(self._codec)
         self._residuals.kept = {
             (specs[key].key, at): value.detach().reshape(-1).clone()

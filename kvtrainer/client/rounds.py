@@ -48,8 +48,6 @@ _IN_VAIN = 3
 
 
 class Rounds:
-    """Runs rounds over a session."""
-
     def __init__(self, session: Session) -> None:
         self.tables = Tables(session.num_servers)
         self._under_way = [0] * session.num_servers
@@ -128,7 +126,6 @@ class Rounds:
         return round_
 
     def _announce(self, round_: Round, ahead: EagerPush | None) -> None:
-        """Tell servers what the commits to a table will say, unless they know it from the backward pass."""
         session, contribution = self._session, round_.contribution
         early = None if ahead is None else ahead.early
         is_plain, was_right = _is_plain(contribution), True
@@ -269,7 +266,6 @@ class Rounds:
             self._session.send(piece.server, number, part, urgency if len(sent) == 1 else 0)
 
     def leave(self, table: RemoteTable) -> None:
-        """Free what is stored for a table that has no more rounds."""
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
         ahead = self._ahead.pop(table.index, None)
@@ -339,7 +335,6 @@ class Rounds:
             raise self.tables.broken[table.index]
 
     def settle_all(self) -> None:
-        """Wait for all open rounds; raises the error of the first that failed."""
         while self.open:
             self.settle(next(iter(self.open.values())).contribution.tables[0])
 
@@ -363,7 +358,6 @@ class Rounds:
     # ---------------------------------------------------------------- sending
 
     def _lay_out(self, key: tuple[int, ...], tables: Sequence[RemoteTable]) -> list[ServerLayout]:
-        """Make and cache the layouts of a call of these tables."""
         several = [known for known in self._layouts if len(known) > 1] if len(key) > 1 else []
         if len(several) == _LAYOUTS_KEPT:
             del self._layouts[several[0]]
@@ -376,7 +370,6 @@ class Rounds:
         return self._layouts[key]
 
     def _send_again(self, round_: Round, server_request: ServerRequest, given: Sequence[int]) -> None:
-        """Send slices that were lost, and the commits of tables that are still open."""
         for body in server_request.messages(round_, given):
             self._session.send(
                 server_request.server, server_request.number, body, round_.contribution.priority
@@ -385,7 +378,6 @@ class Rounds:
     # ---------------------------------------------------------------- receiving
 
     def _take(self, round_: Round, server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
-        """Process a server's reply to an open round."""
         position = server_request.layout.position
         if isinstance(reply, m.Weights):
             round_.finish(server_request, server_request.incoming.receive(reply))
@@ -474,7 +466,6 @@ class Rounds:
             round_.finish(server_request, [at])
 
     def _take_veto(self, round_: Round, server_request: ServerRequest, at: int, veto: m.Vetoed) -> None:
-        """Record that ranks have vetoed the round, or that its sum was decided against: no weights will come."""
         table = server_request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
         server_request.skipped.add(at)
@@ -633,7 +624,6 @@ def _take_early(server_request: ServerRequest, _: int, reply: m.ReplyBody) -> No
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
-    """Return the error of a table about which another worker told servers another decision, if any."""
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
@@ -650,7 +640,6 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
 
 
 def _half_applied(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
-    """Return the error of a table whose servers may disagree about the round, if any."""
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
     applied = [server for server, fate in outcome.items() if fate]
@@ -677,7 +666,6 @@ class EagerPushMonitor:
         self._rounds = 0
 
     def count(self, was_useful: bool) -> None:
-        """Count a committed round; `was_useful` if some of what was pushed counts."""
         self._rounds = 0 if was_useful else self._rounds + 1
         if self._rounds == _IN_VAIN:
             _log.warning(
@@ -716,7 +704,6 @@ class EagerPush:
         """Rounds that are not announced, because earlier ones came otherwise."""
 
     def begin(self, round_: int) -> None:
-        """Begin a round: nothing was pushed or announced yet."""
         self.round, self.sent, self.early = round_, {}, None
 
     def copy(self, piece: Slice, parts: Sequence[Tensor]) -> Tensor:
@@ -730,11 +717,9 @@ class EagerPush:
         return numbers
 
     def note(self, piece: Slice) -> None:
-        """Record that the slice copied last is sent."""
         self.sent[piece.index] = self._memory[piece.index][: piece.used]
 
     def end(self, kept: Collection[int]) -> None:
-        """Record that the round is committed with these of the pushed slices."""
         self._vain.count(bool(kept))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:

@@ -48,8 +48,6 @@ whole rows."""
 
 
 class RowsAsked(NamedTuple):
-    """Requests for rows that are under way."""
-
     calls: Calls
     places: list[tuple[RemoteTable, Tensor, Ints]]
     """Of each request, its table, the output, and the places of its rows there."""
@@ -57,8 +55,6 @@ class RowsAsked(NamedTuple):
 
 
 class RowsTaken(NamedTuple):
-    """Rows that servers have sent."""
-
     rows: list[Tensor]
     versions: dict[tuple[int, int], int]
     """(server, table by index) → the version of the oldest rows."""
@@ -89,7 +85,6 @@ class RowPulls:
         return taken.rows
 
     def note(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Record that this worker computes with rows of these versions."""
         for (server, index), version in versions.items():
             self.rounds.tables.version[server, index] = version
 
@@ -123,7 +118,6 @@ class RowPulls:
         return RowsAsked(self.session.begin(requests), places, outs)
 
     def take(self, asked: RowsAsked) -> RowsTaken:
-        """Block for rows that were requested; raises as `pull`."""
         options = self.session.options
         answers = self.session.finish(asked.calls, options.timeout + options.dead_after)
         read: dict[tuple[int, int], int] = {}
@@ -200,7 +194,6 @@ class TableRows:
         return rows
 
     def _map(self, key: int) -> MappedRows | None:
-        """Map the slices of a key; None if that is impossible."""
         session, table, shown = self._pulls.session, self._table, dict[int, tuple[SharedArena, int]]()
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
@@ -265,7 +258,6 @@ class TableRows:
         return found
 
     def drop(self) -> None:
-        """Drop prefetched rows, because they change."""
         if self._asked is not None:
             self._pulls.session.drop(self._asked.calls)
         self.wanted, self._asked, self._rows, self._versions = {}, None, {}, {}

@@ -37,8 +37,6 @@ a crash would leave the servers one round apart."""
 
 
 class ServerRequest:
-    """One server's share of a round: what is sent to it, and what it has answered."""
-
     def __init__(self, layout: ServerLayout, round_: Round, all_tables: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
@@ -96,7 +94,6 @@ class ServerRequest:
         )
 
     def _make_commits(self, round_: Round, all_tables: Tables) -> m.Matrix:
-        """Make a commit for each table: how many slices, the version they were computed with, and what is wanted."""
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
         commits[:, 1] = self.rounds
@@ -217,7 +214,6 @@ class ServerRequest:
         given: Sequence[int],
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]],
     ) -> list[int]:
-        """Add a batch for each form of encoded slices; returns the slices that are not encoded."""
         layout, plain = self.layout, list[int]()
         forms: dict[bytes, list[tuple[int, Tensor]]] = {}
         for at in given:
@@ -234,8 +230,6 @@ class ServerRequest:
 
 
 class Round:
-    """A round under way over all servers, and how it ended."""
-
     def __init__(self, contribution: Contribution, session: Session, is_read: bool = False) -> None:
         self.contribution = contribution
         self.session = session
@@ -285,7 +279,6 @@ class Round:
         return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
 
     def log(self, state: str, error: BaseException | None = None) -> None:
-        """Log a transition of the round; nothing happens unless the session has a debug log."""
         log = self.session.log
         if log is None:
             return
@@ -314,7 +307,6 @@ class Round:
         )
 
     def written(self) -> dict[tuple[int, int], Tensor | None]:
-        """Return the ids of the rows that came of each key, or of the first key of each slice; None for all of them."""
         found: dict[tuple[int, int], Tensor | None] = {}
         for key, all_ids in self.rows.items():
             some = [ids for ids in all_ids if ids is not None]
@@ -322,14 +314,12 @@ class Round:
         return found
 
     def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
-        """Yield the requests that a table has, and its position there."""
         for server_request in self.server_requests:
             at = server_request.layout.position.get(table.numbers.get(server_request.server, -1))
             if at is not None:
                 yield server_request, at
 
     def describe_end(self) -> str:
-        """Describe what servers have yet to do, for an error message."""
         tables = sorted(
             {
                 server_request.layout.tables[at].name
@@ -389,7 +379,6 @@ class Round:
 
 
 def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
-    """Return the values that this rank gives to a slice, from wherever they are."""
     piece = layout.pieces[at]
     key, _, start, numel = piece.segments[0]
     if key in contribution.sources:

@@ -100,18 +100,15 @@ class Transport(ABC):
         """Return when a server last answered a heartbeat, on the session's clock; 0 if it never did."""
 
     def is_far(self, server: int) -> bool:
-        """Return whether there is a network between this process and a server."""
         return False
 
     ended: Collection[int] = ()
     """Servers of this host whose processes have ended. `receive` detects that, and returns when it does."""
 
     def process(self, server: int) -> ProcessState:
-        """Return the state of a server's process, if it is on this host."""
         return ProcessState.UNKNOWN
 
     def how_ended(self, server: int) -> str:
-        """Describe how a server's process has ended, as `Process.how_ended`."""
         return ""
 
     def channel(self, server: int) -> Channel | None:
@@ -153,15 +150,11 @@ class SessionOptions:
 
 
 class Asked(Protocol):
-    """Something that one server has to answer."""
-
     @property
     def server(self) -> int: ...
 
 
 class _ControlCall(NamedTuple):
-    """A control request under way."""
-
     server: int
     number: int
     body: m.RequestBody
@@ -186,7 +179,6 @@ class Calls:
         return f"<{type(self).__name__}, {len(self.requests)} requests: {state}>"
 
     def take(self, at: int, _: int, reply: m.ReplyBody) -> None:
-        """Store what a server answered to one of them."""
         if not isinstance(reply, m.Pending):
             self.answers[at] = reply
             self.waiting.pop(at, None)
@@ -217,7 +209,6 @@ class Report:
         self.loss = math.nan
 
     def pack(self) -> bytes:
-        """Return the figures in the form of a `Heartbeat`."""
         numbers = {
             "seconds": self._clock() - self._began,
             "steps": self.steps,
@@ -316,7 +307,6 @@ class Session:
         self.spread_from = min(self.spread_from, welcome.spread_from) if server else welcome.spread_from
 
     def describe(self, server: int) -> str:
-        """Return the server's name in error messages."""
         return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[SharedArena, int] | None:
@@ -332,11 +322,9 @@ class Session:
         return self._last_number
 
     def listen(self, number: int, handler: Handler) -> None:
-        """Pass replies to a request to another handler."""
         self._handlers[number] = handler
 
     def forget(self, number: int) -> None:
-        """Ignore replies to a request from now on."""
         self._handlers.pop(number, None)
         if self.trace is not None:
             self.trace.ended(number)
@@ -353,7 +341,6 @@ class Session:
         self.transport.send(server, m.Request(run, session, number, body), priority)
 
     def call(self, server: int, body: m.RequestBody, timeout: float | None = None) -> m.ReplyBody:
-        """Send one control request and block for its answer; as `call_all`."""
         return self.call_all([(server, body)], timeout)[0]
 
     def call_all(
@@ -428,7 +415,6 @@ class Session:
         return calls.answers or [None] * len(requests)
 
     def drop(self, calls: Calls) -> None:
-        """Ignore the answers that are still to come."""
         for number in calls.numbers:
             self.forget(number)
 
@@ -436,7 +422,6 @@ class Session:
         self.send(call.server, call.number, call.body)
 
     def take_what_came(self) -> None:
-        """Process the replies that are here, and send what they make room for; does not block."""
         while (got := self.transport.receive(0.0)) is not None:
             self._hand_out(*got, self.clock())
 
@@ -514,7 +499,6 @@ class Session:
         return True
 
     def late(self, waiting: Collection[Asked], what: str) -> DeadlineError:
-        """Return the error of servers that have not done in time what all workers wait for."""
         late = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
         return DeadlineError(
             f"{late} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
@@ -644,8 +628,6 @@ class Session:
 
 @dataclass
 class _Open:
-    """A request that has not ended."""
-
     lane: int
     start: float
     last: float
@@ -664,7 +646,6 @@ class SessionTrace:
         self._open: dict[int, _Open] = {}
 
     def sent(self, server: int, number: int, body: m.RequestBody) -> None:
-        """Record that a request, or a part of it, is sent."""
         known = self._open.get(number)
         if known is None:
             now = self.trace.clock()
@@ -681,14 +662,12 @@ class SessionTrace:
             known.args.setdefault("first_round", round_)
 
     def received(self, reply: m.Reply) -> None:
-        """Record an answer."""
         known = self._open.get(reply.number)
         if known is not None:
             known.last = self.trace.clock()
             known.args["bytes_in"] += payload_out(reply.body)
 
     def ended(self, number: int) -> None:
-        """Record that a request has ended."""
         known = self._open.pop(number, None)
         if known is not None:
             category = ROUNDS if "rounds" in known.args else CALLS
@@ -697,10 +676,8 @@ class SessionTrace:
             )
 
     def waited(self, start: float) -> None:
-        """Record that the session has waited since `start`."""
         self.trace.add("wait", CALLS, start, _WAITING, {})
 
 
 def lane_name(lane: int) -> str:
-    """Return the label of a lane in a worker's trace."""
     return "waiting" if lane == _WAITING else f"requests ({lane})"

@@ -67,8 +67,6 @@ class _Run(NamedTuple):
 
 
 class _Home(NamedTuple):
-    """The place of a key's gradient."""
-
     begin: int
     """In bytes, in the memory of all."""
     nbytes: int
@@ -175,7 +173,6 @@ class SharedGradients:
         self.is_coming = False
 
     def grad_allocators(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        """Return `take` for each key that can have a place here."""
         return {run.key: partial(self.take, run.key) for run in self._long}
 
     def take(self, key: int, grad: Tensor) -> Tensor | None:
@@ -312,7 +309,6 @@ class SharedGradients:
     def _lay_out(
         self, staging_buffers: Mapping[int, StagingBuffer]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return where small gradients are gathered, flat, by key, and their slices, by index."""
         targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
             home = self._homes[key]
@@ -365,7 +361,6 @@ def _keys_of(pieces: Collection[Slice]) -> set[int]:
 
 
 def _nbytes(piece: Slice) -> int:
-    """Return the bytes of a slice with its padding."""
     return piece.length * SIZES[piece.dtype]
 
 

@@ -121,8 +121,6 @@ class CopySink(WeightSink):
 
 
 class _Mapped(NamedTuple):
-    """A mapped slice."""
-
     piece: Slice
     server: int
     place: int
@@ -245,7 +243,6 @@ class MappedSink(WeightSink):
         self._note_change()
 
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
-        """Yield each arena's mapped pages that are private to this process, if any."""
         for dtype, begin, end in self._runs_now():
             own = self._system.own_pages(self._flats[dtype].data_ptr() + begin, end - begin) + begin // PAGE
             own = own[self._is_shown[dtype][own]]
@@ -356,7 +353,6 @@ class PrivateSink(WeightSink):
         return there.view(flat.dtype)
 
     def written(self) -> set[int]:
-        """See `WeightSink`; pages that hold the file's bytes again are given back to it."""
         found: set[int] = set()
         for dtype, shown in self._shown.items():
             there, size = self._files[dtype].view(torch.uint8), SIZES[dtype]
@@ -397,7 +393,6 @@ class PrivateSink(WeightSink):
         return {dtype: [] for dtype in self._shown}
 
     def _own(self, shown: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of neighbouring pages that may be private to this process."""
         if len(shown):
             pages = self._system.own_pages(shown.data_ptr(), -(-len(shown) // PAGE) * PAGE)
             for some in _neighbours(pages):

@@ -50,7 +50,6 @@ class Residuals(Generic[Place]):
         return kept, torch.empty_like(kept) if spare is None else spare
 
     def accept(self, place: Place) -> None:
-        """Advance a residual, because the round of its gradient was applied."""
         if place in self.kept:
             self._spare[place] = self.kept[place]
         self.kept[place] = self.following.pop(place)
@@ -107,28 +106,23 @@ class Compressor:
         return dict(found)
 
     def encode_eagerly(self, grad: Tensor, piece: Slice) -> Tensor:
-        """Compress a slice before the others of its round. Raises as `encode`."""
         self._bytes[piece.index] = self._encode(grad, piece, frozenset())
         return self._bytes[piece.index]
 
     def has_encoded(self, index: int) -> bool:
-        """Return whether a slice (by index) was compressed since the last round."""
         return index in self._bytes
 
     def begin(self) -> None:
-        """Begin a round, and drop what was encoded for one that was not applied."""
         self._residuals.forget()
         self._bytes = {}
 
     def accept(self) -> None:
-        """Advance the residuals, because the round was applied."""
         for place in list(self._residuals.following):
             self._residuals.accept(place)
         self._read |= self._bytes
         self._bytes = {}
 
     def residuals(self) -> dict[int, Tensor]:
-        """Copy the residuals by key (its index), in the key's shape."""
         found: dict[int, Tensor] = {}
         for piece in self._plan.slices:
             kept = self._residuals.kept.get(piece.index)
@@ -208,7 +202,6 @@ class RemoteTable:
 
     @property
     def round(self) -> int:
-        """The next round."""
         return int(self._tables.round[self.index])
 
     @property
@@ -218,7 +211,6 @@ class RemoteTable:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Server → the table's number there."""
         return _known(self._tables.number[:, self.index])
 
     @property
@@ -250,17 +242,14 @@ class RemoteTable:
         return int(self._tables.slot[piece.server, self.index]) + self._at[piece.index]
 
     def register(self, server: int, registered: m.Registered) -> None:
-        """Record how a server numbers the table and its slices."""
         self._tables.number[server, self.index] = registered.table
         self._tables.slot[server, self.index] = registered.slot
 
     def resume(self, round_: int, is_initialised: bool) -> None:
-        """Begin with a later round than 0, of a table that may have values."""
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised
 
     def note_version(self, server: int, version: int) -> None:
-        """Record the version of weights to compute with that came outside of rounds."""
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:
@@ -291,7 +280,6 @@ class Tables:
         """Table (index) → its last round that servers are known to have failed."""
 
     def add(self, name: str, plan: Plan) -> RemoteTable:
-        """Add a table that servers have yet to number."""
         table = RemoteTable(name, plan, len(self.all), self)
         # `held` grows last. If an interrupt comes before, all arrays grow again.
         if self.held.shape[1] <= table.index:

@@ -66,8 +66,6 @@ BUCKETS = ("bucket_size_mb", "coalesce")
 
 @dataclass(frozen=True)
 class WorkerResiduals:
-    """Residuals of compression of one worker's gradients."""
-
     rank: int
     num_workers: int
     values: Sequence[Mapping[int, Tensor]]
@@ -113,11 +111,9 @@ class SentOptions:
         return changed
 
     def confirm(self) -> None:
-        """All servers have the options of the last round."""
         self._are_known = True
 
     def forget(self) -> None:
-        """Some servers may lack the options of the last round, or have others."""
         self._are_known = False
 
     def predict(self, read: Callable[[], dict[str, Any]] | None, in_store: bool) -> bytes:
@@ -196,11 +192,9 @@ class Binding:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no store, now and later."""
         return self.selection.kvstore is None
 
     def set_buckets(self, buckets: dict[str, Any]) -> None:
-        """Set how a 'device' store reduces over ranks, as checked by `check_buckets`."""
         self._buckets = buckets
         self._tell_buckets()
 
@@ -245,7 +239,6 @@ class Binding:
         return self.holder is not None and self.updates_weights
 
     def check_open(self) -> None:
-        """Raise KVStoreError after `close`."""
         if self.is_closed:
             raise KVStoreError("this Trainer is closed; build a new one to go on")
 
@@ -410,7 +403,6 @@ class Binding:
         )  # fmt: skip
 
     def _abort(self, layout: Memory, error: BaseException) -> None:
-        """Record what a round that raised may have changed, here or on other workers."""
         # An interrupted round may have left some of the new weights here.
         layout.accept_writes(self.has_weights)
         # If the others apply the round, this worker lacks the sum for its own update. Weights that a store updates
@@ -423,7 +415,6 @@ class Binding:
         self.guard.abort(is_missed)
 
     def _predict_hypers(self) -> bytes:
-        """Pack the options that a step would use now, if they are not those of the last."""
         read = None if self.numbers is None else self.numbers()
         return self._sent.predict(read, self.updates_weights)
 
@@ -462,7 +453,6 @@ class Binding:
         layout.accept_writes(self.has_weights)
 
     def run_without_data(self, arena: Arena) -> JoinedRound:
-        """Run a round to which this worker gives nothing, because it has no more data."""
         assert self.exchange is not None
         self._sent.forget()  # the options of other workers hold now
         joined = self.exchange.run_without_data(arena.weights, arena.grads)
@@ -483,12 +473,10 @@ class Binding:
 
     @property
     def rows(self) -> TableRows:
-        """Rows of row-sparse parameters in the store; after `start`."""
         assert self.holder is not None
         return self.holder.rows
 
     def residuals(self) -> WorkerResiduals | None:
-        """Copy the residuals of compression of this worker; None without compression."""
         if self.replicas is not None and self._layout is not None:
             layout = self._layout
             return WorkerResiduals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
@@ -518,7 +506,6 @@ class Binding:
         self._awaited = None
 
     def _compressing(self) -> StoreExchange | None:
-        """Return the exchange if it is open and compresses."""
         return self.holder if self.is_started and self.selection.codec is not None else None
 
     def profiler(self) -> Profiler:
@@ -536,16 +523,13 @@ class Binding:
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights here; -1 without a store that counts them."""
         return self._earlier_updates + self.holder.version if self.holder is not None else -1
 
     @property
     def staleness(self) -> int:
-        """How many updates of others came between the last contribution and its weights."""
         return self.holder.staleness if self.holder is not None else 0
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return each server's counters, in server order; empty without a store."""
         return [] if self.exchange is None else self.exchange.stats()
 
     def close(self, error: BaseException | None) -> None:
@@ -566,7 +550,6 @@ class Binding:
                 stack.callback(self.holder.sink.release)
 
     def worker(self) -> tuple[int, int]:
-        """Return this worker's rank and the number of workers; opens the store as `_open_store` does."""
         self._open_store()
         return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
 
@@ -626,5 +609,4 @@ class Binding:
 def _differing(
     devices: Sequence[DeviceMemory], among: Sequence[Iterable[int]], held: Mapping[str, Tensor]
 ) -> list[list[int]]:
-    """Return, by device, the parameters (by index) among these that differ from what came last."""
     return [one.differing(keys, held) for one, keys in zip(devices, among, strict=True)]

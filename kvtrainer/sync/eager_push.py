@@ -60,7 +60,6 @@ class Overlap:
         self._thread = threading.get_ident()
 
     def _arrived(self, key: int) -> None:
-        """Count that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         self._passes[key] += 1

@@ -57,8 +57,6 @@ def keys_worth_borrowing(plan: Plan, keys: Iterable[int]) -> frozenset[int]:
 
 
 class RoundResult(NamedTuple):
-    """The result of a round that did not fail."""
-
     left_out: frozenset[int]
     """The keys (by index) that no worker contributed to."""
     skipped: bool
@@ -130,17 +128,13 @@ class Exchange(ABC):
         """
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return the counters of every server; empty for stores without servers."""
         return []
 
     def close(self) -> None:
-        """Close what the exchange owns; not the store."""
         return None
 
 
 class Looked(NamedTuple):
-    """Weights of the store that were fetched to inspect them."""
-
     weights: Arenas
     """Flat, laid out by the plan, on the CPU."""
     versions: Mapping[int, int]
@@ -263,7 +257,6 @@ class StoreExchange(Exchange):
         self.sink.deliver(weights, self.sink.outs(weights))
 
     def _check_mapped(self, places: Mapping[str, Tensor]) -> None:
-        """Go on with copies of the weights if some could not be mapped in the round that has ended."""
         if self.sink.problem is not None:
             _log.warning("weights are copied from now on, not mapped: %s", self.sink.problem)
             self.sink.release()
@@ -281,11 +274,9 @@ class StoreExchange(Exchange):
             )
 
     def keys_of(self, slices: Collection[int]) -> set[int]:
-        """Return the keys (by index) with a part in some slices (by index)."""
         return {segment.key for at in slices for segment in self._table.plan.slices[at].segments}
 
     def run(self, contribution: Contribution, weights: Mapping[str, Tensor], step: StepGuard) -> RoundResult:
-        """Run one round over the client; see `Exchange.run`."""
         self._forget_read()
         assert contribution.values is not None
         [arenas] = contribution.values
@@ -347,7 +338,6 @@ class StoreExchange(Exchange):
 
     @property
     def plan(self) -> Plan:
-        """The layout of the table with its servers."""
         return self._table.plan
 
     def push_eagerly(
@@ -356,7 +346,6 @@ class StoreExchange(Exchange):
         self._client.rounds.push_eagerly(self._table, piece, parts, predict_hypers)
 
     def run_without_data(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> JoinedRound:
-        """Run one round to which this worker gives nothing; see `Exchange.run_without_data`."""
         self._forget_read()
         if self._staging is not None:
             self._staging.wait()  # servers write weights that the device may still read once this worker takes part
@@ -384,7 +373,6 @@ class StoreExchange(Exchange):
         return JoinedRound(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
-        """Give every worker and the store rank 0's weights; see `Exchange.assign`."""
         self._forget_read()
         mine = self._down(weights)
         rounds = self._client.rounds
@@ -446,7 +434,6 @@ class StoreExchange(Exchange):
             self._down(weights)
 
     def _forget_read(self) -> None:
-        """Drop rows and weights that were read before this round."""
         self._looked_at = None
         if self.rows.wanted:
             self.rows.drop()
@@ -459,21 +446,17 @@ class StoreExchange(Exchange):
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights that this worker computes with; -1 before any came."""
         return max(self._table.versions.values(), default=-1)
 
     @property
     def staleness(self) -> int:
-        """How many updates of others came between the last contribution and its weights."""
         return self._table.staleness
 
     def residuals(self) -> dict[int, Tensor]:
-        """Copy the residuals of compression, by index of the key."""
         compressor = self._table.compressor
         return {} if compressor is None else compressor.residuals()
 
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
-        """Replace the residuals of compression; ignored without compression."""
         if self._table.compressor is not None:
             self._table.compressor.set_residuals(residuals)
 
@@ -495,7 +478,6 @@ class StoreExchange(Exchange):
         return self._staging
 
     def _down(self, arenas: Arenas) -> Arenas:
-        """Copy tensors from a CUDA device to the host; tensors on the host are returned."""
         staging = self._staging_of(arenas)
         return arenas if staging is None else staging.down(arenas)
 
@@ -524,7 +506,6 @@ class StoreExchange(Exchange):
         out: Mapping[str, Tensor] | None,
         assign: bool = False,
     ) -> Contribution:
-        """Return this worker's part in a round in which rank 0's values count."""
         plan = self._table.plan
         given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
         is_kept = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all

@@ -52,8 +52,6 @@ _CALLS = ("step", "set_data", "join")
 
 
 class _Headers(NamedTuple):
-    """The headers of all ranks before a round."""
-
     states: Tensor
     """(rank, key): the number of rows, or DENSE, or ABSENT."""
     scales: list[float]
@@ -140,7 +138,6 @@ class GroupExchange(Exchange):
         return self._sum(contribution, self._headers("step", contribution))
 
     def _sum(self, contribution: Contribution, headers: _Headers | None) -> RoundResult:
-        """Sum gradients after all headers are known, unless a rank vetoed; this ends the round."""
         overlap = self._overlap
         if headers is None or headers.is_over:
             if overlap is not None:
@@ -192,7 +189,6 @@ class GroupExchange(Exchange):
             self._group.broadcast(flat)
 
     def _headers(self, call: str, grads: Contribution | None) -> _Headers | None:
-        """Exchange headers, and check what ranks must agree on; None if a rank vetoed."""
         states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
         for key in grads.absent if grads is not None else ():
             states[key] = _ABSENT
@@ -225,7 +221,6 @@ class GroupExchange(Exchange):
         return _Headers(found[:, _FIRST_KEY:], scales, hyper, is_over=not active)
 
     def _gather_headers(self, mine: list[int], grads: Contribution | None) -> Tensor:
-        """Exchange headers, and end the sums that ranks have begun during the backward pass."""
         num, overlap = len(mine), self._overlap
         if overlap is not None:
             given = Contribution((), [{}], None, absent=frozenset(self._keys)) if grads is None else grads
@@ -241,7 +236,6 @@ class GroupExchange(Exchange):
         return range(len(self._plan.specs))
 
     def _runs_of(self, dtype: str, keys: frozenset[int], alone: frozenset[int]) -> list[tuple[int, int]]:
-        """Return `_runs`, computed once for the same arguments."""
         known = self._known_runs.get(dtype)
         if known is None or known[:2] != (keys, alone):
             self._known_runs[dtype] = known = keys, alone, self._runs(dtype, keys, alone)
@@ -296,8 +290,6 @@ what this rank gives; begun with something else."""
 
 
 class BucketLayout(NamedTuple):
-    """The place of a bucket in the arena of its dtype."""
-
     dtype: str
     keys: Sequence[int]
     """By index, in the order of the arena."""
@@ -448,7 +440,6 @@ class BucketOverlap:
         self._sums.close()
 
     def _make_buckets(self, dense: frozenset[int]) -> None:
-        """Lay out buckets in the order in which gradients came on the lowest rank that had any."""
         mine = torch.full((len(self._passes),), -1, device="cpu")
         mine[: len(self._came)] = torch.tensor(self._came, dtype=torch.int64, device="cpu")
         orders = [[key for key in one.tolist() if key >= 0] for one in self._group.all_gather(mine)]
@@ -463,7 +454,6 @@ class BucketOverlap:
         self._bucket_of = {key: at for at, layout in enumerate(layouts) for key in layout.keys}
 
     def _arrived(self, key: int) -> None:
-        """Count that a backward pass has added to the gradient of a key (by index)."""
         if getattr(self._parameters[key], "grad_req", None) == "null":
             return
         with self._lock:
@@ -518,7 +508,6 @@ def _limit(sizes: Buckets, most: float = math.inf) -> float:
 
 
 def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
-    """Place keys (by index) of one dtype; neighbours in the arena are one range."""
     by_place = sorted(keys, key=lambda key: (plan.key_offsets[key], ends[key]))
     runs: list[tuple[int, int]] = []
     for key in by_place:
@@ -530,7 +519,6 @@ def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> Bucke
 
 
 def key_ends(plan: Plan) -> dict[int, int]:
-    """Return where each key (by index) ends in its arena, with its padding."""
     by_place = sorted(range(len(plan.specs)), key=lambda key: (plan.specs[key].dtype, plan.key_offsets[key]))
     ends = {}
     for key, other in itertools.zip_longest(by_place, by_place[1:]):
@@ -541,7 +529,6 @@ def key_ends(plan: Plan) -> dict[int, int]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Compare the bits of whole 64-byte lines."""
     if one.is_cpu:
         return same_bits(one, other)
     return torch.equal(one.view(torch.int64), other.view(torch.int64))

@@ -55,8 +55,6 @@ _ALONE = (
 
 
 class Traits(NamedTuple):
-    """Facts about a store that are known before a Trainer uses it."""
-
     name: str
     """The name under which it was, or will be, created."""
     is_in_process: bool
@@ -257,7 +255,6 @@ def group_too_late(when: str) -> ConfigurationError:
 
 
 def _check_arguments(kvstore: Any, update_on_kvstore: Any, aggregate_num: float) -> None:
-    """Raise as `select_store` if the arguments are wrong whatever the store is."""
     if kvstore is not None and not isinstance(kvstore, str | KVStoreBase):
         raise ArgumentTypeError(f"kvstore must be a name, a kvstore or None, got {type(kvstore).__name__}")
     if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
@@ -307,14 +304,12 @@ def _check_rounds(store: Traits | None, option: str, others: str, lack: str) -> 
 
 
 def _check_one_cpu(devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless all parameters are on one CPU device, for overlap over servers."""
     if [device.type for device in devices] != ["cpu"]:
         names = ", ".join(map(str, devices))
         raise ConfigurationError(f"overlap=True needs all parameters on one CPU device, they are on {names}")
 
 
 def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> None:
-    """Raise ConfigurationError unless ranks can sum gradients in the backward pass."""
     if len(devices) > 1 or not group.can_overlap(devices[0]):
         names = ", ".join(map(str, devices))
         raise ConfigurationError(
@@ -325,7 +320,6 @@ def _check_group_overlap(group: RankGroup, devices: Sequence[torch.device]) -> N
 
 
 def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> None:
-    """Raise ConfigurationError unless row-sparse parameters can live in the store."""
     if store is None:
         raise ArgumentTypeError(
             "cannot train row_sparse parameters without a kvstore, in which their values live; kvstore must be a name "
@@ -359,7 +353,6 @@ def _split(params: Any) -> tuple[Any, Codec | None]:
 
 
 def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool | None) -> None:
-    """Raise ConfigurationError if pulls are compressed but no servers keep weights."""
     if wanted.pull_codec is None:
         return
     if store is None or not store.is_on_servers or updates_weights is False:
@@ -372,7 +365,6 @@ def _check_pull(wanted: Selection, store: Traits | None, updates_weights: bool |
 
 
 def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | None:
-    """Make the codec that is asked for; None for none. Raises as `select_store`."""
     codec = make_codec(params)
     if params is None or codec.name == "none":
         return None
@@ -392,7 +384,6 @@ def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | N
 def _reducer_for(
     kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
 ) -> str:
-    """Return the reducer of the parameters or the store. Raises ConfigurationError if it cannot be used."""
     own = kvstore.reducer if isinstance(kvstore, DeviceKVStore) else AUTO
     if AUTO not in (own, replicas.reducer) and own != replicas.reducer:
         raise ConfigurationError(
@@ -414,7 +405,6 @@ def _reducer_for(
 
 
 def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, largest: int) -> bool:
-    """Decide whether the optimizer runs in this store. Raises ConfigurationError if it must and cannot."""
     if ASYNCHRONOUS in store.capabilities:
         if asked is False or aggregate_num > 1:
             wrong = "update_on_kvstore=False" if asked is False else f"aggregate_num={aggregate_num}"

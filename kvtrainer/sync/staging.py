@@ -41,8 +41,6 @@ _READ_ONLY = 8
 
 
 class SideStream:
-    """Copies between a CUDA device and the host on a stream of their own."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -88,7 +86,6 @@ class SideStream:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy."""
         with torch.cuda.stream(self._side):
             target.copy_(source, non_blocking=True)
         # The allocator must not reuse its memory before the copy is made.
@@ -99,7 +96,6 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def wait(self) -> None:
-        """Block until all copies are made."""
         self._side.synchronize()
 
 
@@ -205,7 +201,6 @@ class Staging:
         self._stream.before_current()
 
     def pin(self, memory: Tensor, is_read_only: bool = False) -> None:
-        """Have the device copy to and from shared memory directly."""
         if memory.numel() and memory.data_ptr() not in self._pins:
             self._pins[memory.data_ptr()] = self._stream.pin(memory, is_read_only)
 
@@ -227,8 +222,6 @@ class Staging:
 
 
 class _View(NamedTuple):
-    """A part of a server's memory, mapped for the device to read."""
-
     memory: Memory
     first: int
     """Where it begins there, in bytes; a page."""
@@ -255,8 +248,6 @@ def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tu
 
 
 class _Range(NamedTuple):
-    """Neighbouring slices, in an arena and in their server's memory."""
-
     dtype: str
     offset: int
     """Where they begin in the arena, in elements."""
@@ -268,11 +259,9 @@ class _Range(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where they end there, in bytes."""
         return self.begin + self.numel * SIZES[self.dtype]
 
     def is_before(self, other: _Range) -> bool:
-        """Return whether another one comes next."""
         size, way = SIZES[self.dtype], other.offset - self.offset
         is_near = self.dtype == other.dtype and (way - self.numel) * size < ALIGNMENT
         return is_near and self.memory is other.memory and other.begin - self.begin == way * size
@@ -322,7 +311,6 @@ class DeviceSink(WeightSink):
             self.problem = error
 
     def ranges(self) -> list[_Range]:
-        """Return what is read in the servers' memory, by dtype and place; neighbours are one range."""
         found: list[_Range] = []
         for _, _, one in sorted(self._slices.values(), key=lambda own: own[2][:2]):
             if found and found[-1].is_before(one):
