@@ -154,6 +154,7 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
             continue
         values, absent = contribution.values[at], contribution.absent
         rows = {key: rows for (position, key), rows in contribution.rows.items() if position == at}
+        # A slice with rows is never compressed: its rows are few already.
         packed = pack_rows(table.plan, rows, values, absent, contribution.shared_grads)
         found = {index: EncodedSlice(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:

@@ -136,6 +136,7 @@ class IncomingWeights:
         elif version < self.came[table]:
             return []
         itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
+        # Only the part that follows the last one, or the first one.
         begin = self._levels.get(at, 0)
         if not self._is_pending[at] or (end - begin) * itemsize != len(raw):
             return []
@@ -144,6 +145,7 @@ class IncomingWeights:
                 f"{len(raw)} bytes up to element {end} of a slice of {piece.length} came back as kind {kind}"
             )
         self._staged.append((at, kind, raw, begin))
+        # The slice is complete when its last part has come.
         self._levels[at], self.came[table] = end, version
         if end < piece.length:
             return []
@@ -250,6 +252,7 @@ class IncomingWeights:
         gone: Collection[int],
     ) -> None:
         layout = self._layout
+        # 1. What came as bytes was written to this worker's own memory.
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
         for at in copied:
             sink.unmap(layout.pieces[at])
@@ -257,6 +260,7 @@ class IncomingWeights:
         are_short = all([layout.pieces[at].nbytes < LONG for at in copied])
         if self._places or not are_short:
             layout.mapped = None
+        # 2. A place that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
         for at, place in self._places if not gone else ():
             piece = layout.pieces[at]
             if sink.is_mapped(piece, layout.server, place):

@@ -301,6 +301,7 @@ class Rounds:
             return
         round_.log("waiting")
         try:
+            # A silent server is sent the commits again; it asks for slices that it lacks.
             again = partial(self._send_again, round_, given=())
             if not self._session.wait(round_.open, again, round_.started):
                 raise self._session.late(round_.open, round_.describe_end())
@@ -379,6 +380,7 @@ class Rounds:
 
     def _take(self, round_: Round, server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
         position = server_request.layout.position
+        # 1. Weights, or only the end of the round.
         if isinstance(reply, m.Weights):
             round_.finish(server_request, server_request.incoming.receive(reply))
         elif isinstance(reply, m.Done):
@@ -393,6 +395,7 @@ class Rounds:
             isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
             and reply.table in position
         ):
+            # 2. What the server says about one table.
             at = position[reply.table]
             table = server_request.layout.tables[at]
             if isinstance(reply, m.Held):
@@ -404,6 +407,7 @@ class Rounds:
             elif isinstance(reply, m.Vetoed):
                 self._take_veto(round_, server_request, at, reply)
             elif table.round == reply.round:
+                # 3. Slices that never arrived.
                 asked = [server_request.layout.slots.get(slot) for slot in reply.slots]
                 lost = sorted(set(server_request.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",
@@ -455,6 +459,7 @@ class Rounds:
         elif round_.vetoes.get(table.name):
             self._skip(round_, table)
         elif all(where in one.held for one, where in places):
+            # The norm of the whole sum, combined in the order of slices, so that all workers get the same bits.
             said = [one.held[where] for one, where in places]
             partials = sorted(partial for one in said for partial in one.partials)
             norm = combine((value for _, value in partials), guard.norm_type)

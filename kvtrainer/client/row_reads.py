@@ -201,6 +201,7 @@ class TableRows:
         answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
         for server, answer in zip(servers, answers, strict=True):
             assert isinstance(answer, m.Weights)
+            # The server also shows slices of other keys.
             pieces = {
                 table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
             }

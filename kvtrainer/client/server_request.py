@@ -128,6 +128,7 @@ class ServerRequest:
         None if that is not worth while: the round is short, or not all of its slices are given.
         """
         contribution, layout = round_.contribution, self.layout
+        # Pushed slices that the commit replaces are named, so that the server does not use them.
         size = len(layout.resident)
         is_long = size > 1 or sum(layout.nbytes) > SENT_ALONE
         kept = np.array(sorted(self.kept) if self.generation else (), np.int64)
@@ -282,6 +283,7 @@ class Round:
         log = self.session.log
         if log is None:
             return
+        # All servers have the same tables: those of one are enough to log.
         server_requests = [
             server_request
             for server_request in self.server_requests

@@ -240,10 +240,12 @@ class Session:
         """Where to log messages and rounds; None unless the logger shows debug lines."""
         self.report = Report(clock)
         """What heartbeats tell servers about this worker."""
+        # 1. Sessions.
         self.transport = transport
         self._peers = [Peer(f"server:{at}", options.namespace) for at in range(transport.num_servers)]
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
+        # 2. What is known of the servers.
         self._heard = [clock()] * transport.num_servers
         self._gone: set[int] = set()
         self._stopped: set[int] = set()
@@ -252,6 +254,7 @@ class Session:
         """Server whose process has ended → when that was detected."""
         self._lost: KVStoreError | None = None
         """The error of a server that has lost the state of this job."""
+        # 3. Requests under way.
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
@@ -382,10 +385,12 @@ class Session:
                 and timeout is None
                 and all(map(self._runs, {one.server for one in waiting.values()}))
             ):
+                # Servers on this host that are seen to run may only be slow.
                 limit = max(limit, self.options.timeout)
                 self.wait(waiting.values(), self._send_call, started, limit)
         finally:
             self.drop(calls)
+        # The first answer that is missing or an error is raised, in the order of the requests.
         found: list[m.ReplyBody] = []
         for (server, body), answer in zip(calls.requests, calls.answers, strict=True):
             if answer is None:

@@ -341,12 +341,14 @@ class Binding:
             WeightsWrittenError: the loop has written weights that the store would replace; nothing has been sent.
         """
         assert self.exchange is not None
+        # 1. What may be refused, before anything is sent.
         self._check_written(layout)
         if self._overlap is not None:
             self._overlap.begin_round()
         arena, contribution = layout.arena, self._contribution(layout, options, scale, absent, veto, limits)
         self.guard.begin()
         try:
+            # 2. The round. Residuals of replicas move on only if it was applied.
             outcome = self.exchange.run(contribution, arena.weights, self.guard)
             if self.replicas is not None and not outcome.skipped:
                 self.replicas.accept()
@@ -357,6 +359,7 @@ class Binding:
             layout.devices[0].borrowed = {}
             if self.replicas is not None:
                 self.replicas.forget()
+        # 3. All workers have the new weights: those here are not the loop's writes.
         self._sent.confirm()
         if self.exchange.updates_weights and not outcome.skipped:
             arena.mark_updated(None)
@@ -490,6 +493,7 @@ class Binding:
             is_compressing = self.selection.codec is not None or self.replicas is not None
             self._awaited = saved if is_compressing and not self.is_started else None
             return
+        # Residuals are of use only for the same rank, and as many workers and devices.
         mine = self.residuals()
         if saved is not None and mine is not None and saved.place != mine.place:
             _log.warning(

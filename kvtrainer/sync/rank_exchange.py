@@ -189,6 +189,7 @@ class GroupExchange(Exchange):
             self._group.broadcast(flat)
 
     def _headers(self, call: str, grads: Contribution | None) -> _Headers | None:
+        # 1. This rank's header.
         states = [_ABSENT if grads is None else _DENSE] * len(self._plan.specs)
         for key in grads.absent if grads is not None else ():
             states[key] = _ABSENT
@@ -198,6 +199,7 @@ class GroupExchange(Exchange):
         [digest] = struct.unpack("<q", hashlib.blake2b(self._hyper, digest_size=8).digest())
         [bits] = struct.unpack("<q", struct.pack("<d", scale))
         mine = [_CALLS.index(call), digest if grads is not None else 0, bits, veto, *states]
+        # 2. All ranks' headers. Ranks that have joined without data agree with any call but `set_data`.
         found = self._gather_headers(mine, grads)
         calls = [_CALLS[at] for at in found[:, _CALL].tolist()]
         active = [rank for rank, name in enumerate(calls) if name != "join"]
@@ -207,6 +209,7 @@ class GroupExchange(Exchange):
                 f"{', '.join(f'{name} on rank {rank}' for rank, name in enumerate(calls))}; call the Trainer's "
                 "collective methods in the same order on every rank (add_param_group comes as set_data)"
             )
+        # 3. Digests differ: exchange the hyper-parameters themselves, for an error that names the difference.
         if len(set(found[active, _HYPER].tolist())) > 1:
             belief = AgreedOptions(self._plan)
             for rank, packed in enumerate(self._group.all_gather_bytes(self._hyper)):

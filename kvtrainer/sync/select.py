@@ -384,6 +384,7 @@ def _codec_for(store: Traits | None, params: dict[str, Any] | None) -> Codec | N
 def _reducer_for(
     kvstore: str | KVStoreBase | None, replicas: ReplicaPolicy, devices: Sequence[torch.device]
 ) -> str:
+    # The parameters and the store may both name a reducer.
     own = kvstore.reducer if isinstance(kvstore, DeviceKVStore) else AUTO
     if AUTO not in (own, replicas.reducer) and own != replicas.reducer:
         raise ConfigurationError(
@@ -405,6 +406,7 @@ def _reducer_for(
 
 
 def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, largest: int) -> bool:
+    # 1. Without rounds only servers can update.
     if ASYNCHRONOUS in store.capabilities:
         if asked is False or aggregate_num > 1:
             wrong = "update_on_kvstore=False" if asked is False else f"aggregate_num={aggregate_num}"
@@ -413,6 +415,7 @@ def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, la
                 f"servers can apply contributions that come one by one (kvstore {store.name!r})"
             )
         return True
+    # 2. As asked.
     can_update = OPTIMIZER in store.capabilities
     if asked and not can_update:
         raise ConfigurationError(
@@ -421,6 +424,7 @@ def _updates_weights(store: Traits, asked: bool | None, aggregate_num: float, la
         )
     if asked is not None:
         return asked
+    # 3. By MXNet's defaults.
     given = os.environ.get(UPDATE_ON_KVSTORE, "1")
     if given not in ("0", "1"):
         raise ConfigurationError(
