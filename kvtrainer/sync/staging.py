@@ -56,7 +56,7 @@ class SideStream:
     def pin(self, memory: Tensor, is_read_only: bool) -> Callable[[], None]:
         """Pin memory that others share, so that the device copies without the CPU; returns what unpins it.
 
-        The caller must keep the memory until it is unpinned: the device would go on to write to these addresses,
+        The returned function keeps the memory alive, because the device would go on to write to these addresses,
         whatever is mapped there then. If memory cannot be pinned, a warning says so.
         """
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

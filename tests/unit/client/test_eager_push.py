@@ -1,4 +1,4 @@
-"""Slices that go before their commit: they count if they are to be given as they were sent, and only then.
+"""Eager pushes: slices that are sent before their commit count if they still hold the same bits, and only then.
 
 Without an optimizer the weights after a round are the sum of what was given, so what counted can be read there.
 """
@@ -40,7 +40,7 @@ SERVERS = 2
 
 
 class Job:
-    """Two workers, of which the first one sends ahead."""
+    """Two workers; the first one pushes eagerly."""
 
     def __init__(self) -> None:
         engines = [Engine(EngineConfig(server=i, num_servers=SERVERS)) for i in range(SERVERS)]
@@ -104,7 +104,7 @@ class Job:
     def num_slices(self) -> int:
         return len(self.table.plan.slices)
 
-    def begins_anew(self) -> bool:
+    def discards(self) -> bool:
         [found] = {bool(body.commits[0, 5] & m.DISCARD_EAGER) for _, body in self.sent if len(body.commits)}
         return found
 
@@ -119,10 +119,10 @@ def test_what_has_not_changed_is_sent_once_and_counts(job: Job) -> None:
     job.push_eagerly(grads)
     assert job.round(grads, job.filled(1.0)) == [[3.0]] * 3
     assert job.generations() == [(0,)] * job.num_slices
-    assert not job.begins_anew()
+    assert not job.discards()
 
 
-def test_a_slice_goes_ahead_once_in_a_round(job: Job) -> None:
+def test_a_slice_is_pushed_once_in_a_round(job: Job) -> None:
     grads = job.filled(2.0)
     job.push_eagerly(grads)
     count = len(job.sent)
@@ -152,7 +152,7 @@ def test_rows_count_though_the_numbers_beside_them_are_as_they_were_sent(job: Jo
     assert job.round(grads, job.filled(1.0), rows=rows) == [[3.0], [1.0, 5.0], [3.0]]
 
 
-def test_lent_gradients_are_compared_where_they_are(job: Job) -> None:
+def test_zero_copy_gradients_are_compared_where_they_are(job: Job) -> None:
     grads = job.filled(2.0)
     job.push_eagerly(grads)
     wrong = job.filled(2.0, 2.0, 9.0)
@@ -272,10 +272,10 @@ def test_bits_are_compared_to_the_last_one(dtype: torch.dtype) -> None:
 def test_that_everything_is_sent_twice_is_said_once(
     steps: list[int], lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = EagerPush()
+    pushed = EagerPush()
     with caplog.at_level(logging.WARNING):
         for kept in steps:
-            ahead.end(range(kept))
+            pushed.end(range(kept))
     assert len(caplog.records) == lines
 
 

@@ -1,4 +1,4 @@
-"""Workers tell servers during the backward pass what is to be expected of their round, and take weights that come then.
+"""Speculative rounds: announced during the backward pass, with weights that come before the step.
 
 Without an optimizer the weights after a round are the sum of what was given, so what counted can be read there. The
 table has eight slices, each of which is applied by itself.
@@ -55,7 +55,7 @@ class Job:
             values = [{"float32": value if isinstance(value, Tensor) else torch.full((NUMEL,), value)}]
         return Contribution([self.tables[rank]], values, [{"float32": self.outs[rank]}], **said)
 
-    def ahead(self, *values: float, predict_hypers: Callable[[], bytes] = bytes) -> None:
+    def push(self, *values: float, predict_hypers: Callable[[], bytes] = bytes) -> None:
         """Have both workers send all slices ahead; the first one then looks what has come."""
         for client, table, value in zip(self.clients, self.tables, values, strict=True):
             for piece in table.plan.slices:
@@ -70,7 +70,7 @@ class Job:
 
     def round(self, *values: float) -> list[float]:
         """The same, with all slices sent ahead as they are given."""
-        self.ahead(*values)
+        self.push(*values)
         return self.play(*values)
 
     @property
@@ -88,7 +88,7 @@ def job() -> Job:
 
 
 def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     assert any([isinstance(body, m.Weights) for body in job.line.came])
     assert job.play(2.0, 3.0) == [5.0, 5.0]
     assert job.expected == [True]
@@ -98,7 +98,7 @@ def test_new_weights_come_before_the_step_that_is_as_expected(job: Job) -> None:
 
 
 def test_a_gradient_that_was_replaced_after_servers_had_applied_it_counts_as_it_is_at_last(job: Job) -> None:
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     changed = torch.full((NUMEL,), 2.0)
     changed[5] = 7.0
     assert job.play(changed, 3.0) == [5.0, 10.0, 5.0, 10.0]
@@ -106,19 +106,19 @@ def test_a_gradient_that_was_replaced_after_servers_had_applied_it_counts_as_it_
 
 
 def test_after_a_round_that_came_otherwise_nothing_is_expected_of_one(job: Job) -> None:
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     job.play(2.0, 3.0, rescale=0.5)
     said = []
     for _ in range(2):
         job.forget()
-        job.ahead(2.0, 3.0)
+        job.push(2.0, 3.0)
         job.play(2.0, 3.0)
         said.append(job.expected)
     assert said == [[False], [True]]
 
 
-def test_numbers_that_were_foreseen_are_not_announced_again(job: Job) -> None:
-    job.ahead(2.0, 3.0, predict_hypers=lambda: NUMBERS)
+def test_predicted_options_are_not_announced_again(job: Job) -> None:
+    job.push(2.0, 3.0, predict_hypers=lambda: NUMBERS)
     parts = [job.given(rank, value, hyper=NUMBERS) for rank, value in enumerate((2.0, 3.0))]
     play(job.clients, parts)
     assert job.expected == [True]
@@ -126,7 +126,7 @@ def test_numbers_that_were_foreseen_are_not_announced_again(job: Job) -> None:
 
 
 def test_of_a_round_that_fails_no_weights_are_kept_that_came_before(job: Job) -> None:
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     first = job.clients[0].rounds.start(job.given(0, 2.0))
     job.clients[1]._session.call(0, m.Abort(0, job.tables[1].round, "it raised", undo=False))
     with pytest.raises(RoundAbortedError):
@@ -135,7 +135,7 @@ def test_of_a_round_that_fails_no_weights_are_kept_that_came_before(job: Job) ->
 
 
 def test_a_worker_that_gives_nothing_after_all_is_told_that_the_round_is_over(job: Job) -> None:
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     joined = Contribution([job.tables[0]], None, None, joined=True)
     play(job.clients, [joined, job.given(1, 3.0)])
     assert job.outs[1].unique().tolist() == [3.0]
@@ -153,7 +153,7 @@ def test_a_backward_pass_that_is_interrupted_as_servers_are_told_leaves_nothing_
 
     job.line.loses = interrupted
     with pytest.raises(KeyboardInterrupt):
-        job.ahead(2.0, 3.0)
+        job.push(2.0, 3.0)
     assert job.round(4.0, 1.0) == [5.0, 5.0]
     assert len(session._handlers) == before
 
@@ -164,7 +164,7 @@ def test_weights_that_came_before_a_step_that_was_interrupted_do_not_count_for_t
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    job.ahead(2.0, 3.0)
+    job.push(2.0, 3.0)
     with monkeypatch.context() as patched:
         patched.setattr("kvtrainer.client.rounds.kept", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -183,7 +183,7 @@ def test_of_a_table_that_a_worker_leaves_no_gradients_and_weights_are_kept(job: 
     assert out() is None
 
 
-def test_keys_without_elements_go_ahead_as_others_do() -> None:
+def test_keys_without_elements_are_pushed_as_others_are() -> None:
     clients, outs = connected([Engine(EngineConfig())], 2), [torch.zeros(NUMEL) for _ in range(2)]
     specs = [TensorSpec("k", (NUMEL,), "float32"), TensorSpec("none", (0, 4), "float64")]
     tables = [client.register({"t": specs})[0] for client in clients]
