@@ -91,13 +91,13 @@ class Rounds:
             if is_encoded:
                 round_.encoded = encode(contribution, round_.kept or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
-                server_request = ServerRequest(layout, round_, self.tables)
-                server_request.number = session.next_number(partial(self._take, round_, server_request))
+                request = ServerRequest(layout, round_, self.tables)
+                request.number = session.next_number(partial(self._take, round_, request))
                 if ahead is not None and round_.kept is not None:
-                    server_request.follow(round_.kept, len(round_.kept) == len(ahead.sent))
-                round_.server_requests.append(server_request)
-                if server_request.open:
-                    round_.open.append(server_request)
+                    request.follow(round_.kept, len(round_.kept) == len(ahead.sent))
+                round_.server_requests.append(request)
+                if request.open:
+                    round_.open.append(request)
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
             if session.is_far and not is_read and len(tables) == 1:
                 self._announce(round_, ahead)
@@ -105,21 +105,19 @@ class Rounds:
             round_.log("started")
             for first in range(0, len(round_.open), session.num_servers):
                 last = []
-                for server_request in round_.open[first : first + session.num_servers]:
+                for request in round_.open[first : first + session.num_servers]:
                     given = (
-                        [at for at in server_request.given if at not in server_request.kept]
-                        if server_request.kept
-                        else server_request.given
+                        [at for at in request.given if at not in request.kept]
+                        if request.kept
+                        else request.given
                     )
-                    *others, final = server_request.messages(round_, given)
+                    *others, final = request.messages(round_, given)
                     for body in others:
-                        session.send(
-                            server_request.server, server_request.number, body, contribution.priority
-                        )
-                    last.append((server_request, final))
+                        session.send(request.server, request.number, body, contribution.priority)
+                    last.append((request, final))
                 # Last and together, so that a worker that dies before has not begun the round on any server.
-                for server_request, final in last:
-                    session.send(server_request.server, server_request.number, final, contribution.priority)
+                for request, final in last:
+                    session.send(request.server, request.number, final, contribution.priority)
         except BaseException as error:
             self._end(round_, error)
             raise
@@ -131,36 +129,32 @@ class Rounds:
         is_plain, was_right = _is_plain(contribution), True
         said = None if early is None else (early.contribution.rescale, early.contribution.hyper)
         is_equal = is_plain and said == (contribution.rescale, contribution.hyper)
-        told = (
-            {}
-            if early is None
-            else {server_request.server: server_request for server_request in early.server_requests}
-        )
-        for server_request in round_.server_requests:
+        told = {} if early is None else {request.server: request for request in early.server_requests}
+        for request in round_.server_requests:
             # 1. Go on with the request of the backward pass, if there was one.
-            before = told.get(server_request.server)
+            before = told.get(request.server)
             if before is not None and contribution.outs is not None:
-                session.forget(server_request.number)
-                server_request.take_over(before)
-                session.listen(server_request.number, partial(self._take, round_, server_request))
+                session.forget(request.number)
+                request.take_over(before)
+                session.listen(request.number, partial(self._take, round_, request))
             elif before is not None:
                 session.forget(before.number)
             # 2. Count what is on its way, by which slices are cut.
-            announced = server_request.announcement(round_) if is_plain else None
-            if server_request.incoming.is_announced:
-                self._under_way[server_request.server] += server_request.layout.total
-                server_request.under_way = self._under_way[server_request.server]
+            announced = request.announcement(round_) if is_plain else None
+            if request.incoming.is_announced:
+                self._under_way[request.server] += request.layout.total
+                request.under_way = self._under_way[request.server]
             if (
                 before is not None
                 and is_equal
-                and not server_request.generation
-                and (server_request.commits == before.commits).all()
+                and not request.generation
+                and (request.commits == before.commits).all()
             ):
                 continue
             # 3. The server was told nothing, or something else.
             was_right &= before is None
             if announced is not None:
-                session.send(server_request.server, server_request.number, announced, contribution.priority)
+                session.send(request.server, request.number, announced, contribution.priority)
         if ahead is not None:
             ahead.expect(contribution if is_plain else None, was_right)
 
@@ -180,23 +174,21 @@ class Rounds:
         early = Round(last._replace(hyper=predict_hypers()), self._session)
         ahead.early = early  # before anything is sent, so that the step finds it after an interrupt
         for layout in self._layouts[(table.index,)]:
-            server_request = ServerRequest(layout, early, self.tables)
-            announced = server_request.announcement(early, may_change=True)
-            layout.spare = server_request.memory
+            request = ServerRequest(layout, early, self.tables)
+            announced = request.announcement(early, may_change=True)
+            layout.spare = request.memory
             if announced is not None:
-                server_request.number = self._session.next_number()
-                early.server_requests.append(server_request)
-                self._session.listen(server_request.number, partial(_take_early, server_request))
-                self._session.send(
-                    server_request.server, server_request.number, announced, len(table.plan.slices) + 1
-                )
+                request.number = self._session.next_number()
+                early.server_requests.append(request)
+                self._session.listen(request.number, partial(_take_early, request))
+                self._session.send(request.server, request.number, announced, len(table.plan.slices) + 1)
 
     def _renew(self, ahead: EagerPush, table: RemoteTable) -> bool:
         """Reset the eager pushes of a table if their round has ended, committed or not; returns whether it has."""
         is_over = ahead.round != table.round
         if is_over:
-            for server_request in ahead.early.server_requests if ahead.early is not None else ():
-                self._session.forget(server_request.number)
+            for request in ahead.early.server_requests if ahead.early is not None else ():
+                self._session.forget(request.number)
             ahead.begin(table.round)
         return is_over
 
@@ -239,27 +231,21 @@ class Rounds:
         pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, early = self._session.next_number(), ahead.early
-        server_request = (
+        request = (
             next(
-                (
-                    server_request
-                    for server_request in early.server_requests
-                    if server_request.server == piece.server
-                ),
+                (request for request in early.server_requests if request.server == piece.server),
                 None,
             )
             if early
             else None
         )
         urgency = len(table.plan.slices) - piece.index
-        if server_request is None:
+        if request is None:
             self._session.send(piece.server, number, body, urgency)
             return
         self._session.take_what_came()  # answers make room for parts that wait
-        share = (
-            server_request.layout.total * numbers.nbytes // max(piece.nbytes, 1)
-        )  # which is 0 of empty keys
-        sent = list(cut(body, share, partial(server_request.layout.itemsize, form)))
+        share = request.layout.total * numbers.nbytes // max(piece.nbytes, 1)  # an empty key has 0 bytes
+        sent = list(cut(body, share, partial(request.layout.itemsize, form)))
         # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
         # behind all parts, so sorting them would gain nothing, and leave more slices answered in part.
         for part in sent:
@@ -269,8 +255,8 @@ class Rounds:
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
         ahead = self._ahead.pop(table.index, None)
-        for server_request in () if ahead is None or ahead.early is None else ahead.early.server_requests:
-            self._session.forget(server_request.number)
+        for request in () if ahead is None or ahead.early is None else ahead.early.server_requests:
+            self._session.forget(request.number)
 
     def initialise(self, contribution: Contribution) -> None:
         """Give tables rank 0's values, on all ranks together; blocks.
@@ -351,10 +337,7 @@ class Rounds:
         round_ = self.start(Contribution([table], None, [out]), is_read=True)
         round_.is_given = False
         self.wait(round_)
-        return {
-            server_request.server: server_request.incoming.came[at]
-            for server_request, at in round_.server_requests_of(table)
-        }
+        return {request.server: request.incoming.came[at] for request, at in round_.server_requests_of(table)}
 
     # ---------------------------------------------------------------- sending
 
@@ -370,51 +353,47 @@ class Rounds:
         self._layouts[key] = [layout for layout in every if layout.tables]
         return self._layouts[key]
 
-    def _send_again(self, round_: Round, server_request: ServerRequest, given: Sequence[int]) -> None:
-        for body in server_request.messages(round_, given):
-            self._session.send(
-                server_request.server, server_request.number, body, round_.contribution.priority
-            )
+    def _send_again(self, round_: Round, request: ServerRequest, given: Sequence[int]) -> None:
+        for body in request.messages(round_, given):
+            self._session.send(request.server, request.number, body, round_.contribution.priority)
 
     # ---------------------------------------------------------------- receiving
 
-    def _take(self, round_: Round, server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
-        position = server_request.layout.position
+    def _take(self, round_: Round, request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
+        position = request.layout.position
         # 1. Weights, or only the end of the round.
         if isinstance(reply, m.Weights):
-            round_.finish(server_request, server_request.incoming.receive(reply))
+            round_.finish(request, request.incoming.receive(reply))
         elif isinstance(reply, m.Done):
             known = [(position[n], version) for n, _, version in reply.rounds.tolist() if n in position]
-            server_request.applied.update(known)
-            round_.finish(
-                server_request, [at for at, _ in known if not server_request.incoming.num_pending[at]]
-            )
+            request.applied.update(known)
+            round_.finish(request, [at for at, _ in known if not request.incoming.num_pending[at]])
         elif isinstance(reply, m.Failed):
-            self._take_failure(round_, server_request, reply)
+            self._take_failure(round_, request, reply)
         elif (
             isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
             and reply.table in position
         ):
             # 2. What the server says about one table.
             at = position[reply.table]
-            table = server_request.layout.tables[at]
+            table = request.layout.tables[at]
             if isinstance(reply, m.Held):
-                self._take_held(round_, server_request, at, reply)
+                self._take_held(round_, request, at, reply)
             elif isinstance(reply, m.Absent):
                 round_.absent.setdefault(table.name, set()).update(reply.keys)
             elif isinstance(reply, m.InForce):
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
-                self._take_veto(round_, server_request, at, reply)
+                self._take_veto(round_, request, at, reply)
             elif table.round == reply.round:
                 # 3. Slices that never arrived.
-                asked = [server_request.layout.slots.get(slot) for slot in reply.slots]
-                lost = sorted(set(server_request.given).intersection(asked))
+                asked = [request.layout.slots.get(slot) for slot in reply.slots]
+                lost = sorted(set(request.given).intersection(asked))
                 _log.warning("%s lost %d slices of round %d; sending them again",
-                             self._session.describe(server_request.server), len(lost), reply.round)  # fmt: skip
-                self._send_again(round_, server_request, lost)
+                             self._session.describe(request.server), len(lost), reply.round)  # fmt: skip
+                self._send_again(round_, request, lost)
 
-    def _take_failure(self, round_: Round, server_request: ServerRequest, failure: m.Failed) -> None:
+    def _take_failure(self, round_: Round, request: ServerRequest, failure: m.Failed) -> None:
         """Record that the round of one table, or with table -1 of all, has failed on a server; other tables go on."""
         error = from_wire(failure.code, failure.text)
         # An abort is only a consequence: any other error tells more about the cause.
@@ -422,14 +401,12 @@ class Rounds:
             isinstance(round_.error, RoundAbortedError) and not isinstance(error, RoundAbortedError)
         ):
             round_.error = error
-        named = {server_request.layout.position.get(failure.table)}
-        failed = sorted(
-            server_request.open if failure.table == -1 else server_request.open.intersection(named)
-        )
+        named = {request.layout.position.get(failure.table)}
+        failed = sorted(request.open if failure.table == -1 else request.open.intersection(named))
         for at in failed:
-            server_request.failed[at] = failure.next_round
-            server_request.open.discard(at)
-            table = server_request.layout.tables[at]
+            request.failed[at] = failure.next_round
+            request.open.discard(at)
+            table = request.layout.tables[at]
             if round_.is_read or table.name in round_.aborted:
                 continue
             # It can no longer be applied everywhere: do not let workers begin it on other servers.
@@ -439,23 +416,23 @@ class Rounds:
                     number = int(other.layout.commits[here, 0])
                     abort = m.Abort(number, table.round, describe(error), undo=False)
                     self._session.send(other.server, self._session.next_number(), abort)
-        round_.finish(server_request, ())
+        round_.finish(request, ())
 
     # ---------------------------------------------------------------- deciding
 
-    def _take_held(self, round_: Round, server_request: ServerRequest, at: int, held: m.Held) -> None:
+    def _take_held(self, round_: Round, request: ServerRequest, at: int, held: m.Held) -> None:
         """Record what a server measured of its part of a sum; when all have, decide what happens to the sum.
 
         All workers decide alike, so the first decision that arrives at a server is used. An error that the guard raises
         aborts the round.
         """
-        table, guard = server_request.layout.tables[at], round_.contribution.guard
+        table, guard = request.layout.tables[at], round_.contribution.guard
         if guard is None or table.name in round_.aborted:
             return
-        server_request.held[at] = held
+        request.held[at] = held
         places = list(round_.server_requests_of(table))
         if table.name in round_.decided:
-            self._resolve(round_, table, [(server_request, at)])  # this server was not told yet
+            self._resolve(round_, table, [(request, at)])  # this server was not told yet
         elif round_.vetoes.get(table.name):
             self._skip(round_, table)
         elif all(where in one.held for one, where in places):
@@ -467,14 +444,14 @@ class Rounds:
             round_.decided[table.name] = (measured, guard.decide(measured))
             round_.log("decided")
             self._resolve(round_, table, places)
-        if at in server_request.complete:
-            round_.finish(server_request, [at])
+        if at in request.complete:
+            round_.finish(request, [at])
 
-    def _take_veto(self, round_: Round, server_request: ServerRequest, at: int, veto: m.Vetoed) -> None:
-        table = server_request.layout.tables[at]
+    def _take_veto(self, round_: Round, request: ServerRequest, at: int, veto: m.Vetoed) -> None:
+        table = request.layout.tables[at]
         round_.vetoes[table.name] = veto.ranks
-        server_request.skipped.add(at)
-        server_request.incoming.skip(at)
+        request.skipped.add(at)
+        request.incoming.skip(at)
         if veto.ranks:
             self._skip(round_, table)
 
@@ -483,11 +460,7 @@ class Rounds:
 
         This happens if a process vetoes and dies, and another one of its rank takes its place.
         """
-        held = [
-            (server_request, at)
-            for server_request, at in round_.server_requests_of(table)
-            if at in server_request.held
-        ]
+        held = [(request, at) for request, at in round_.server_requests_of(table) if at in request.held]
         if held and table.name not in round_.decided:
             round_.decided[table.name] = (None, Decision(skip=True))
             self._resolve(round_, table, held)
@@ -496,14 +469,10 @@ class Rounds:
         self, round_: Round, table: RemoteTable, places: Iterable[tuple[ServerRequest, int]]
     ) -> None:
         _, (coef, clip_value, skip) = round_.decided[table.name]
-        for server_request, at in places:
-            if at in server_request.open and at not in server_request.complete:
-                resolve = m.Resolve(
-                    int(server_request.layout.commits[at, 0]), table.round, coef, clip_value, skip
-                )
-                self._session.send(
-                    server_request.server, server_request.number, resolve, round_.contribution.priority
-                )
+        for request, at in places:
+            if at in request.open and at not in request.complete:
+                resolve = m.Resolve(int(request.layout.commits[at, 0]), table.round, coef, clip_value, skip)
+                self._session.send(request.server, request.number, resolve, round_.contribution.priority)
 
     # ---------------------------------------------------------------- ending
 
@@ -517,22 +486,18 @@ class Rounds:
         round_.is_over = True
         round_.log("applied" if error is None else "failed", error)
         lost: set[int] = set()
-        for server_request in round_.server_requests:
-            self._session.forget(server_request.number)
-            self._under_way[server_request.server] -= (
-                server_request.layout.total if server_request.under_way else 0
-            )
+        for request in round_.server_requests:
+            self._session.forget(request.number)
+            self._under_way[request.server] -= request.layout.total if request.under_way else 0
             # Otherwise a message may still be sent from this buffer.
-            if round_.error is None and not server_request.open:
-                server_request.layout.spare = server_request.memory
-            if server_request.open or server_request.failed:
-                lost.update(
-                    server_request.layout.index[[*server_request.open, *server_request.failed]].tolist()
-                )
+            if round_.error is None and not request.open:
+                request.layout.spare = request.memory
+            if request.open or request.failed:
+                lost.update(request.layout.index[[*request.open, *request.failed]].tolist())
         # 2. A pull only writes weights.
         if round_.is_read:
-            for server_request in round_.server_requests if error is None else ():
-                round_.write(server_request, frozenset(), all_tables)
+            for request in round_.server_requests if error is None else ():
+                round_.write(request, frozenset(), all_tables)
             return
         if not round_.server_requests:  # it was not even prepared
             lost.update(table.index for table in tables)
@@ -546,15 +511,15 @@ class Rounds:
         ages: dict[int, int] = {}
         """Table (index) → how many updates of others this contribution had missed, on any server."""
         is_sync = self._session.options.mode.is_sync
-        for server_request in round_.server_requests:
-            for at, version in server_request.applied.items():
-                index = int(server_request.layout.index[at])
-                before = int(all_tables.version[server_request.server, index])
+        for request in round_.server_requests:
+            for at, version in request.applied.items():
+                index = int(request.layout.index[at])
+                before = int(all_tables.version[request.server, index])
                 if index not in gone:
-                    all_tables.newest[server_request.server, index] = version
+                    all_tables.newest[request.server, index] = version
                 if index not in gone and version >= 0 and before >= 0 and not is_sync:
                     ages[index] = max(version - 1 - before, ages.get(index, version - 1 - before))
-            round_.write(server_request, gone, all_tables)
+            round_.write(request, gone, all_tables)
         if round_.contribution.sink.maps and not gone:
             round_.contribution.sink.commit()
         if ages:
@@ -581,12 +546,12 @@ class Rounds:
         pairs = [(table, server) for table in tables for server in table.numbers]
         fates: dict[tuple[str, int], bool | None] = {}
         following: dict[str, list[int]] = {}
-        for server_request in round_.server_requests:
-            for at, next_round in server_request.failed.items():
-                table = server_request.layout.tables[at]
+        for request in round_.server_requests:
+            for at, next_round in request.failed.items():
+                table = request.layout.tables[at]
                 following.setdefault(table.name, []).append(next_round)
                 if next_round > table.round:
-                    fates[table.name, server_request.server] = False  # the server has said so already
+                    fates[table.name, request.server] = False  # the server has said so already
         # 2. Abort it on the others, which answer whether they had applied it.
         fates |= self._abort([p for p in pairs if (p[0].name, p[1]) not in fates], reason, undo=False)
         # 3. Undo it where it was applied, but only if another server has failed it for certain: then no worker can have
@@ -622,20 +587,17 @@ class Rounds:
         }
 
 
-def _take_early(server_request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
+def _take_early(request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
     """Store new weights of a round that this worker has yet to start; other replies come again after its commit."""
     if isinstance(reply, m.Weights):
-        server_request.incoming.receive(reply)
+        request.incoming.receive(reply)
 
 
 def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
-    if all(
-        (at in server_request.skipped) == decision.skip
-        for server_request, at in round_.server_requests_of(table)
-    ):
+    if all((at in request.skipped) == decision.skip for request, at in round_.server_requests_of(table)):
         return None
     wanted = "wanted it to be skipped" if decision.skip else "wanted it to be applied"
     return KVStoreError(

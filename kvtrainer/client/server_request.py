@@ -265,16 +265,9 @@ class Round:
     def __repr__(self) -> str:
         names = [table.name for table in self.contribution.tables]
         shown = f"{names[:3]!r:.200}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        rounds = sorted(
-            {int(one) for server_request in self.server_requests for one in server_request.rounds}
-        )
+        rounds = sorted({int(one) for request in self.server_requests for one in request.rounds})
         number = "?" if not rounds else str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]}..{rounds[-1]}"
-        awaited = ", ".join(
-            [
-                f"server {server_request.server} (request {server_request.number})"
-                for server_request in self.open
-            ]
-        )
+        awaited = ", ".join([f"server {request.server} (request {request.number})" for request in self.open])
         state = "over" if self.is_over else f"awaits {awaited}" if awaited else "all answers are here"
         error = "" if self.error is None else f", failed with {type(self.error).__name__}"
         return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
@@ -285,26 +278,17 @@ class Round:
             return
         # All servers have the same tables: those of one are enough to log.
         server_requests = [
-            server_request
-            for server_request in self.server_requests
-            if server_request.server == self.server_requests[0].server
+            request for request in self.server_requests if request.server == self.server_requests[0].server
         ]
         state = {"started": "reading", "applied": "read"}.get(state, state) if self.is_read else state
         log.round(
             state,
             self.session.options.namespace,
-            [
-                number
-                for server_request in server_requests
-                for number in server_request.layout.commits[:, 0].tolist()
-            ],
-            [number for server_request in server_requests for number in server_request.rounds.tolist()],
+            [number for request in server_requests for number in request.layout.commits[:, 0].tolist()],
+            [number for request in server_requests for number in request.rounds.tolist()],
             [table.name for table in self.contribution.tables],
             self.session.options.rank,
-            [
-                f"server:{server}"
-                for server in sorted({server_request.server for server_request in self.open})
-            ],
+            [f"server:{server}" for server in sorted({request.server for request in self.open})],
             error,
         )
 
@@ -316,55 +300,48 @@ class Round:
         return found
 
     def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
-        for server_request in self.server_requests:
-            at = server_request.layout.position.get(table.numbers.get(server_request.server, -1))
+        for request in self.server_requests:
+            at = request.layout.position.get(table.numbers.get(request.server, -1))
             if at is not None:
-                yield server_request, at
+                yield request, at
 
     def describe_end(self) -> str:
-        tables = sorted(
-            {
-                server_request.layout.tables[at].name
-                for server_request in self.open
-                for at in server_request.open
-            }
-        )
+        tables = sorted({request.layout.tables[at].name for request in self.open for at in request.open})
         return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
     def is_lost(self, table: RemoteTable) -> bool:
         """Return whether a table's finished round is not known to be applied on every server."""
         return any(
-            at in server_request.open or at in server_request.failed
-            for server_request, at in self.server_requests_of(table)
+            at in request.open or at in request.failed for request, at in self.server_requests_of(table)
         )
 
-    def finish(self, server_request: ServerRequest, tables: Iterable[int]) -> None:
+    def finish(self, request: ServerRequest, tables: Iterable[int]) -> None:
         """Record that a server has answered for some tables; they stay open if measures are still to come."""
         if self.contribution.guard is None:
-            server_request.open.difference_update(tables)
+            request.open.difference_update(tables)
         else:
             for at in tables:
-                if at in server_request.held or self.vetoes.get(server_request.layout.tables[at].name):
-                    server_request.open.discard(at)
-                elif at in server_request.open:
-                    server_request.complete.add(at)
-        if not server_request.open and server_request in self.open:
-            self.open.remove(server_request)
+                if at in request.held or self.vetoes.get(request.layout.tables[at].name):
+                    request.open.discard(at)
+                elif at in request.open:
+                    request.complete.add(at)
+        if not request.open and request in self.open:
+            self.open.remove(request)
 
     def resume(self) -> None:
         """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""
-        self.open[:] = [server_request for server_request in self.open if server_request.open]
-        for server_request in self.open if self.contribution.outs is not None else ():
-            for at in server_request.open:
-                server_request.incoming.roll_back(at)
+        self.open[:] = [request for request in self.open if request.open]
+        for request in self.open if self.contribution.outs is not None else ():
+            for at in request.open:
+                request.incoming.roll_back(at)
 
-    def write(self, server_request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
+    def write(self, request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
         """Write the new weights of one server, except for those of some tables (by index), and store their versions.
 
         Raises:
             ProtocolError: a part does not fit its slice.
         """
-        contribution, incoming, layout = self.contribution, server_request.incoming, server_request.layout
+        contribution, incoming, layout = self.contribution, request.incoming, request.layout
         if contribution.outs is None:
             return
         follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere

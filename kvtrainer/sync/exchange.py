@@ -192,14 +192,13 @@ class StoreExchange(Exchange):
         """Where new weights arrive, if the store updates them."""
         self._looked_at: Looked | None = None
         """The weights of the store that were fetched to inspect them since the last round."""
-        # 4. What this store cannot do.
+        # 4. Workers of one host, and what this store cannot do.
         self._host: HostSum | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
             self._host, self.zero_copy_keys = host, frozenset()
-        if (
-            optimizer is None and is_dist
-        ):  # also with one worker: a script that works with one works with several
+        # Also with one worker: a script that works with one works with several.
+        if optimizer is None and is_dist:
             self.refuses_rows = (
                 "which needs update_on_kvstore=True with a dist kvstore: rows that other workers have cannot be summed "
                 "here"
@@ -296,9 +295,8 @@ class StoreExchange(Exchange):
                 dtype = torch_dtype(specs[place[1]].dtype)  # the sum of replicas may have come in a wider one
                 rows[place] = RowSet(ids.cpu(), values.to("cpu", dtype))
         elif contribution.rows:
-            unsent = frozenset(
-                [key for _, key in contribution.rows]
-            )  # rows of a single worker are their own sum
+            # Rows of a single worker are their own sum.
+            unsent = frozenset([key for _, key in contribution.rows])
             unread = unsent & self._table.plan.keys_alone
         contribution = contribution._replace(
             tables=[self._table], values=None if contribution.veto else contribution.values, outs=[out],
@@ -380,9 +378,8 @@ class StoreExchange(Exchange):
             contribution = self._of_rank_0(mine, tables, self.sink.outs(weights), assign=True)
             try:
                 if self._host is not None:
-                    self._host.before(
-                        contribution
-                    )  # as in `run_without_data`; a call that is not the others' fails on servers
+                    # As in `run_without_data`; a call that is not the others' fails on servers.
+                    self._host.before(contribution)
                 rounds.wait(rounds.start(contribution))
             except BaseException:
                 self._table.forget_held()
