@@ -325,11 +325,7 @@ class Loopback(Transport):
 
 
 class LocalEngine:
-    """One engine in this process, and the clients over it; it may hold integers.
-
-    Attributes:
-        client: The store's own client.
-    """
+    """One engine in this process, and the clients over it; it may hold integers. `client` is the store's own."""
 
     def __init__(self) -> None:
         self._engine = Engine(EngineConfig(integers=True), clock=time.monotonic)

@@ -66,14 +66,12 @@ _REDIRECTED = (errno.ECONNREFUSED, errno.ENOSYS)
 
 
 class Connection(Transport):
-    """A transport over ZeroMQ to the servers at `addresses`, in index order.
-
-    Large payloads are sent from the caller's memory, which must not change until the request is answered.
+    """A transport over ZeroMQ to the servers at `addresses`, in index order. Payloads must not change until the answer.
 
     Args:
         addresses: One per server.
-        water_mark: How many messages to a server may be in ZeroMQ's queue; others wait here, sorted by priority. 0: all
-            are passed to ZeroMQ at once, in order.
+        water_mark: How many messages to a server may be in ZeroMQ's queue; others wait here, sorted by priority. 0:
+            all are passed to ZeroMQ at once, in order.
         transport: One of `env.TRANSPORTS`.
 
     Raises:
@@ -419,11 +417,7 @@ def _room_for(request: m.Request) -> int:
 
 
 class _Heartbeats:
-    """The heartbeat thread.
-
-    Args:
-        sockets: One per server; the thread closes them.
-    """
+    """The heartbeat thread. It closes the sockets, one per server."""
 
     def __init__(
         self, sockets: Sequence[Any], sessions: Sequence[tuple[int, int]], report: Callable[[], bytes]

@@ -177,12 +177,8 @@ class _Where(NamedTuple):
 class ServerLayout:
     """Slices of some tables on one server, by position, and where they lie in memory here.
 
-    Made once for calls of the same tables. Large slices are sent from and written to where they are; small ones are
-    gathered in one buffer.
-
-    Args:
-        tables: Tables; some may have no slices on the server.
-        first: The position of the first one in the round.
+    Large slices are sent from and written to where they are; small ones are gathered in one buffer. `first` is the
+    position of the first table in the round; some of the tables may have no slices on the server.
     """
 
     def __init__(self, server: int, tables: Sequence[RemoteTable], first: int, all_tables: Tables) -> None:

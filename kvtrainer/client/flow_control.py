@@ -102,8 +102,8 @@ class Flight:
 class Window:
     """The parts that are on their way to one server.
 
-    A part waits only for parts that are at least as urgent, on every worker alike. If it also waited for less urgent
-    ones, workers of different speed would send different parts and wait for each other.
+    A part waits only for parts that are at least as urgent, on every worker alike. Otherwise workers of different
+    speed would send different parts and wait for each other.
     """
 
     def __init__(self) -> None:

@@ -279,8 +279,7 @@ class IncomingWeights:
 def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, int]]:
     """Yield (slot, version, kind, byte buffer, place in it, size) of each part.
 
-    Raises:
-        ProtocolError: the parts are not the buffers.
+    Raises ProtocolError if the parts are not all of the buffers.
     """
     payloads = iter(weights.payloads)
     source, start, left = _NO_BYTES, 0, 0
@@ -303,17 +302,10 @@ def part_of(arenas: Arenas, piece: Slice) -> Tensor:
 def _write_staged(
     table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
 ) -> Mapping[int, Tensor | None]:
-    """Write one slice's new weights, or rows of it and of the slices behind it.
+    """Write one slice's new weights, or rows of it and of the slices behind it. Raises as `IncomingWeights.write`.
 
-    Args:
-        begin: The element of the slice with which the bytes begin.
-        version: What changes lead to; -1 if they are not followed.
-
-    Returns:
-        The ids of the rows that were written, by key; None if it was something else.
-
-    Raises:
-        ProtocolError: as `IncomingWeights.write`.
+    `begin` is the element of the slice with which the bytes begin, and `version` what changes lead to, or -1.
+    Returns the ids of the rows that were written, by key; None if it was something else.
     """
     # 1. Changes of the weights before, or weights that later changes are added to.
     plan, out, key = table.plan, part_of(arenas, piece), piece.segments[0].key

@@ -77,13 +77,7 @@ def sum_rows(parts: Sequence[RowSet], dtype: str) -> RowSet:
 
 
 class ReplicaCompressor:
-    """Compresses the replicas of a value before they are summed, each with error feedback.
-
-    There is one residual for every key and every position in its list of replicas.
-
-    Args:
-        codec: How replicas are compressed; residuals start at zero.
-    """
+    """Compresses replicas before they are summed, with a residual for every key and replica."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

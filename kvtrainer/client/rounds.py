@@ -164,9 +164,6 @@ class Rounds:
         """Tell servers that the open round of a table is expected to be like the last one.
 
         Not if weights are mapped, because servers would change them while they are in use.
-
-        Args:
-            predict_hypers: Packs the hyper-parameters that may be new, as in `Contribution`.
         """
         last = ahead.expected
         if last is None or last.sink.maps:
@@ -690,10 +687,8 @@ class EagerPush:
         self._vain.count(bool(kept))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
-        """Set what the next round is expected to be like: as this one, or unknown.
-
-        Args:
-            was_right: This one came as it was announced, or was not announced.
+        """Set what the next round is expected to be like; `was_right` if this one came as announced, or was not
+        announced.
         """
         if not was_right:
             self._surprises.fail()

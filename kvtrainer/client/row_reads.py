@@ -61,11 +61,7 @@ class RowsTaken(NamedTuple):
 
 
 class RowPulls:
-    """Fetches rows of keys after this worker's own rounds.
-
-    Args:
-        rounds: All of this worker, over the same session.
-    """
+    """Fetches rows of keys after this worker's own rounds."""
 
     def __init__(self, session: Session, rounds: Rounds) -> None:
         self.session = session
@@ -150,9 +146,8 @@ def _side_by_side(
 class TableRows:
     """Rows of one table's keys (by index) on the CPU, after this worker's rounds.
 
-    Rows may be requested before they are needed: between two rounds, not with a commit, because a server that has
-    the commit of one rank still waits for others and would send rows as they were before. So the answers are the
-    bits that a pull in the next forward pass would get in synchronous rounds, and no server has to defer them.
+    Rows are prefetched between two rounds, not with a commit: a server that has the commit of one rank still waits
+    for others, and would send rows as they were before.
     """
 
     def __init__(self, pulls: RowPulls, table: RemoteTable) -> None:
@@ -278,9 +273,7 @@ class TableRows:
 class MappedRows:
     """All rows of a key, read in the memory of servers on this host. Not for forked processes.
 
-    The slices of a key are mapped one behind the other, whichever servers hold them, so rows are picked by one call.
-    In synchronous rounds no server writes to them between this worker's rounds; if the write counters say otherwise,
-    the rows are not used.
+    The slices are mapped one behind the other, whichever servers hold them, so rows are picked by one call.
 
     Args:
         shown: Slice (by index) → a server's memory, and where it begins there.

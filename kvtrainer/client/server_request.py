@@ -336,11 +336,7 @@ class Round:
                 request.incoming.roll_back(at)
 
     def write(self, request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
-        """Write the new weights of one server, except for those of some tables (by index), and store their versions.
-
-        Raises:
-            ProtocolError: a part does not fit its slice.
-        """
+        """Write one server's new weights, except for some tables (by index), and store their versions."""
         contribution, incoming, layout = self.contribution, request.incoming, request.layout
         if contribution.outs is None:
             return

@@ -526,11 +526,8 @@ class Session:
     def is_silent(self, server: int, since: float, now: float) -> bool:
         """Return whether a server that must answer was silent so long that it is asked again.
 
-        A server that is still sending a large answer is not silent: if it were asked again, it would send all of it
-        twice. One that never answered may still be starting.
-
-        Raises:
-            ServerUnreachableError: it was silent for too long, and is not seen to run.
+        A server that is still sending a large answer is not: it would send it twice. Raises ServerUnreachableError
+        if it was silent for too long and is not seen to run.
         """
         unanswered = now - max(self._heard[server], since)
         # It may have nothing to answer while a large push is still on its way to it, but it sends heartbeats.
@@ -573,8 +570,7 @@ class Session:
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and close the transport. Idempotent.
 
-        If a server has lost the job, that is the reason which the others are told, whatever this worker's loop made
-        of it.
+        If a server has lost the job, the others are told that reason, whatever this worker's loop made of it.
         """
         if self.is_closed:
             return

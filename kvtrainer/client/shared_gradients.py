@@ -202,12 +202,9 @@ class SharedGradients:
             self._last[key] = last
 
     def places(self, without: Collection[int]) -> dict[int, Tensor]:
-        """Return the memory for gradients that are copied from a device, flat, by key.
+        """Return the memory, flat, by key, for gradients from a device, except for keys that are left out.
 
         Empty before the first buffers are mapped, and while a server still reads.
-
-        Args:
-            without: Keys that are left out.
         """
         self._is_wanted = True
         if not all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()]):
@@ -233,9 +230,8 @@ class SharedGradients:
     def in_place(self, borrowed: Mapping[int, Tensor], are_gathered: bool) -> dict[int, Tensor]:
         """Return the slices (by index) that servers read where they are; called once for each round.
 
-        Args:
-            borrowed: Gradients, flat, by key, that were left where they are.
-            are_gathered: All others were copied to `targets`.
+        `borrowed` are the gradients, flat, by key, that were left where they are; with `are_gathered` all others
+        were copied to `targets`.
         """
         self._num_rounds += 1
         sizes = self._all_sizes if self._is_wanted else self._sizes
@@ -341,11 +337,7 @@ class SharedGradients:
 
 
 def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_Run]:
-    """Yield the slices of keys, neighbours on one server together, with their places.
-
-    Args:
-        sizes: Server → the bytes of its staging buffer; increased.
-    """
+    """Yield the slices of keys, neighbours on one server together, with places that are added to `sizes`."""
     pieces = [piece for piece in plan.slices if piece.segments[0].key in keys]
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)

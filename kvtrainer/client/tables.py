@@ -28,9 +28,8 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class Residuals(Generic[Place]):
-    """The residuals of applied rounds by place, and those that the present round would leave.
-
-    Their memory is used again, because new memory from the system costs more time than to encode into it.
+    """The residuals of applied rounds by place, and those that the present round would leave, in memory that is used
+    again.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -61,12 +60,7 @@ class Residuals(Generic[Place]):
 
 
 class Compressor:
-    """The codec and the residuals of one table.
-
-    Args:
-        codec: How gradients are compressed.
-        plan: The table's layout; residuals start at zero.
-    """
+    """The codec of one table, and its residuals, which start at zero."""
 
     def __init__(self, codec: Codec, plan: Plan) -> None:
         self.codec = codec

@@ -77,11 +77,7 @@ class WorkerResiduals:
         return self.rank, self.num_workers, len(self.values)
 
     def moved(self, places: Mapping[int, int]) -> WorkerResiduals:
-        """Return those of the keys that stay.
-
-        Args:
-            places: Former key → new key.
-        """
+        """Return those of the keys that stay (former key → new key)."""
         return replace(
             self, values=[{places[k]: v for k, v in one.items() if k in places} for one in self.values]
         )
@@ -132,10 +128,7 @@ class SentOptions:
 class Binding:
     """Connects a Trainer to its kvstore: the store, the client and the Trainer's table.
 
-    There may be no store; then there is no `exchange` either.
-
-    Args:
-        zero_copy: Weights may be mapped from the servers' memory.
+    There may be no store; then there is no `exchange` either. With `zero_copy` weights may be mapped.
     """
 
     def __init__(self, selection: Selection, zero_copy: bool = True) -> None:
@@ -303,11 +296,7 @@ class Binding:
         return self.exchange.is_ours and self.exchange.is_sync and not layout.plan.has_row_sparse
 
     def leave(self, former: Memory, places: Mapping[int, int]) -> None:
-        """Go on with other parameters than the exchange has, from the next `start`; on every worker.
-
-        Args:
-            places: Former key → new key of those that stay.
-        """
+        """Use other parameters from the next `start` on, on every worker; `places`: former → new key."""
         if self.exchange is None:
             self._awaited = self._awaited and self._awaited.moved(places)
             return
@@ -558,12 +547,9 @@ class Binding:
         return (0, 1) if self.store is None else (self.store.rank, self.store.num_workers)
 
     def open_agreement(self) -> Agreement:
-        """Return collectives for something beside training; opens the store as `_open_store` does.
+        """Return collectives for something beside training, to be closed afterwards; collective.
 
-        Collective. Close it afterwards.
-
-        Raises:
-            ConfigurationError: as `agreement_of`.
+        Opens the store as `_open_store`, and raises ConfigurationError as `agreement_of`.
         """
         self.check_open()
         self._open_store()
@@ -572,8 +558,7 @@ class Binding:
     def _open_store(self) -> None:
         """Open the store and the connection, if there are to be any; blocks until the servers answer. Idempotent.
 
-        Raises:
-            ConfigurationError: a torch.distributed group was initialised too late to be used.
+        Raises ConfigurationError if a torch.distributed group was initialised too late to be used.
         """
         if self.selection.is_alone_by_name and current_group() is not None:
             raise group_too_late("the Trainer was built")

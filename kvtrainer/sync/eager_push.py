@@ -22,15 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class Overlap:
-    """Pushes the slices of a Trainer's gradients as they become complete.
+    """Pushes the slices of a Trainer's gradients as they become complete, from the only device, a CPU.
 
     A key whose gradient came in several backward passes in the last step is complete after as many of them in this
-    one.
-
-    Args:
-        exchange: Synchronous rounds over servers.
-        memory: Of the only device, a CPU.
-        predict_hypers: Packs the hyper-parameters that are new in the step, as far as they are known before it.
+    one. `predict_hypers` packs the hyper-parameters that are new in the step, as far as they are known before it.
     """
 
     def __init__(

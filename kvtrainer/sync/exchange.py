@@ -408,10 +408,7 @@ class StoreExchange(Exchange):
     def given(self, weights: Arenas) -> Arenas:
         """Return the weights as they came from the store last, laid out by the plan, on the CPU; not to be changed.
 
-        In synchronous rounds the store still has them.
-
-        Args:
-            weights: Those of `init`; they may have been written since.
+        In synchronous rounds the store still has them. `weights` are those of `init`, perhaps written since.
         """
         if self.is_sync or not self._is_dist:
             return self.look()
@@ -420,8 +417,7 @@ class StoreExchange(Exchange):
     def accept(self, weights: Arenas, are_looked_at: bool) -> None:
         """Take the present weights for what came from the store.
 
-        Args:
-            are_looked_at: They are those that `look` fetched last, so this worker computes with these now.
+        If they are those that `look` fetched last, this worker computes with these now.
         """
         if are_looked_at and self._looked_at is not None:
             for server, version in self._looked_at.versions.items():

@@ -65,9 +65,7 @@ class _Headers(NamedTuple):
 class GroupExchange(Exchange):
     """Over a RankGroup. All ranks make the same calls in the same order; if one does not, the others time out.
 
-    Args:
-        optimizer: Runs on every rank; the same on all of them.
-        overlaps: Whether gradients are summed during the backward pass, see `listen`.
+    The optimizer runs on every rank. With `overlaps` gradients are summed during the backward pass, see `listen`.
     """
 
     def __init__(
@@ -331,10 +329,6 @@ class BucketOverlap:
 
     A key whose gradient came in several backward passes in the last step is complete after as many of them in this
     one. The first steps show which gradients there are, and in what order.
-
-    Args:
-        group: Its `can_overlap` holds for the device.
-        memory: Of the only device.
     """
 
     def __init__(self, group: RankGroup, memory: DeviceMemory) -> None:
@@ -420,10 +414,8 @@ class BucketOverlap:
         return frozenset(found)
 
     def end_round(self, dense: frozenset[int] | None = None) -> None:
-        """Count the gradients that come from now on for the next round.
-
-        Args:
-            dense: Keys (by index) that were summed as a whole in this one; None if there was no sum.
+        """Begin the next round. `dense` are the keys (by index) summed as a whole in this one; None if there was no
+        sum.
         """
         # 1. Make buckets for another set of keys, if it has lasted for some rounds.
         if dense is not None:

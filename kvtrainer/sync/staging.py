@@ -178,11 +178,7 @@ class Staging:
 
     @torch.no_grad()
     def down(self, arenas: Arenas, overrides: Mapping[str, BufferOverrides] = _NO_OVERRIDES) -> Arenas:
-        """Copy tensors to their buffers, which are returned, and wait for that.
-
-        Args:
-            overrides: By dtype, the parts that go to other places.
-        """
+        """Copy tensors to their buffers, or parts of them to `overrides`, by dtype; waits and returns the buffers."""
         places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
         for dtype, flat in arenas.items():
@@ -271,9 +267,6 @@ class DeviceSink(WeightSink):
     """New weights of a CUDA device: rounds write to pinned memory, or the device reads the servers' memory.
 
     What is read in the servers' memory does not come to pinned memory any more.
-
-    Args:
-        maps: As of `WeightSink`.
     """
 
     def __init__(self, staging: Staging, maps: bool) -> None:

@@ -31,11 +31,7 @@ class StepGuard:
         self._may_be_applied = may_be_applied
 
     def abort(self, is_missed: bool) -> None:
-        """The round raised here.
-
-        Args:
-            is_missed: This worker would lack the update if the others apply the round.
-        """
+        """The round raised here; `is_missed` if this worker would lack the update that the others may apply."""
         self.is_incomplete = is_missed and self._may_be_applied
 
     def end(self) -> None:
