@@ -320,7 +320,7 @@ def test_after_a_failed_round_training_goes_on(monkeypatch: pytest.MonkeyPatch) 
     trainer = trainer_of(net)
     train(net, trainer)
 
-    def half_done(self: StoreExchange, grads: Any, weights: dict[str, Tensor]) -> NoReturn:
+    def half_done(self: StoreExchange, grads: Any, weights: dict[str, Tensor], step: Any) -> NoReturn:
         weights["float32"][0] += 1
         raise KeyboardInterrupt
 
