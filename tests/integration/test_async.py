@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import kvtrainer
-from kvtrainer.errors import ConfigurationError, DeadlineError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import LIMIT, SOON
-from tests.support.processes import impatient
+from tests.support.limits import LIMIT
 from tests.support.sizes import sizes
 from tests.support.stores import Servers
 
@@ -52,21 +51,6 @@ def test_with_priorities_every_push_counts_exactly_once_too(
         return pulled(kv, out)
 
     assert jobs.results(2, 2, body, type="dist_async") == [[31.0, 31.0]] * 2
-
-
-def test_a_worker_reads_its_own_writes_without_waiting_for_others(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        out = started(kv)
-        if rank == 1:
-            return []
-        seen = []
-        for _ in range(5):
-            kv.push("small", torch.ones(3))
-            kv.pull("small", out["small"])
-            seen.append(out["small"][0].item())
-        return seen
-
-    assert jobs.results(2, 2, body, type="dist_async")[0] == [2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_a_push_without_an_optimizer_is_refused_before_anything_is_sent(jobs: Servers) -> None:
@@ -137,47 +121,6 @@ def test_a_read_waits_for_a_worker_that_is_too_far_behind(jobs: Servers, stalene
 
     seen = jobs.results(2, 2, body, type="dist_ssp", staleness=staleness)[0]
     assert seen == [2.0 + at for at in range(staleness)] + [3.0 + staleness]
-
-
-def test_a_read_that_waits_too_long_names_who_is_behind_and_keeps_what_was_pushed(jobs: Servers) -> None:
-    done = threading.Barrier(2, timeout=LIMIT)
-
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        out = started(kv)
-        if rank == 0:
-            with impatient(kv, timeout=SOON), pytest.raises(DeadlineError, match="rank 1"):
-                kv.pushpull("small", torch.ones(3), out["small"])
-        done.wait()
-        if rank == 1:
-            kv.push("small", torch.ones(3))
-        kv.barrier()
-        return pulled(kv, {"small": out["small"]})
-
-    assert jobs.results(2, 2, body, type="dist_ssp", staleness=0) == [[3.0], [3.0]]
-
-
-def test_a_trainer_says_how_stale_its_gradient_was(jobs: Servers) -> None:
-    turns = [threading.Barrier(2, timeout=LIMIT) for _ in range(3)]
-
-    def body(kv: DistKVStore, rank: int) -> tuple[int, int]:
-        weight = nn.Parameter(torch.zeros(3))
-        trainer = kvtrainer.Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=kv)
-
-        def step() -> None:
-            weight.sum().backward()
-            trainer.step(1)
-
-        trainer.set_data()  # gives all workers the first weights
-        turns[0].wait()
-        for _ in range(4 if rank == 1 else 0):
-            step()
-        turns[1].wait()
-        if rank == 0:
-            step()
-        turns[2].wait()
-        return trainer.version, trainer.staleness
-
-    assert jobs.results(2, 1, body, type="dist_async") == [(5, 4), (4, 0)]
 
 
 """For the optimizer 'test': w += g."""

@@ -142,40 +142,6 @@ def test_delay_compensation_looks_at_what_the_contributing_worker_has_read(
             assert_close(made[rank].values(), reference.weights, atol=1e-5)
 
 
-def test_delay_compensation_counts_what_was_pulled_not_what_was_pushed(jobs: Servers) -> None:
-    options = {"learning_rate": 0.05, "momentum": 0.5, "lamda": 2.0, "wd": 0.0}
-    reference = DelayCompensated(0.05, 0.5, 2.0, 0.0)
-    script = [
-        (0, "push"),
-        (1, "push"),
-        (1, "push"),
-        (1, "pull"),
-        (0, "push"),
-        (1, "push"),
-        (0, "pull"),
-        (0, "push"),
-        (1, "push"),
-    ]
-    name = new_name()
-    with Members() as members:
-        stores = [members.join(jobs.of(2), rank, 2, name, type="dist_async") for rank in range(2)]
-        for kv in stores:
-            kv.set_optimizer(kvtrainer.optimizer.create("dcasgd", **options))
-        values = [start_of(key) for key in SHAPES]
-        together(*(lambda s=s: s.init(list(SHAPES), values) for s in stores))
-        outs = {key: torch.empty(shape) for key, shape in SHAPES.items()}
-        for turn, (rank, verb) in enumerate([*script, (0, "pull")]):
-            if verb == "push":
-                stores[rank].push(list(SHAPES), [gradient(key, turn) for key in SHAPES])
-                stores[rank].server_stats()  # waits for it
-                reference.push(rank, turn)
-            else:
-                stores[rank].pull(list(SHAPES), list(outs.values()))
-                reference.pull(rank)
-        found = {key: out.double().numpy() for key, out in outs.items()}
-        assert_close(found, reference.weights, atol=1e-5)
-
-
 BETAS = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "wd": 0.1}
 ALONE: list[tuple[str, str, dict[str, Any]]] = [
     ("dist_async", "adamw", BETAS),
@@ -222,28 +188,6 @@ def test_a_scheduler_counts_the_contributions_of_all_workers(jobs: Servers, type
             assert_close(made[rank].values(), expected, atol=1e-5)
         with pytest.raises(SchedulerInUseError):
             made[0].trainer.set_learning_rate(0.1)
-
-
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_scheduler_counts_contributions_to_any_parameter_on_every_server(
-    jobs: Servers, num_servers: int
-) -> None:
-    options = {"lr_scheduler": FactorScheduler(step=2, factor=0.5, base_lr=1.0), "learning_rate": 1.0}
-    expected = starts()
-    order = [("small",), ("sliced",), ("small",), ("small",), ("sliced", "small"), ("sliced",)]
-    with workers(jobs, "dist_async", "sgd", options, num_servers=num_servers) as made:
-        counts = dict.fromkeys(SHAPES, 0)
-        rates = list(scheduled())
-        for turn, names in enumerate(order):
-            made[turn % 2].backward(turn, *names)
-            made[turn % 2].trainer.step(1, ignore_stale_grad=True)
-            for name in names:
-                counts[name] += 1
-            # MXNet's num_update: that of the key with most updates, this one included.
-            rate = rates[max(counts.values()) - 1]
-            for name in names:
-                expected[name] = expected[name] - rate * gradient(name, turn).double().numpy()
-            assert_close(made[turn % 2].values(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("type", ASYNCHRONOUS)

@@ -26,7 +26,7 @@ from kvtrainer.client import shared_gradients
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Process, Processes, eventually, new_name
+from tests.support.processes import Members, Process, Processes, new_name
 from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (5,), (64, 4096), (512, 700))
@@ -134,25 +134,6 @@ def test_weights_are_the_same_to_the_bit_whatever_memory_a_server_may_share_and_
     expected = on_two(members, jobs.of(1), train)
     for weights, _ in found + expected:
         assert all(map(torch.equal, weights, expected[0][0]))
-
-
-def test_servers_give_back_what_they_shared_with_a_worker_that_was_killed(processes: Processes) -> None:
-    servers = processes.servers(2)
-    script = """
-import kvtrainer
-w = torch.nn.Parameter(torch.zeros(1024, 4096))
-trainer = kvtrainer.Trainer([w], "sgd", {"learning_rate": 0.1}, kvstore=kv)
-for _ in range(3):
-    w.sum().backward()
-    trainer.step()
-at("ready")
-"""
-    worker = processes.worker(script, servers, 0, 1, new_name())
-    assert worker.line() == "ready"
-    tables = 2 * 16 * MIB
-    assert memory_of(servers) >= tables + 2 * (8 + 8) * MIB  # channels, and gradients
-    worker.signal(signal.SIGKILL)
-    assert eventually(lambda: memory_of(servers) < tables + MIB)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import kvtrainer
-from kvtrainer.errors import ConfigurationError, PlanMismatchError
+from kvtrainer.errors import ConfigurationError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.processes import raised
 from tests.support.stores import Servers
 
 
@@ -35,33 +34,6 @@ def test_servers_take_the_release_from_the_variable_of_the_workers(
     assert ends == pytest.approx([0.498564] * 2, abs=1e-6)
     ends = jobs.results(2, 1, lambda kv, rank: trained(kv, {**options, "compat": "mxnet2"}))
     assert ends == pytest.approx([0.496871] * 2, abs=1e-6)
-
-
-def test_workers_that_want_different_releases_are_told(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> None:
-        trained(kv, {"compat": "mxnet1" if rank else "mxnet2", "learning_rate": 0.1, "momentum": 0.9})
-
-    for text in raised(jobs.everybody(2, 1, body), PlanMismatchError):
-        assert "mxnet1:nag" in text
-
-
-def test_a_store_that_knows_names_decays_what_mxnet_1_decays_on_servers(jobs: Servers) -> None:
-    names = {0: "fc_weight", 1: "fc_bias"}
-
-    def body(kv: DistKVStore, rank: int) -> list[float]:
-        kv.init(["0", "1"], [torch.ones(1), torch.ones(1)])
-        kv.set_optimizer(
-            kvtrainer.optimizer.create(
-                "sgd", compat="mxnet1", learning_rate=1.0, wd=0.5, param_idx2name=names
-            )
-        )
-        kv.barrier()
-        kv.push(["0", "1"], [torch.zeros(1), torch.zeros(1)])
-        pulled = [torch.empty(1), torch.empty(1)]
-        kv.pull(["0", "1"], out=pulled)
-        return [value.item() for value in pulled]
-
-    assert jobs.results(2, 2, body) == [[0.5, 1.0]] * 2
 
 
 def test_a_function_does_not_travel_to_servers(jobs: Servers) -> None:

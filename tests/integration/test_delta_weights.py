@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -295,37 +294,3 @@ def test_a_server_without_room_for_the_weights_of_workers_refuses_them() -> None
 
     with servers("--max-memory", str(3 * SIZE * 4)) as tight:
         assert len(raised(tight.everybody(1, 1, body), ConfigurationError)) == 1
-
-
-@pytest.mark.parametrize("codec", ["ternary", "int8"])
-def test_a_parameter_that_is_frozen_keeps_the_weights_of_that_moment_and_takes_no_bytes(
-    jobs: Servers, codec: str
-) -> None:
-    """On two workers; a step brings back the changes of the other parameter alone."""
-
-    def body(kv: DistKVStore, rank: int) -> tuple[list[Tensor], list[int]]:
-        weights = [Parameter(noise(seed, SIZE)) for seed in range(2)]
-        trainer = Trainer(weights, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv, {"pull": codec})
-        seen, sent = [], []
-
-        def step(seed: int, *keys: int) -> None:
-            for key in keys:
-                weights[key].grad = noise(10 * seed + key + rank, SIZE)
-            trainer.step(1, ignore_stale_grad=True)
-            seen.append(weights[0].detach().clone())
-            kv.barrier()
-            sent.append(sum(table["bytes_out"] for one in trainer.server_stats() for table in one["tables"]))
-            kv.barrier()
-
-        for seed in range(3):
-            step(seed, 0, 1)
-        weights[0].requires_grad_(False)
-        weights[0].grad = None
-        for seed in range(3, 6):
-            step(seed, 1)
-        return seen, sent
-
-    for seen, sent in jobs.results(2, 2, body):
-        assert all(torch.equal(one, seen[2]) for one in seen[3:])
-        steps = [after - before for before, after in itertools.pairwise(sent)]
-        assert steps[-1] == pytest.approx(steps[1] / 2, rel=0.02)

@@ -63,17 +63,6 @@ def test_the_worker_that_already_waits_on_another_server_is_told_of_the_mismatch
         assert "'w' float32[300001]" in text
 
 
-def test_different_models_are_refused_with_the_first_difference_named(pair: Pair) -> None:
-    models = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, bias=False)
-    before = models[0].weight.detach().clone()
-    trainers = [kvtrainer.Trainer(m, "sgd", kvstore=s) for m, s in zip(models, pair, strict=True)]
-    for model in models:
-        model(torch.ones(1, 3)).sum().backward()
-    texts = raised(together(*(lambda t=t: t.step(1) for t in trainers)), PlanMismatchError)
-    assert all("'bias' float32[2]" in text and "missing" in text for text in texts)
-    assert torch.equal(models[0].weight, before)
-
-
 def test_a_worker_with_another_number_of_workers_is_refused_and_the_others_learn_why(
     members: Members, servers: list[Process]
 ) -> None:

@@ -97,19 +97,6 @@ def test_one_worker_never_completes_a_round_however_often_it_pushes(servers: lis
         assert [out.tolist() for out in _rounds(pair)] == [[2.0] * 3] * 2
 
 
-def test_a_failed_push_is_reported_by_the_next_call_that_concerns_its_key(servers: list[Process]) -> None:
-    with Members() as members:
-        pair = members.pair(servers)
-        together(*(lambda s=s: s.init("w", torch.zeros(3)) for s in pair))
-        with impatient(pair[0], timeout=SOON):
-            pair[0].push("w", torch.ones(3))
-            with pytest.raises(DeadlineError, match="rank 1"):
-                pair[0].pull("w", out=torch.empty(3))
-        out = torch.empty(3)
-        pair[0].pull("w", out=out)
-        assert out.tolist() == [0.0] * 3
-
-
 def test_an_optimizer_that_raises_on_one_of_two_servers_leaves_no_trace_on_either(pair: Pair) -> None:
     name, shape = raising_optimizer.RaisesOnHugeMeans.name, (150, 200)
     weights = [{key: torch.zeros(shape, requires_grad=True) for key in "ab"} for _ in pair]

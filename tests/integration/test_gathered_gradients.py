@@ -285,23 +285,6 @@ def test_one_message_tells_a_server_of_all_gradients_and_that_they_count(
     assert {value for p in parameters for value in p.detach().unique().tolist()} == {-2.0}
 
 
-def test_few_numbers_are_read_in_their_place_too(jobs: Servers, members: Members) -> None:
-    parameter = Parameter(torch.zeros(2048))
-    store = members.join(jobs.of(1), 0, 1, new_name())
-    trainer = kvtrainer.Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=store)
-    for at in range(4):
-        parameter.grad = torch.ones(2048)
-        if at == 3:
-            [numbers] = [
-                channel._sends.numbers
-                for channel in trainer._pipeline.link.exchange.shared_grads._channels.values()
-            ]  # type: ignore[union-attr]
-            numbers.zero_()
-        trainer.step()
-    assert not numbers.any()
-    assert set(parameter.tolist()) == {-2.0}
-
-
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones(
     jobs: Servers,

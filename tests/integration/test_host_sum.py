@@ -136,18 +136,6 @@ def test_a_host_sends_one_gradient_and_gets_weights_once(jobs: Servers) -> None:
         assert 2 * one <= number <= 2 * one * 1.02
 
 
-def test_without_the_option_bits_are_those_of_all_ranks_in_order(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> list[Tensor]:
-        loop = Loop(kv, rank, PAIRS, hierarchy=False)
-        loop.give(0, gradient)
-        loop.trainer.step(1)
-        return loop.weights()
-
-    hosts = ("a", "a", "a", "a")
-    for found, numel in zip(jobs.results(4, 2, body)[0], SIZES, strict=True):
-        assert np.array_equal(found, -folded(hosts, 0, numel))
-
-
 # ---------------------------------------------------------------- rounds that are not plain
 
 

@@ -88,36 +88,6 @@ def test_the_others_are_told_of_a_worker_that_ends_without_a_word(
     assert_serve(servers)
 
 
-def test_who_comes_to_a_barrier_after_a_worker_has_died_is_told_as_well(
-    processes: Processes, members: Members
-) -> None:
-    servers = processes.servers(1, *PATIENT)
-    name = new_name()
-    worker = worker_of(processes, servers, name, "", "auto")
-    other = members.join(servers, 0, 2, name, timeout=FOREVER, dead_after=FOREVER)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    worker.signal(signal.SIGKILL)
-    worker.end()
-    [text] = raised([Call(other.barrier).outcome()], WorkerLostError)
-    assert "the process of rank 1" in text
-
-
-def test_a_worker_that_says_why_it_ends_is_not_one_that_ended_without_a_word(
-    processes: Processes, members: Members, transport: str
-) -> None:
-    servers = processes.servers(1, *PATIENT)
-    name = new_name()
-    worker = worker_of(processes, servers, name, 'raise ValueError("sample 17 is broken")', transport)
-    other = members.join(servers, 0, 2, name)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    waiting = Call(lambda: round_of(other, "w", torch.ones(3)))
-    worker.go()
-    [text] = raised([waiting.outcome()], WorkerLostError)
-    assert "rank 1 has left (ValueError: sample 17 is broken)" in text
-
-
 def test_a_child_that_a_worker_has_forked_does_not_hide_its_death(
     processes: Processes, members: Members, transport: str
 ) -> None:

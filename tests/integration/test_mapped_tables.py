@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.errors import RowIdError, ServerUnreachableError
+from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import DEAD_AFTER
 from tests.support.processes import Members, Process, Processes, new_name
@@ -141,21 +141,6 @@ def test_rows_that_are_prefetched_are_those_that_the_next_batch_reads(
 
     for rank, seen in enumerate(on_two(members, jobs.of(2), prefetch)):
         assert all(map(torch.equal, seen, expected(rank, 3)))
-
-
-def test_ids_that_a_table_has_not_are_refused(processes: Processes, members: Members) -> None:
-    def ask(worker: Worker) -> list[str]:
-        worker.train()
-        texts = []
-        for wrong in (SIZES[0], -1):
-            with pytest.raises(RowIdError) as raised:
-                worker.tables[0].row_sparse_data([0, wrong])
-            texts.append(str(raised.value))
-        return texts
-
-    for high, low in on_two(members, processes.servers(1), ask):
-        assert str(SIZES[0]) in high
-        assert "-1" in low
 
 
 def test_a_worker_knows_the_version_of_rows_that_it_has_read(processes: Processes, members: Members) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvtrainer.kvstore import DistKVStore
-from tests.support.limits import DEAD_AFTER
-from tests.support.processes import FORGETFUL, Members, Processes, eventually, impatient, new_name, together
+from tests.support.processes import FORGETFUL, Members, Processes, eventually, new_name, together
 from tests.support.stores import Servers, servers
 
 SHAPE = (1200, 1200)
@@ -161,13 +160,3 @@ def test_a_killed_worker_is_counted_as_dead_by_all_others_and_one_that_closed_is
         assert [last.num_dead_nodes(4), last.num_dead_nodes(2), last.num_dead_nodes(6)] == [1, 0, 1]
         last.close()
         assert first.num_dead_nodes() == 1
-
-
-def test_a_killed_server_is_counted_where_servers_count() -> None:
-    with Processes() as processes, Members() as members:
-        started = processes.servers(2)
-        kv = members.join(started, 0, 1, new_name())
-        started[1].signal(signal.SIGKILL)
-        started[1].popen.wait()
-        with impatient(kv, dead_after=DEAD_AFTER):
-            assert kv.num_dead_nodes(2) == 1

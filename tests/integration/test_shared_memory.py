@@ -215,19 +215,6 @@ def test_workers_read_the_weights_of_a_server_where_they_lie_until_the_job_ends(
     assert eventually(lambda: "memfd:kvstore-weights" not in mapped[0].read_text())
 
 
-def test_the_memory_of_a_worker_that_was_killed_is_given_back(processes: Processes) -> None:
-    [server] = processes.servers(1)
-    mapped = Path(f"/proc/{server.pid}/maps")
-    assert mapped.read_text().count("memfd:kvstore (") == 0
-    worker = processes.worker(
-        "kv.init('w', torch.zeros(3_000_000))\nat('ready')\n", [server], 0, 1, new_name()
-    )
-    assert worker.line() == "ready"
-    assert mapped.read_text().count("memfd:kvstore (") >= 2
-    worker.signal(signal.SIGKILL)
-    assert eventually(lambda: mapped.read_text().count("memfd:kvstore (") == 0)
-
-
 BUSY_LOADER = f"""
 FOREVER = {FOREVER}
 import time
@@ -316,12 +303,3 @@ def test_a_worker_that_cannot_share_memory_says_why(
             store.init("w", torch.ones(3))
             assert channels_of(store) == {}
             assert ["another user" in record.getMessage() for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("transport", ["rdma", "ipc"])
-def test_a_transport_that_there_is_not_is_refused_with_its_name(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
-    with Members() as members, pytest.raises(ConfigurationError, match=transport):
-        members.join(jobs.of(1), 0, 1, new_name())

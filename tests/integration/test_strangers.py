@@ -305,17 +305,6 @@ def test_damaged_messages_of_this_protocol_do_not_disturb_a_server(
     assert_serve([server])
 
 
-def test_requests_without_a_session_are_refused_whatever_they_ask(
-    server: Process, peer: zmq.Socket[bytes]
-) -> None:
-    for body in _bodies()[1:]:
-        peer.send_multipart(encode(m.Request(run=1, session=1, number=5, body=body)))
-        reply = m.Reply(*decode(_answer_of(peer))[2:])
-        assert reply.number == 5
-        assert isinstance(reply.body, m.Failed)
-        assert reply.body.code == "ServerLostState"
-
-
 def test_the_memory_of_a_message_that_was_refused_is_given_back(
     server: Process, peer: zmq.Socket[bytes]
 ) -> None:

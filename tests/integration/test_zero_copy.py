@@ -26,10 +26,8 @@ import kvtrainer
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport import pages
 from kvtrainer.client import shared_weights
-from kvtrainer.client.session import Session
 from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import (
-    KVStoreError,
     OptimizerError,
     ParameterMovedError,
     ServerUnreachableError,
@@ -259,23 +257,6 @@ def test_weights_that_were_swapped_in_and_out_follow_those_of_workers_that_have_
     assert all(map(torch.equal, first, second))
 
 
-@on_every_way
-def test_the_stores_weights_may_be_copied_into_parameters_without_rounds(
-    jobs: Servers, members: Members
-) -> None:
-    pair = members.pair(jobs.of(2), type="dist_async")
-    first, second = together(*(lambda r=r, kv=kv: Worker(kv, r, "sgd") for r, kv in enumerate(pair)))
-    together(first.trainer.set_data, second.trainer.set_data)
-    for worker in (first, second, first):
-        pulled = worker.trainer.pull_weights()
-        with torch.no_grad():
-            for parameter, weight in pulled.items():
-                parameter.copy_(weight)
-        worker.steps(2)
-        now = worker.trainer.pull_weights()
-        assert all(parameter.equal(now[parameter]) for parameter in worker.parameters)
-
-
 def test_weights_that_come_in_messages_are_copied_with_a_line_where_no_memory_is_to_spare(
     jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,23 +411,3 @@ def test_a_round_that_servers_take_back_leaves_whole_weights_and_the_error_says_
         assert "nothing was applied" in text
         assert "two rounds" not in text
         assert is_unchanged
-
-
-def test_a_step_that_was_interrupted_when_servers_had_made_it_is_not_made_once_more(
-    jobs: Servers, members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
-    worker.steps(2)
-    real, interrupted = Session.wait, list[bool]()
-
-    def wait(*args: Any, **options: Any) -> bool:
-        if not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return real(*args, **options)
-
-    monkeypatch.setattr(Session, "wait", wait)
-    with pytest.raises(KeyboardInterrupt):
-        worker.steps()
-    with pytest.raises(KVStoreError):
-        worker.steps()
