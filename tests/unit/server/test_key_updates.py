@@ -1,19 +1,27 @@
-"""Optimizers that need whole keys: the same bits for any number of servers, undone and carried over key by key."""
+"""Optimizers on parts of keys and on whole keys: the same bits, however keys are cut, and how updates are counted."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.codec import torch_dtype
+from kvstore_server.engine.agreed import effective_hypers
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.optimizer.base import StateValue
+from kvstore_server.plan import TensorSpec, make_plan
+from kvstore_server.shard.reduction import RankContribution, Run, left_out_by_all
+from kvstore_server.shard.shard import Shard, Unit
 from kvtrainer.errors import ProtocolError
 from kvtrainer.states.format import export_states
 from kvtrainer.sync.exchange import StoreExchange
 from tests.support.engines import client_of, filled, plan_of, run_round, views
+from tests.support.optimizer_slices import given_to
 
 SHAPES = {"bias": (1, 5), "big": (150, 200), "odd": (7, 13), "second": (40, 300)}
 """"big" and "second" have several slices each, the others share a bucket."""
@@ -95,3 +103,118 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError):
         exchange.put_state(bucket, exchange.get_state(other))
     assert export_states(plan, exchange)[2]["exp_avg"].shape == (7, 13)
+
+
+PART_SHAPES = [(0, 3), (5_000,), (3,), (0,), (70_001,), (9, 31), (40_000,), (0,)]
+STEP = 4096
+
+
+def make_shard(dtype: str) -> tuple[Shard, Unit]:
+    shard = Shard()
+    unit = shard.add(
+        make_plan([TensorSpec(str(at), shape, dtype) for at, shape in enumerate(PART_SHAPES)], 1)
+    )
+    gen = torch.Generator().manual_seed(1)
+    values = {p.index: torch.randn(p.used, generator=gen).to(torch_dtype(dtype)) for p in unit.slices}
+    shard.assign_sum([given_to(shard, values)])
+    return shard, unit
+
+
+def gradients(unit: Unit, seed: int) -> list[dict[int, torch.Tensor]]:
+    """What each of two ranks gives to the slots, with zeros as padding."""
+    gen, found = torch.Generator().manual_seed(seed), []
+    for _ in range(2):
+        found.append({})
+        for slot, piece in enumerate(unit.slices):
+            values = torch.zeros(piece.length)
+            for segment in piece.segments:
+                values[segment.start : segment.start + segment.numel] = torch.randn(
+                    segment.numel, generator=gen
+                )
+            found[-1][slot] = values.to(torch_dtype(piece.dtype))
+    return found
+
+
+def cuts(nbytes: int, seed: int) -> list[int]:
+    """Where parts of a slice of so many bytes begin and end."""
+    gen = torch.Generator().manual_seed(seed)
+    inner = {STEP * int(torch.randint(nbytes // STEP + 1, (), generator=gen)) for _ in range(3)}
+    return sorted({0, *inner, nbytes})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        ("sgd", {"momentum": 0.9, "wd": 0.01}),
+        ("adam", {}),
+        ("nadam", {}),
+        ("rmsprop", {"centered": True, "clip_gradient": 0.5}),
+        ("sgld", {}),
+        ("ftrl", {}),
+    ],
+)
+def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], dtype: str) -> None:
+    optimizers: list[Optimizer] = [
+        create(name, learning_rate=0.125, multi_precision=True, **hyper) for _ in range(2)
+    ]
+    (whole, unit), (parted, other) = make_shard(dtype), make_shard(dtype)
+    hypers = [effective_hypers(unit.plan, one, {}) for one in optimizers]
+    for round_ in range(3):
+        given = gradients(unit, round_)
+        scale = [0.5, 0.5 + 0.25 * (round_ == 2)]
+        whole.update(
+            [
+                RankContribution([Run(s, s + 1, v) for s, v in one.items()], f)
+                for one, f in zip(given, scale, strict=True)
+            ],
+            optimizers[0],
+            [hypers[0]],
+        )
+        for slot in reversed(range(len(other.slices))):
+            edges = cuts(parted.storage.padded[slot].nbytes, 100 * round_ + slot)
+            for low, high in pairwise(edges):
+                begin, end = (at // torch_dtype(dtype).itemsize for at in (low, high))
+                some = [
+                    RankContribution([Run(slot, slot + 1, one[slot][begin:end])], f)
+                    for one, f in zip(given, scale, strict=True)
+                ]
+                parted.update_part(some, optimizers[1], hypers[1], other, slot, begin, end)
+        parted.count([other])
+        for slot, piece in enumerate(unit.slices):
+            assert torch.equal(whole.storage.padded[slot], parted.storage.padded[slot])
+            mine, theirs = whole.get_state(unit, piece.index), parted.get_state(other, piece.index)
+            assert mine.steps.tolist() == theirs.steps.tolist() == [round_ + 1] * len(piece.segments)
+            assert mine.tensors.keys() == theirs.tensors.keys()
+            assert all(torch.equal(values, theirs.tensors[key]) for key, values in mine.tensors.items())
+
+
+KEYS = 5
+COUNTED = make_plan([TensorSpec(str(key), (4000,), "float32") for key in range(KEYS)], 2)
+
+
+def contribution_to(shard: Shard, absent: frozenset[int]) -> RankContribution:
+    unit = shard.units[-1]
+    here = [p for p in unit.slices if any(s.key not in absent for s in p.segments)]
+    return given_to(shard, {p.index: torch.ones(p.used) for p in here}, absent=absent)
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(server: int) -> None:
+    chance = random.Random(3)
+    shard, optimizer = Shard(), create("test")
+    shard.add(COUNTED, 0)
+    unit, every = shard.add(COUNTED, server), [0] * KEYS
+    hypers = [optimizer.hyper] * KEYS
+    for _ in range(100):
+        left_out = frozenset(key for key in range(KEYS) if chance.random() < chance.choice((0.0, 0.5, 1.0)))
+        every = [n + (key not in left_out) for key, n in enumerate(every)]
+        given = [contribution_to(shard, left_out)]
+        assert shard.updates_after(unit, given) == max(every)
+        shard.update(given, optimizer, [hypers], [unit])
+
+
+def test_only_what_no_contribution_has_is_left_out() -> None:
+    given = [RankContribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
+    assert left_out_by_all(given[:2]) == {2}
+    assert left_out_by_all(given) == frozenset()

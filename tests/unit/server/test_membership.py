@@ -1,13 +1,19 @@
-"""Who takes part, who is gone, and the barrier: one rule in each test. The clock is an argument."""
+"""Who takes part and who is gone: sessions, barriers, silent ranks, and processes that a server watches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from kvstore_server.engine.membership import Membership, RankSession
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.membership import Membership, RankSession, random_token
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.engine.rounds import Waiter
 from kvstore_server.errors import (
     ConfigurationError,
+    FencedError,
     KVStoreError,
     ProtocolError,
     ServerLostState,
@@ -16,12 +22,14 @@ from kvstore_server.errors import (
     WorkerLostError,
     describe,
 )
+from kvstore_server.processes import LAST_WORDS, ProcessState
+from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.messages import Gather, Hello
 
 DEAD_AFTER = 20.0
 
 
-def session(
+def session_of(
     rank: int, token: int = 9, now: float = 0.0, *, num_workers: int = 3, address: str = ""
 ) -> RankSession:
     hello = Hello("job", rank, num_workers, 0, 1, "", address or f"host{rank}:1{rank}", b"", ())
@@ -32,7 +40,7 @@ def joined(*ranks: int, now: float = 0.0) -> Membership:
     """Three workers, of which these have joined."""
     members = Membership("job", 3)
     for rank in ranks:
-        members.join(session(rank, token=rank + 1, now=now))
+        members.join(session_of(rank, token=rank + 1, now=now))
     return members
 
 
@@ -47,13 +55,13 @@ def enter(
 
 def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"rank 1 \(host1:11\).* 4 workers.* 3;"):
-        joined(0).join(session(1, num_workers=4, token=2, now=0.0))
+        joined(0).join(session_of(1, num_workers=4, token=2, now=0.0))
 
 
 @pytest.mark.parametrize("rank", [-1, 3])
 def test_a_rank_out_of_range_is_refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=f"rank {rank} is not in 0 … 2"):
-        joined().join(session(rank, token=1, now=0.0))
+        joined().join(session_of(rank, token=1, now=0.0))
 
 
 def test_the_error_of_a_departed_rank_names_it_and_its_reason() -> None:
@@ -85,7 +93,7 @@ def test_only_where_a_rank_was_done_before_the_others_its_error_speaks_of_joinin
     members.leave(2, "it closed its kvstore", is_clean=True)
     texts = {rank: str(members.lost_error([rank], "round 4", 1.0, DEAD_AFTER)) for rank in (0, 1, 2)}
     assert {rank: "trainer.join()" in text for rank, text in texts.items()} == {0: False, 1: False, 2: True}
-    members.join(session(2, token=9, now=1.0))
+    members.join(session_of(2, token=9, now=1.0))
     members.leave(2, "nan", is_clean=False)
     assert "trainer.join()" not in str(members.lost_error([2], "round 4", 1.0, DEAD_AFTER))
 
@@ -131,3 +139,330 @@ def test_whoever_reads_gets_what_all_gave_in_rank_order_also_if_it_asks_again() 
     for rank, parts in ((1, everything), (2, ())):
         again = members.enter_barrier(rank, given[rank], waiters[rank], 0.0)
         assert again == [(waiters[rank], parts)]
+
+
+OWN, OTHER, STRANGER = b"own socket", b"other socket", b"stranger"
+
+
+class Place:
+    """An engine for jobs of two workers, and what it is asked at which time."""
+
+    def __init__(self, tokens: Callable[[], int] = random_token) -> None:
+        self.engine = Engine(EngineConfig(dead_after=DEAD_AFTER), tokens=tokens)
+        self.now = 0.0
+
+    def ask(self, peer: bytes, token: int, body: m.RequestBody) -> m.ReplyBody | None:
+        """What the peer is told."""
+        out = self.engine.handle(peer, m.Request(1, token, 7, body), self.now)
+        return next((o.reply.body for o in out if o.peer == peer), None)
+
+    def hello(
+        self,
+        rank: int = 0,
+        nonce: bytes = b"first",
+        sockets: tuple[bytes, ...] = (OWN, OTHER),
+        job: str = "job",
+    ) -> m.ReplyBody | None:
+        return self.ask(sockets[0], 0, m.Hello(job, rank, 2, 0, 1, "", f"h{rank}:{nonce!r}", nonce, sockets))
+
+    def token(self, rank: int = 0, nonce: bytes = b"first", sockets: tuple[bytes, ...] = (OWN, OTHER)) -> int:
+        welcome = self.hello(rank, nonce, sockets)
+        assert isinstance(welcome, m.Welcome)
+        return welcome.session
+
+
+def code(body: m.ReplyBody | None) -> str:
+    assert isinstance(body, m.Failed), body
+    return body.code
+
+
+def test_tokens_are_what_their_source_gives_but_never_zero_and_never_the_same_twice() -> None:
+    place = Place(iter([0, 7, 7, 9, 1 << 63]).__next__)
+    assert [place.token(0, b"a"), place.token(1, b"b"), place.token(0, b"c")] == [7, 9, 1 << 63]
+
+
+def test_tokens_of_a_server_are_random_numbers_of_64_bits() -> None:
+    tokens = [Place().token() for _ in range(64)]
+    assert len(set(tokens)) == 64
+    assert max(tokens) >= 1 << 60  # 16⁻⁶⁴ if not
+
+
+def test_another_socket_is_refused_as_if_there_were_no_such_session() -> None:
+    place = Place()
+    refused = [place.ask(STRANGER, token, m.Stats()) for token in (place.token(), 1, 0)]
+    assert code(refused[0]) == FencedError.__name__
+    assert refused[0] == refused[1] == refused[2]
+
+
+@pytest.mark.parametrize(
+    "body", [m.Leave("bye", True), m.SetOptimizer(b"\x80"), m.Register("w", (("w", (4,), "float32", 0, False),), False)]
+)  # fmt: skip
+def test_what_another_socket_asks_for_has_no_effect(body: m.RequestBody) -> None:
+    place = Place()
+    token = place.token()
+    assert code(place.ask(STRANGER, token, body)) == FencedError.__name__
+    stats = place.ask(OWN, token, m.Stats())
+    assert isinstance(stats, m.Status)
+    assert (stats.values["tables"], stats.values["messages_in"]) == ([], 1)
+
+
+def test_another_socket_is_no_sign_of_life() -> None:
+    place = Place()
+    alive, dead = place.token(0, b"a", (OWN,)), place.token(1, b"b", (OTHER,))
+    place.now = DEAD_AFTER + 1
+    place.ask(STRANGER, dead, m.Heartbeat())
+    place.ask(OWN, alive, m.Gather(0, 60.0))
+    [told] = place.engine.tick(place.now)
+    assert (told.peer, code(told.reply.body)) == (OWN, WorkerLostError.__name__)
+
+
+def test_a_hello_that_comes_again_gets_the_same_session_and_begins_nothing_anew() -> None:
+    place = Place()
+    token = place.token()
+    place.ask(OWN, token, m.Gather(0, 60.0))
+    assert place.token() == token
+    released = place.engine.handle(
+        b"b", m.Request(1, place.token(1, b"b", (b"b",)), 1, m.Gather(0, 60.0)), 0.0
+    )
+    assert [out.peer for out in released] == [OWN, b"b"]
+
+
+def test_a_hello_that_comes_again_is_a_sign_of_life() -> None:
+    place = Place()
+    place.token(0, b"a", (OWN,))
+    alive = place.token(1, b"b", (OTHER,))
+    place.now = DEAD_AFTER + 1
+    place.token(0, b"a", (OWN,))
+    assert isinstance(place.ask(OTHER, alive, m.Gather(0, 60.0)), m.Pending)
+
+
+@pytest.mark.parametrize(("nonce", "sockets"), [(b"second", (OWN, OTHER)), (b"first", (b"new", OTHER))])
+def test_another_process_of_the_rank_gets_another_session_and_shuts_the_first_out(
+    nonce: bytes, sockets: tuple[bytes, ...]
+) -> None:
+    place = Place()
+    first = place.token()
+    assert place.token(0, nonce, sockets) != first
+    refused = place.ask(OTHER, first, m.Stats())
+    assert code(refused) == FencedError.__name__
+    assert f"taken over by h0:{nonce!r}" in str(refused)
+    assert "taken over" not in str(place.ask(STRANGER, first, m.Stats()))
+
+
+def test_a_late_hello_of_a_process_that_was_replaced_or_has_left_is_refused() -> None:
+    place = Place()
+    first, second = place.token(), place.token(0, b"second", (b"new",))
+    assert code(place.hello()) == FencedError.__name__
+    assert isinstance(place.ask(b"new", second, m.Stats()), m.Status)
+    place.ask(b"new", second, m.Leave("done", True))
+    assert code(place.hello(0, b"second", (b"new",))) == FencedError.__name__
+    assert not place.engine.namespaces
+    assert first != second
+
+
+def test_a_hello_that_does_not_name_its_own_socket_is_refused() -> None:
+    place = Place()
+    hello = m.Hello("job", 0, 2, 0, 1, "", "h", b"first", (OWN, OTHER))
+    assert code(place.ask(STRANGER, 0, hello)) == ProtocolError.__name__
+    assert not place.engine.namespaces
+
+
+def test_sessions_that_ended_long_ago_are_forgotten() -> None:
+    place = Place()
+    for at in range(3000):
+        place.token(0, b"%d" % at)
+    assert len(place.engine._sessions._opened) < 1100
+
+
+def test_who_is_still_there_at_the_end_is_told_and_nobody_else() -> None:
+    place = Place()
+    place.token(0, b"a", (OWN, OTHER))
+    gone = place.token(1, b"b", (b"b",))
+    place.ask(b"b", gone, m.Leave("done", True))
+    [notice] = place.engine.abandon(0.0)
+    assert (notice.peer, notice.reply.number, code(notice.reply.body)) == (
+        OWN,
+        0,
+        "ServerStoppingError",
+    )
+
+
+PATIENCE = 600.0
+KILLED = "was killed by signal 9 (SIGKILL)"
+
+
+class Seen:
+    """Processes as the server sees them, of rank 0 and 1."""
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[bytes, int], ProcessState] = {}
+        self.how = ""
+
+    def ended(self) -> dict[tuple[bytes, int], str]:
+        return {key: self.how for key, state in self.states.items() if state is ProcessState.ENDED}
+
+    def state(self, key: tuple[bytes, int]) -> ProcessState:
+        return self.states.get(key, ProcessState.UNKNOWN)
+
+
+class WatchedPlace:
+    """An engine with two workers; rank 0 gives signs of life, rank 1 does what the test says."""
+
+    def __init__(self, mode: str = "sync", num_workers: int = 2) -> None:
+        self.engine = Engine(EngineConfig(dead_after=DEAD_AFTER))
+        self.now = 0.0
+        self.seen = Seen()
+        self.keys = []
+        for rank in range(num_workers):
+            peer = b"p%d" % rank
+            hello = m.Hello("job", rank, num_workers, 0, 1, "", f"h{rank}:1{rank}", peer, (peer,), mode)
+            [welcome] = self.engine.handle(peer, m.Request(0, 0, 1, hello), 0.0)
+            assert isinstance(welcome.reply.body, m.Welcome)
+            self.keys.append((peer, welcome.reply.body.session))
+
+    def says(self, rank: int, body: m.RequestBody) -> list[m.Outgoing]:
+        peer, token = self.keys[rank]
+        return self.engine.handle(peer, m.Request(1, token, 5, body), self.now)
+
+    def waits(self) -> None:
+        """Have rank 0 come to a barrier."""
+        self.says(0, m.Gather(0, PATIENCE))
+
+    def goes_on(self, until: float) -> list[m.Failed]:
+        """Let time pass, in which rank 0 alone is heard; what anybody is told."""
+        told: list[Any] = []
+        while self.now < until and not told:
+            self.now = min(self.now + 0.1, until)
+            self.says(0, m.Heartbeat())
+            self.engine.look_at(self.seen, self.now)  # type: ignore[arg-type]
+            told += [out.reply.body for out in self.engine.tick(self.now)]
+        return told
+
+
+def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last_words_would_have_come() -> (
+    None
+):
+    place = WatchedPlace()
+    place.waits()
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
+    [failed] = place.goes_on(DEAD_AFTER)
+    assert failed.code == "WorkerLostError"
+    assert f"the process of rank 1 (h1:11) {KILLED}" in failed.text
+    assert LAST_WORDS <= place.now <= LAST_WORDS + 0.21
+
+
+def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> None:
+    place = WatchedPlace()
+    place.waits()
+    place.engine.namespaces["job"].next_look = DEAD_AFTER
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
+    [failed] = place.goes_on(PATIENCE)
+    assert failed.code == "WorkerLostError"
+    assert place.now <= LAST_WORDS + 0.31
+
+
+def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:
+    place = WatchedPlace()
+    place.waits()
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
+    assert place.goes_on(0.1) == []
+    place.seen.how = KILLED
+    [failed] = place.goes_on(DEAD_AFTER)
+    assert KILLED in failed.text
+
+
+def test_what_it_has_said_before_it_ended_counts_although_it_comes_later() -> None:
+    place = WatchedPlace()
+    place.seen.states[place.keys[1]] = ProcessState.ENDED
+    assert place.goes_on(0.2) == []
+    assert place.says(1, m.Gather(0, PATIENCE))
+    out = place.says(0, m.Gather(0, PATIENCE))
+    assert {one.reply.body for one in out} == {m.Gathered((b"", b""))}
+    place.says(1, m.Leave("ValueError: sample 17", False))
+    place.now += DEAD_AFTER
+    place.says(0, m.Gather(1, PATIENCE))
+    [failed] = place.goes_on(place.now + 1.0)
+    assert "rank 1 has left (ValueError: sample 17)" in failed.text
+
+
+def test_a_dead_worker_is_counted_and_shown_as_failed() -> None:
+    place = WatchedPlace()
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
+    place.goes_on(1.0)
+    [stats] = place.says(0, m.Stats())
+    assert isinstance(stats.reply.body, m.Status)
+    assert stats.reply.body.values["num_dead"] == 1
+    [facts] = place.says(0, m.GetStatus())
+    assert isinstance(facts.reply.body, m.Status)
+    [job] = facts.reply.body.values["jobs"]
+    assert [(one["state"], KILLED in one["why"]) for one in job["workers"]] == [
+        ("here", False),
+        ("failed", True),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_where_a_successor_may_go_on_in_its_place_a_dead_worker_is_waited_for_as_one_that_is_silent(
+    mode: str,
+) -> None:
+    place = WatchedPlace(mode)
+    place.waits()
+    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
+    [failed] = place.goes_on(3 * DEAD_AFTER)
+    assert KILLED in failed.text
+    assert DEAD_AFTER <= place.now <= DEAD_AFTER + 0.3
+
+
+def test_a_process_that_runs_is_waited_for_until_the_deadline_of_the_wait_however_silent_it_is() -> None:
+    place = WatchedPlace()
+    place.waits()
+    place.seen.states[place.keys[1]] = ProcessState.RUNS
+    [failed] = place.goes_on(2 * PATIENCE)
+    assert place.now == pytest.approx(PATIENCE, abs=0.2)
+    assert failed.code == "DeadlineError"
+    assert "but its process runs" in failed.text
+
+
+def test_a_namespace_without_values_is_kept_while_a_process_of_it_runs() -> None:
+    place = WatchedPlace(num_workers=1)
+    place.seen.states[place.keys[0]] = ProcessState.RUNS
+    for at in range(int(10 * DEAD_AFTER)):
+        place.engine.look_at(place.seen, float(at))  # type: ignore[arg-type]
+        place.engine.tick(float(at))
+    assert list(place.engine.namespaces) == ["job"]
+
+
+def test_a_stopped_process_is_lost_by_its_silence_which_begins_when_it_was_last_seen_to_run() -> None:
+    place = WatchedPlace()
+    place.waits()
+    place.seen.states[place.keys[1]] = ProcessState.RUNS
+    assert place.goes_on(3 * DEAD_AFTER) == []
+    place.seen.states[place.keys[1]] = ProcessState.STOPPED
+    [failed] = place.goes_on(2 * PATIENCE)
+    assert failed.code == "WorkerLostError"
+    assert "and its process is stopped" in failed.text
+    assert 3.4 * DEAD_AFTER <= place.now <= 4.1 * DEAD_AFTER
+
+
+def test_a_process_that_cannot_be_seen_is_lost_by_its_silence_and_the_error_says_what_else_it_may_be() -> (
+    None
+):
+    place = WatchedPlace()
+    place.waits()
+    [failed] = place.goes_on(2 * PATIENCE)
+    assert DEAD_AFTER <= place.now <= DEAD_AFTER + 0.3
+    assert "interpreter lock (GIL), raise KVSTORE_DEAD_AFTER" in failed.text
+
+
+def test_nobody_is_looked_at_who_is_heard() -> None:
+    place = WatchedPlace()
+    place.seen.states[place.keys[1]] = ProcessState.STOPPED
+    place.now = 0.4 * DEAD_AFTER
+    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
+    place.now = 0.9 * DEAD_AFTER
+    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
+    place.says(1, m.Heartbeat())
+    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
+    [pending] = place.says(0, m.Gather(0, PATIENCE))
+    assert isinstance(pending.reply.body, m.Pending)
+    assert pending.reply.body.why.endswith("rank 1 (h1:11) was last heard 0.0 s ago")

@@ -1,24 +1,39 @@
-"""Rows: as bytes, which come out as they went in or are a ProtocolError; and a log of those that have changed."""
+"""Rows: their bytes, the log of those that changed, and the records of workers."""
 
 from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kvstore_server.engine.engine import Engine
+from kvstore_server.engine.namespace import EngineConfig
 from kvstore_server.errors import ProtocolError
+from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, Slice, TensorSpec, grouped, make_plan
+from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME
 from kvstore_server.protocol.rows import (
+    PACKED_ROWS,
     RowSet,
     decode_rows,
     encode_rows,
     split_rows,
 )
 from kvstore_server.shard.storage import VERSIONS_KEPT, RowChanges
+from kvtrainer.client.client import Client
+from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.session import Calls
+from kvtrainer.client.tables import RemoteTable
+from tests.support.engines import client_of
+from tests.support.messages import contribution
 
 
 def one_slice(*shapes: tuple[int, ...], dtype: str = "float32") -> tuple[Plan, Slice]:
@@ -212,3 +227,246 @@ def test_a_worker_that_applies_what_it_is_told_always_has_the_table(seed: int) -
                     copy[40 * position + row] = table[40 * position + row]
             assert copy == table
             workers[at] = (copy, version)
+
+
+WIDTH, NUM_ROWS, IN_SLICE = 8, 65_536, 8_192
+SLICES = NUM_ROWS // IN_SLICE
+
+
+class Job:
+    """One worker with a table of zeros from which gradients are subtracted, and another table beside it."""
+
+    def __init__(self) -> None:
+        self.client: Client = client_of(1, [Engine(EngineConfig())])
+        self.client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+        specs = [TensorSpec("w", (NUM_ROWS, WIDTH), "float32", row_sparse=True)]
+        self.tables: list[RemoteTable] = self.client.register({"t": specs, "other": specs})
+        assert len(self.tables[0].plan.slices) == SLICES
+        for table in self.tables:
+            zeros = Contribution([table], [{}], None, sources={0: lambda _, numel: torch.zeros(numel)})
+            self.client.rounds.wait(self.client.rounds.start(zeros))
+
+    def push(self, records: Sequence[tuple[int, bytes]]) -> None:
+        """Send records, (slot, bytes) each, as the first round, and commit it; raises what the server answers."""
+        payloads = [(slot, torch.frombuffer(bytearray(data), dtype=torch.uint8)) for slot, data in records]
+        self.client._session.call(0, contribution(payloads, 1, 0, len(records), form=PACKED_ROWS))
+
+    def pull(self, ids: bytes, key: int = 0) -> None:
+        self.client._session.call(0, m.PullRows(0, key, ids, 1.0))
+
+    def rows(self, *places: int) -> list[float]:
+        """Read rows by where they lie on the server, to whose slices they are interleaved."""
+        [deal] = self.tables[0].plan.rows(0).deals
+        ids = torch.from_numpy(deal.rows(np.array(places)))
+        [found] = self.client.rows.pull([(self.tables[0], 0, ids)])
+        return found[:, 0].tolist()
+
+
+def record(job: Job, ids: Sequence[int], at: int = 0, slices: int = SLICES) -> bytes:
+    """Rows of ones of some slices from one on, counted from there; in the form of ids."""
+    piece = job.tables[0].plan.slices[at]
+    rows = RowSet(torch.tensor(ids), torch.ones(len(ids), WIDTH))
+    return encode_rows(job.tables[0].plan, piece, {0: rows}, slices).numpy().tobytes()
+
+
+def altered(data: bytes, at: int, *numbers: int) -> bytes:
+    """The record with other int32 from one on: the head has 2, the segment 4, ids follow."""
+    return data[: 4 * at] + struct.pack(f"<{len(numbers)}i", *numbers) + data[4 * (at + len(numbers)) :]
+
+
+def test_rows_of_all_slices_of_a_key_are_one_record() -> None:
+    job = Job()
+    job.push([(0, record(job, [0, IN_SLICE - 1, IN_SLICE, NUM_ROWS - 1]))])
+    assert job.rows(0, 1, IN_SLICE - 1, IN_SLICE, NUM_ROWS - 1) == [-1, 0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("at", "numbers"),
+    [
+        (6, (2, 1, 3)),
+        (6, (1, 1, 3)),
+        (6, (-1, 1, 3)),
+        (6, (1, 2, NUM_ROWS)),
+        (1, (SLICES + 1,)),
+        (1, (0,)),
+        (1, (-1,)),
+        (3, (2,)),
+        (3, (4,)),
+        (3, (NUM_ROWS + 1,)),
+        (2, (1,)),
+    ],
+)
+def test_a_record_that_does_not_fit_its_key_is_refused_and_a_right_one_counts_after_it(
+    at: int, numbers: tuple[int, ...]
+) -> None:
+    job = Job()
+    right = record(job, [1, 2, 3])
+    with pytest.raises(ProtocolError):
+        job.push([(0, altered(right, at, *numbers))])
+    assert job.rows(*range(8)) == [0] * 8
+    job.push([(0, right)])
+    assert job.rows(0, 1, 2, 3, 4) == [0, -1, -1, -1, 0]
+
+
+def test_a_record_names_no_slices_behind_those_of_its_key() -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.push([(5, altered(record(job, [0], 5, 3), 1, 4))])
+    job.push([(5, record(job, [0], 5, 3))])
+    assert job.rows(0, 5 * IN_SLICE) == [0, -1]
+
+
+def test_records_of_one_key_that_name_a_row_twice_fail_the_round_and_change_nothing() -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.push([(0, record(job, [7, 9_000])), (1, record(job, [9], 1, 7))])
+    assert job.rows(7, IN_SLICE + 9, 9_000) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "key"),
+    [
+        ((2, 1), 0),
+        ((1, 1), 0),
+        ((-1, 1), 0),
+        ((1, NUM_ROWS), 0),
+        ((1, 1 << 62), 0),
+        ((1,), 1),
+        ((1,), -1),
+        (range(NUM_ROWS), 0),
+    ],
+)
+def test_a_pull_of_rows_that_the_key_has_not_or_of_too_many_is_refused(ids: Sequence[int], key: int) -> None:
+    job = Job()
+    with pytest.raises(ProtocolError):
+        job.pull(struct.pack(f"<{len(ids)}q", *ids), key)
+
+
+def test_ids_of_a_pull_are_whole_numbers_of_eight_bytes() -> None:
+    with pytest.raises(ProtocolError):
+        Job().pull(bytes(12))
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_rows_that_take_several_messages_are_those_of_one(servers: int) -> None:
+    client = client_of(servers)
+    client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+    [table] = client.register({"t": [TensorSpec("w", (4 * NUM_ROWS, WIDTH), "float32")]})
+    held = {"float32": torch.zeros(4 * NUM_ROWS * WIDTH)}
+
+    def play(values: Mapping[str, Tensor], rows: Mapping[tuple[int, int], RowSet]) -> None:
+        round_ = client.rounds.start(Contribution([table], [values], [held], rows=rows, is_kept=True))
+        client.rounds.wait(round_)
+
+    play({"float32": torch.zeros_like(held["float32"])}, {})
+    wanted = torch.zeros(4 * NUM_ROWS, WIDTH)
+    for step in range(2, 5):  # the first answer is whole
+        ids = torch.arange(0, 4 * NUM_ROWS, step)
+        play({}, {(0, 0): RowSet(ids, torch.full((len(ids), WIDTH), float(step)))})
+        wanted[ids] -= step
+        assert torch.equal(held["float32"].view(-1, WIDTH), wanted)
+    [found] = client.rows.pull([(table, 0, torch.arange(4 * NUM_ROWS))])
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes = client_of(servers), (NUM_ROWS, 40_000, 20_000)
+    client.set_optimizer(create("sgd", learning_rate=1.0, lazy_update=True).spec())
+    specs = [TensorSpec(f"w{rows}", (rows, WIDTH), "float32") for rows in sizes]
+    [table] = client.register({"t": [*specs, TensorSpec("bias", (3,), "float32")]})
+    assert table.plan.joined_rows(0).keys == (0, 1, 2)
+    flat = torch.zeros(table.plan.arena_sizes["float32"])
+    places = zip(table.plan.key_offsets, sizes, strict=False)
+    tables = [flat[at : at + rows * WIDTH].view(rows, WIDTH) for at, rows in places]
+    wanted, decoded = [torch.zeros(rows, WIDTH) for rows in sizes], list[bool]()
+    drawn = torch.Generator().manual_seed(0)
+
+    def counted(*args: Any, is_joined: bool = False) -> Any:
+        decoded.append(is_joined)
+        return decode_rows(*args, is_joined=is_joined)
+
+    def play(given: Sequence[int], dense: Sequence[int] = ()) -> dict[tuple[int, int], Tensor | None]:
+        rows, grads = {}, torch.zeros_like(flat)
+        for key in given:
+            ids = torch.randint(sizes[key], (50,), generator=drawn).unique()
+            rows[0, key] = RowSet(ids, torch.full((len(ids), WIDTH), 1.0 + key))
+            wanted[key][ids] -= 1.0 + key
+        for key in dense:
+            at = table.plan.key_offsets[key]
+            grads[at : at + sizes[key] * WIDTH] = 1.0
+            wanted[key] -= 1.0
+        absent = frozenset({0, 1, 2}.difference(given, dense))
+        part = Contribution(
+            [table], [{"float32": grads}], [{"float32": flat}], absent=absent, rows=rows, is_kept=True
+        )
+        round_ = client.rounds.start(part)
+        client.rounds.wait(round_)
+        for mine, expected in zip(tables, wanted, strict=True):
+            assert torch.equal(mine, expected)
+        written = round_.written()
+        for (_, key), of_key in rows.items():
+            came = written[0, key]
+            assert came is None or torch.equal(came.sort().values, of_key.ids)
+        return written
+
+    monkeypatch.setattr("kvtrainer.client.server_request.decode_rows", counted)
+    client.rounds.wait(client.rounds.start(Contribution([table], [{"float32": flat}], [{"float32": flat}])))
+    play((0, 1, 2))
+    decoded.clear()
+    for given in ((0, 1, 2), (0, 2), (1,), (2,), (0,)):
+        play(given)
+        assert 0 < len(decoded) <= servers
+        assert all(decoded)
+        decoded.clear()
+    assert play((0, 2), (1,))[0, 1] is None
+    play((0, 1, 2))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("row_sparse", [False, True])
+def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
+    servers: int, row_sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, sizes = client_of(servers), (NUM_ROWS, 40_000, 20_000)
+    specs = [TensorSpec(f"w{rows}", (rows, WIDTH), "float32", row_sparse=row_sparse) for rows in sizes]
+    [table] = client.register(
+        {"t": [*specs, TensorSpec("narrow", (30_000, 4), "float32", row_sparse=row_sparse)]}
+    )
+    flat = torch.randn(table.plan.arena_sizes["float32"], generator=torch.Generator().manual_seed(1))
+    tables = [
+        flat[at : at + spec.numel].view(spec.shape)
+        for at, spec in zip(table.plan.key_offsets, table.plan.specs, strict=True)
+    ]
+
+    def source(key: int, first: int, numel: int) -> Tensor:
+        """Return what lies there, row for row."""
+        width, [deal] = tables[key].shape[1], table.plan.rows(key).deals
+        return tables[key][deal.rows(np.arange(first // width, (first + numel) // width))].reshape(-1)
+
+    sources = {key: partial(source, key) for key in range(len(tables))}
+    given = Contribution([table], [{"float32": flat}], None, sources=sources if row_sparse else {})
+    client.rounds.wait(client.rounds.start(given))
+    asked: list[int] = []
+    begin = client._session.begin
+
+    def counted(requests: Sequence[tuple[int, m.RequestBody]]) -> Calls:
+        asked.extend(server for server, _ in requests)
+        return begin(requests)
+
+    monkeypatch.setattr(client._session, "begin", counted)
+    drawn = torch.Generator().manual_seed(servers)
+    for keys in ((0, 1, 2), (0, 2), (1, 2), (1,), (2, 0), (0, 0), (0, 1, 2, 3)):
+        ids = [torch.randint(len(tables[key]), (300,), generator=drawn).unique() for key in keys]
+        found = client.rows.pull([(table, key, own) for key, own in zip(keys, ids, strict=True)])
+        for key, own, rows in zip(keys, ids, found, strict=True):
+            assert torch.equal(rows, tables[key][own])
+        if keys == (0, 1, 2):
+            assert sorted(asked) == list(range(servers))
+        asked.clear()
+    none = torch.empty(0, dtype=torch.int64)
+    first, second = client.rows.pull([(table, 0, none), (table, 1, torch.tensor([5]))])
+    assert first.shape == (0, WIDTH)
+    assert torch.equal(second, tables[1][5:6])

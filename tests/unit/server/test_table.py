@@ -1,4 +1,4 @@
-"""One table on one server: vetoed rounds, replaced weights, damaged payloads."""
+"""One table on one server: vetoes, replaced weights, and the optimizer and options on which its ranks agree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from kvstore_server.codec import make_codec
-from kvstore_server.engine.agreed import pack_hypers
+from kvstore_server.engine.agreed import AgreedOptimizer, AgreedOptions, effective_hypers, pack_hypers
 from kvstore_server.engine.table import ALL, RankCommit, Table
-from kvstore_server.errors import PlanMismatchError, ProtocolError, ShapeMismatchError
+from kvstore_server.errors import (
+    ConfigurationError,
+    KVStoreError,
+    PlanMismatchError,
+    ProtocolError,
+    ShapeMismatchError,
+    UnknownNameError,
+)
 from kvstore_server.optimizer import Optimizer, create
 from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.protocol import messages as m
+from kvstore_server.protocol.frames import pack_control
 from kvstore_server.protocol.rows import read_payload
 from kvstore_server.shard.shard import Leases, Shard
 from tests.support.optimizer_slices import given_to
@@ -125,3 +133,159 @@ def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
         begun, ended = marks
         assert begun.tolist() == ended.tolist()
         assert begun.min() > round_
+
+
+RANKS = range(3)
+PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
+
+
+def packed(lr: float, **mult: dict[int, float]) -> bytes:
+    groups = [
+        {"lr": lr, "weight_decay": 0.0, "momentum": 0.0},
+        {"lr": 2 * lr, "weight_decay": 0.5, "momentum": 0.0},
+    ]
+    return pack_hypers(groups, mult.get("lr_mult", {}), mult.get("wd_mult", {}), update_on_kvstore=True)
+
+
+def spec(name: str, **options: float) -> bytes:
+    return pack_control(create(name, **options).spec())
+
+
+def test_ranks_that_set_the_same_optimizer_agree() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd", learning_rate=0.5))
+    named.set(1, spec("sgd", learning_rate=0.5))
+    agreed = named.agreed()
+    assert agreed is not None
+    assert agreed.learning_rate == 0.5
+
+
+def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    before = named.agreed()
+    assert named.set(0, spec("sgd")) is None
+    assert named.agreed() is before
+
+
+def test_another_algorithm_is_reported_as_a_replacement() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    assert named.set(0, spec("adam")) == "sgd"
+
+
+def test_another_number_of_the_same_algorithm_is_no_replacement() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd", learning_rate=0.5))
+    assert named.set(0, spec("sgd", learning_rate=0.25)) is None
+
+
+def test_ranks_with_different_optimizers_are_both_named() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    named.set(2, spec("adam"))
+    with pytest.raises(PlanMismatchError, match=r"'sgd'.*rank 0.*'adam'.*rank 2"):
+        named.agreed()
+
+
+def test_an_unknown_optimizer_leaves_the_former_one_in_force() -> None:
+    named = AgreedOptimizer()
+    named.set(0, spec("sgd"))
+    with pytest.raises(UnknownNameError, match="no_such"):
+        named.set(0, pack_control({"name": "no_such", "hyper": {}}))
+    agreed = named.agreed()
+    assert agreed is not None
+    assert agreed.registered_name == "sgd"
+
+
+def test_keys_with_equal_numbers_share_one_mapping() -> None:
+    plan = make_plan([TensorSpec("a", (1,), "float32"), TensorSpec("b", (1,), "float32")], 1)
+    first, second = effective_hypers(plan, create("sgd"), {"groups": None})
+    assert first is second
+
+
+def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None:
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25))
+    named.set(1, packed(0.125))
+    with pytest.raises(PlanMismatchError, match=r"group 0.*lr=0.25.*rank 0 and 0.125.*rank 1"):
+        named.effective(create("sgd"), named.common(RANKS))
+
+
+def test_ranks_with_different_multipliers_are_named() -> None:
+    named = AgreedOptions(PLAN)
+    named.set(0, packed(0.25))
+    named.set(1, packed(0.25, lr_mult={1: 2.0}))
+    with pytest.raises(PlanMismatchError, match=r"lr_mult.*\{\}.*rank 0.*\{1: 2.0\}.*rank 1"):
+        named.effective(create("sgd"), named.common(RANKS))
+
+
+@pytest.mark.parametrize("values", [[], {"groups": []}, {"groups": [{}], "lr_mult": {}, "wd_mult": {}}])
+def test_bytes_that_are_no_numbers_of_this_table_are_refused(values: object) -> None:
+    with pytest.raises(ConfigurationError):
+        AgreedOptions(PLAN).check(pack_control(values))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_a_number_that_is_to_be_multiplied_must_be_one(name: str) -> None:
+    with pytest.raises(ConfigurationError):
+        AgreedOptions(PLAN).check(pack_hypers([{name: None}] * 2, {}, {}, update_on_kvstore=True))
+
+
+def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
+    table = Table(0, "t", PLAN, 0, 2, Shard())
+    [piece] = PLAN.slices
+    parts = {rank: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)})) for rank in (0, 1)}
+    table.apply(ALL, 0, parts, None, None, ())
+    for rank, rate in enumerate((0.5, 0.25)):
+        table.hyper.set(rank, packed(rate))
+    with pytest.raises(PlanMismatchError, match=r"lr=0\.5.*rank 0 and 0\.25.*rank 1"):
+        table.apply(ALL, 1, parts, None, None, ())
+
+
+def test_ranks_that_update_in_different_places_are_named() -> None:
+    groups = [{"lr": 0.5}, {"lr": 0.5}]
+    named = AgreedOptions(PLAN)
+    named.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
+    named.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
+    with pytest.raises(PlanMismatchError, match=r"update_on_kvstore is True.*rank 0 and False.*rank 1"):
+        named.common(RANKS)
+
+
+def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
+    named = AgreedOptions(PLAN)
+    rates = []
+    for rate in (0.5, 0.25, 0.125):
+        optimizer = create("sgd", learning_rate=rate)
+        rates.append(named.effective(optimizer, named.common(RANKS))[0]["lr"])
+        del optimizer
+    assert rates == [0.5, 0.25, 0.125]
+
+
+def test_numbers_that_an_update_would_break_off_with_are_refused_and_the_table_lives() -> None:
+    table, parts = table_with_values()
+    table.hyper.set(0, pack_hypers([{"lr": 0.5, "momentum": "x"}] * 2, {}, {}, update_on_kvstore=True))
+    with pytest.raises(ConfigurationError):
+        table.apply(ALL, 1, parts, create("sgd"), None, ())
+    assert table.conflict is None
+
+
+def test_a_table_whose_update_broke_off_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, parts = table_with_values()
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(table.shard, "update", broken)
+    with pytest.raises(KVStoreError):
+        table.apply(ALL, 1, parts, create("sgd"), None, ())
+    assert table.conflict is not None
+
+
+def table_with_values() -> tuple[Table, dict[int, RankCommit]]:
+    """A table whose first round was applied, and what was given to it."""
+    table = Table(0, "t", PLAN, 0, 1, Shard())
+    [piece] = PLAN.slices
+    parts = {0: RankCommit(given_to(table.shard, {0: torch.zeros(piece.used)}))}
+    table.apply(ALL, 0, parts, None, None, ())
+    return table, parts

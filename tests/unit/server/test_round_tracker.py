@@ -1,4 +1,4 @@
-"""When a contribution counts: the arrays of all rounds of a namespace, one rule in each test."""
+"""When a contribution counts: the rounds of all tables of a namespace, and the modes that there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore_server.engine.rounds import (
     Waiter,
     Waits,
 )
-from kvstore_server.errors import KVStoreError, ProtocolError, RoundAbortedError
+from kvstore_server.errors import ConfigurationError, KVStoreError, ProtocolError, RoundAbortedError
 from kvstore_server.memo import BoundedCache
 from kvstore_server.protocol import messages as m
 
@@ -243,3 +243,40 @@ def test_what_is_kept_is_counted_with_the_slots_of_the_tables_that_are_named() -
         found = memo.get(tables.tobytes(), slots.of, tables)
     assert len(found) > 1000
     assert len(memo._known) < 50
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode(), Mode(by_host=True), Mode("async"), Mode("async", slow_down=True), Mode("ssp", 0),
+        Mode("ssp", 7, slow_down=True),
+    ],
+)  # fmt: skip
+def test_parts_that_fit_together_are_accepted(mode: Mode) -> None:
+    mode.check()
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (Mode("eventual"), "must be 'sync', 'async' or 'ssp', got 'eventual'"),
+        (Mode("ssp", -1), "staleness=-1 does not go with mode 'ssp'"),
+        (Mode("async", 2), "staleness=2 does not go with mode 'async'"),
+        (Mode("sync", 2), "staleness=2 does not go with mode 'sync'"),
+        (Mode("sync", slow_down=True), "slow_down does not go with 'sync'"),
+        (Mode("async", by_host=True), "by_host does not go with 'async'"),
+        (Mode("ssp", 1, by_host=True), "by_host does not go with 'ssp'"),
+    ],
+)
+def test_parts_that_do_not_are_named(mode: Mode, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        mode.check()
+
+
+def test_only_bounded_staleness_has_a_bound_which_may_be_0() -> None:
+    assert [Mode().bound, Mode("async").bound, Mode("ssp").bound, Mode("ssp", 3).bound] == [None, None, 0, 3]
+
+
+def test_a_mode_reads_as_one_would_say_it() -> None:
+    modes = [SYNCHRONOUS, Mode(by_host=True), Mode("ssp", 2, True)]
+    assert list(map(str, modes)) == ["sync", "sync by_host", "ssp staleness=2 slow_down"]
