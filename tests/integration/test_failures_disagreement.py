@@ -9,23 +9,9 @@ import pytest
 import torch
 
 import kvtrainer
-from kvtrainer.errors import (
-    ConfigurationError,
-    FencedError,
-    PlanMismatchError,
-    WorkerLostError,
-)
+from kvtrainer.errors import ConfigurationError, FencedError, PlanMismatchError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
-from tests.support.processes import (
-    Call,
-    Members,
-    Process,
-    assert_serve,
-    new_name,
-    raised,
-    round_of,
-    together,
-)
+from tests.support.processes import Call, Members, Process, assert_serve, new_name, raised, round_of, together
 
 Pair = tuple[DistKVStore, DistKVStore]
 

@@ -48,10 +48,7 @@ def _header(version: int = PROTOCOL_VERSION) -> bytes:
         ([_header() + b"\xc1"], "cannot be decoded"),
         ([_header() + b"\x91\x01"], "does not answer with"),
         (encode(m.Reply(1, m.Heartbeat())), "does not answer with"),
-        (
-            encode(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))),
-            "no Look is known here",
-        ),
+        (encode(m.Reply(1, m.Failed("ProtocolError", "no Look is known here"))), "no Look is known here"),
     ],
 )
 def test_anything_else_is_one_line_and_exit_code_1(

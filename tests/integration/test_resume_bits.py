@@ -118,11 +118,7 @@ def prepared(case: str, strategy: Strategy) -> tuple[nn.Module, dict[str, tuple[
         if kind == "pair"
         else {**one, **more},
         param_scheduler=SCHEDULES,
-        dispatch_kwargs={
-            "max_epochs": EPOCHS,
-            "max_iters": EPOCHS * BATCHES,
-            "epoch_length": BATCHES,
-        },
+        dispatch_kwargs={"max_epochs": EPOCHS, "max_iters": EPOCHS * BATCHES, "epoch_length": BATCHES},
     )
     if isinstance(trainer, Trainer):
         return model, {"": (model, trainer)}

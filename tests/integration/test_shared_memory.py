@@ -244,9 +244,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def test_the_memory_of_a_killed_worker_is_given_back_while_its_loaders_live_on(
-    processes: Processes,
-) -> None:
+def test_the_memory_of_a_killed_worker_is_given_back_while_its_loaders_live_on(processes: Processes) -> None:
     [server] = processes.servers(1)
     mapped = Path(f"/proc/{server.pid}/maps")
     worker = processes.worker(BUSY_LOADER, [server], 0, 1, new_name())

@@ -362,12 +362,7 @@ def test_states_that_one_worker_cannot_read_are_loaded_by_none(
 
 @pytest.mark.parametrize(
     ("in_store", "options"),
-    [
-        (True, {}),
-        (False, {}),
-        (True, {"zero_copy": False}),
-        (True, {"overlap": True}),
-    ],
+    [(True, {}), (False, {}), (True, {"zero_copy": False}), (True, {"overlap": True})],
 )
 def test_gradients_are_not_scaled_after_a_step(
     jobs: Servers, in_store: bool, options: dict[str, Any]

@@ -27,12 +27,7 @@ from kvstore_server.plan import TensorSpec, make_plan
 from kvstore_server.transport import pages
 from kvtrainer.client import shared_weights
 from kvtrainer.common.env import TRANSPORT
-from kvtrainer.errors import (
-    OptimizerError,
-    ParameterMovedError,
-    ServerUnreachableError,
-    WeightsWrittenError,
-)
+from kvtrainer.errors import OptimizerError, ParameterMovedError, ServerUnreachableError, WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
 from tests.integration.raising_optimizer import RaisesOnHugeMeans
 from tests.support.limits import DEAD_AFTER, LIMIT

@@ -14,8 +14,7 @@ from tests.support.processes import held_port
 
 ROOT = Path(__file__).parents[2]
 NEEDS_DIGITS = pytest.mark.skipif(
-    importlib.util.find_spec("sklearn") is None,
-    reason="the data are not installed: pip install scikit-learn",
+    importlib.util.find_spec("sklearn") is None, reason="the data are not installed: pip install scikit-learn"
 )
 
 

@@ -94,12 +94,7 @@ class ForkServer:
             streams: File descriptors that become its standard input, output and error.
             others: More file descriptors, which it has under the same numbers.
         """
-        request = {
-            "arguments": [*arguments],
-            "env": {**env},
-            "cwd": str(cwd),
-            "targets": [0, 1, 2, *others],
-        }
+        request = {"arguments": [*arguments], "env": {**env}, "cwd": str(cwd), "targets": [0, 1, 2, *others]}
         message = json.dumps(request).encode()
         assert len(message) < LARGEST, "a request must fit into one message"
         with self._lock:

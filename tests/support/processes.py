@@ -171,10 +171,7 @@ class Processes:
         )
 
     def start(
-        self,
-        command: Sequence[str],
-        env: dict[str, str] | None = None,
-        cwd: Path | None = None,
+        self, command: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None
     ) -> Process:
         process = Process(command, env or {}, cwd)
         self._started.append(process)

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from kvstore_server import codec as codec_module
 from kvstore_server.codec import Codec, make_codec
-from kvstore_server.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    ProtocolError,
-    UnknownNameError,
-)
+from kvstore_server.errors import ConfigurationError, NonFiniteGradientError, ProtocolError, UnknownNameError
 from kvstore_server.plan import ALIGNMENT, ITEM_SIZE
 
 KINDS = ("none", "1bit", "2bit", "ternary", "int8", "fp16", "bf16", "topk")

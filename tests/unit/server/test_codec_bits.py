@@ -332,12 +332,7 @@ TOP_K_GRADIENTS: dict[str, Callable[[random.Random], float]] = {
 @pytest.mark.parametrize("kind", TOP_K_GRADIENTS)
 @pytest.mark.parametrize(
     ("ratio", "dtype", "numel"),
-    [
-        (0.01, "float32", 65536 + 100),
-        (0.25, "float64", 1000),
-        (0.1, "bfloat16", 64),
-        (0.25, "float32", 1),
-    ],
+    [(0.01, "float32", 65536 + 100), (0.25, "float64", 1000), (0.1, "bfloat16", 64), (0.25, "float32", 1)],
 )
 def test_topk_sends_the_largest_of_each_65536_elements_and_keeps_the_others(
     ratio: float, dtype: str, numel: int, kind: str

@@ -280,11 +280,7 @@ def test_who_is_still_there_at_the_end_is_told_and_nobody_else() -> None:
     gone = place.token(1, b"b", (b"b",))
     place.ask(b"b", gone, m.Leave("done", True))
     [notice] = place.engine.abandon(0.0)
-    assert (notice.peer, notice.reply.number, code(notice.reply.body)) == (
-        OWN,
-        0,
-        "ServerStoppingError",
-    )
+    assert (notice.peer, notice.reply.number, code(notice.reply.body)) == (OWN, 0, "ServerStoppingError")
 
 
 PATIENCE = 600.0

@@ -221,13 +221,7 @@ class Parts(Job):
     """How slice 0 is sent."""
 
     def part(
-        self,
-        rank: int,
-        number: int,
-        value: float = 1.0,
-        generation: int = 0,
-        round_: int = 1,
-        count: int = 1,
+        self, rank: int, number: int, value: float = 1.0, generation: int = 0, round_: int = 1, count: int = 1
     ) -> list[m.ReplyBody]:
         """Give one part of slice 0, by its number, or several as one."""
         begin, size = number * PART, 4 * self.slices[0].length

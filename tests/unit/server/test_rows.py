@@ -20,13 +20,7 @@ from kvstore_server.optimizer import create
 from kvstore_server.plan import Plan, Slice, TensorSpec, grouped, make_plan
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import MAX_FRAME
-from kvstore_server.protocol.rows import (
-    PACKED_ROWS,
-    RowSet,
-    decode_rows,
-    encode_rows,
-    split_rows,
-)
+from kvstore_server.protocol.rows import PACKED_ROWS, RowSet, decode_rows, encode_rows, split_rows
 from kvstore_server.shard.storage import VERSIONS_KEPT, RowChanges
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
