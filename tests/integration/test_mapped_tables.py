@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 import kvtrainer
 from kvtrainer.errors import ServerUnreachableError
 from kvtrainer.kvstore import DistKVStore
+from tests.support.drawn_workers import on_two
 from tests.support.limits import DEAD_AFTER
-from tests.support.processes import Members, Process, Processes, new_name
+from tests.support.processes import Members, Processes, new_name
 from tests.support.stores import Servers
 
 SIZES, WIDTH = (300_000, 80_001), 16
@@ -85,17 +85,10 @@ def mapped() -> list[dict[str, int]]:
     return found
 
 
-def on_two(
-    members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
-) -> list[Any]:
-    """What two workers return that do the same work."""
-    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
-
-
 def test_workers_read_rows_in_the_servers_memory_as_every_round_leaves_them(
     jobs: Servers, members: Members
 ) -> None:
-    found = on_two(members, jobs.of(2), lambda worker: (worker.train(4), mapped(), worker))
+    found = on_two(members, jobs.of(2), Worker, lambda worker: (worker.train(4), mapped(), worker))
     for rank, (seen, regions, _) in enumerate(found):
         assert all(map(torch.equal, seen, expected(rank, 4)))
         assert sum(one["Rss"] for one in regions) > 0
@@ -110,7 +103,7 @@ def test_workers_that_ask_for_rows_get_the_same(
         monkeypatch.setenv("KVSTORE_TRANSPORT", "tcp")
     before, servers = len(mapped()), jobs.of(2)
     for rank, (seen, _) in enumerate(
-        on_two(members, servers, lambda worker: (worker.train(3), worker), zero_copy=way == "tcp")
+        on_two(members, servers, Worker, lambda worker: (worker.train(3), worker), zero_copy=way == "tcp")
     ):
         assert all(map(torch.equal, seen, expected(rank, 3)))
     assert len(mapped()) == before
@@ -124,7 +117,7 @@ def test_new_values_are_read_once_they_are_published(jobs: Servers, members: Mem
         worker.trainer.set_data()
         return worker.tables[1].row_sparse_data(torch.tensor([3, 80_000, 3])).detach()
 
-    for rows in on_two(members, jobs.of(2), publish):
+    for rows in on_two(members, jobs.of(2), Worker, publish):
         assert torch.equal(rows, torch.full((3, WIDTH), 7.5))
 
 
@@ -139,7 +132,7 @@ def test_rows_that_are_prefetched_are_those_that_the_next_batch_reads(
             seen += worker.train()
         return seen
 
-    for rank, seen in enumerate(on_two(members, jobs.of(2), prefetch)):
+    for rank, seen in enumerate(on_two(members, jobs.of(2), Worker, prefetch)):
         assert all(map(torch.equal, seen, expected(rank, 3)))
 
 
@@ -153,7 +146,7 @@ def test_a_worker_knows_the_version_of_rows_that_it_has_read(processes: Processe
         return versions
 
     servers = processes.servers(2)
-    found = on_two(members, servers, count) + on_two(members, servers, count, zero_copy=False)
+    found = on_two(members, servers, Worker, count) + on_two(members, servers, Worker, count, zero_copy=False)
     assert found[0] == found[1] == found[2] == found[3]
 
 
@@ -169,7 +162,7 @@ def test_ids_whose_memory_is_used_again_before_the_backward_pass_have_their_grad
         assert grad is not None
         return grad._indices()[0]
 
-    for ids in on_two(members, processes.servers(1), train):
+    for ids in on_two(members, processes.servers(1), Worker, train):
         assert ids.tolist() == [1, 5]
 
 

@@ -12,9 +12,7 @@ import logging
 import mmap
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +28,9 @@ from kvtrainer.common.env import TRANSPORT
 from kvtrainer.errors import OptimizerError, ParameterMovedError, ServerUnreachableError, WeightsWrittenError
 from kvtrainer.kvstore import DistKVStore
 from tests.integration.raising_optimizer import RaisesOnHugeMeans
+from tests.support.drawn_workers import DrawnWorker, on_two
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Process, Processes, new_name, together
+from tests.support.processes import Members, Processes, new_name, together
 from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
@@ -49,24 +48,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 on_every_way = pytest.mark.usefixtures("way")
 
 
-class Worker:
-    """A worker with parameters of SHAPES, whose gradients are drawn by its rank."""
-
-    def __init__(self, store: DistKVStore, rank: int, optimizer: str = "adam", **options: Any) -> None:
-        drawn = torch.Generator().manual_seed(5)
-        self.parameters = [Parameter(torch.randn(shape, generator=drawn)) for shape in SHAPES]
-        names = {f"p{at}": parameter for at, parameter in enumerate(self.parameters)}
-        self.trainer = kvtrainer.Trainer(names, optimizer, {"learning_rate": 0.01}, kvstore=store, **options)
-        self._drawn = torch.Generator().manual_seed(rank)
-
-    def steps(self, number: int = 1) -> None:
-        for _ in range(number):
-            for parameter in self.parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=self._drawn)
-            self.trainer.step(2)
-
-    def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
+class Worker(DrawnWorker):
+    shapes = SHAPES
+    assigns = True
 
 
 def is_mapped(parameter: Parameter, what: str = "memfd:kvstore-weights") -> bool:
@@ -79,13 +63,6 @@ def is_mapped(parameter: Parameter, what: str = "memfd:kvstore-weights") -> bool
     return False
 
 
-def on_two(
-    members: Members, servers: Sequence[Process], work: Callable[[Worker], Any], **options: Any
-) -> list[Any]:
-    """What two workers return that do the same work."""
-    return members.on_two(servers, lambda store, rank: work(Worker(store, rank, **options)))
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 def test_weights_are_the_same_to_the_bit_whether_they_are_mapped_or_copied(
     jobs: Servers, members: Members, optimizer: str
@@ -96,8 +73,8 @@ def test_weights_are_the_same_to_the_bit_whether_they_are_mapped_or_copied(
         worker.steps(4)
         return worker.weights(), is_mapped(worker.parameters[0])
 
-    found = on_two(members, servers, train, optimizer=optimizer)
-    found += on_two(members, servers, train, optimizer=optimizer, zero_copy=False)
+    found = on_two(members, servers, Worker, train, optimizer=optimizer)
+    found += on_two(members, servers, Worker, train, optimizer=optimizer, zero_copy=False)
     assert [mapped for _, mapped in found] == [True, True, False, False]
     assert all(all(map(torch.equal, weights, found[0][0])) for weights, _ in found)
 
@@ -153,7 +130,7 @@ def test_a_write_that_torch_does_not_see_is_found_before_anything_is_sent(
             worker.steps()
         return str(raised.value), all(map(torch.equal, before, worker.weights()))
 
-    for text, is_unchanged in on_two(members, jobs.of(2), write):
+    for text, is_unchanged in on_two(members, jobs.of(2), Worker, write):
         assert "p3" in text
         assert "p0" not in text
         assert is_unchanged
@@ -209,7 +186,7 @@ def test_weights_that_are_published_are_mapped_again_on_every_worker(jobs: Serve
         worker.steps(2)
         return [published, worker.weights()]
 
-    (first, later), (second, after) = on_two(members, jobs.of(2), publish)
+    (first, later), (second, after) = on_two(members, jobs.of(2), Worker, publish)
     assert all((weight == 3.0).all() for weight in (*first, *second))
     assert all(map(torch.equal, later, after))
     assert not any((weight == 3.0).all() for weight in later)
@@ -227,8 +204,8 @@ def test_averaged_weights_may_be_swapped_in_and_out_between_steps(jobs: Servers,
         return worker.weights()
 
     servers = jobs.of(2)
-    swapped = on_two(members, servers, train)
-    plain = on_two(members, servers, lambda worker: (worker.steps(3), worker.weights())[1])
+    swapped = on_two(members, servers, Worker, train)
+    plain = on_two(members, servers, Worker, lambda worker: (worker.steps(3), worker.weights())[1])
     assert all(map(torch.equal, swapped[0], plain[0]))
     assert all(map(torch.equal, swapped[1], plain[1]))
 
@@ -402,7 +379,7 @@ def test_a_round_that_servers_take_back_leaves_whole_weights_and_the_error_says_
             worker.trainer.step(2)
         return str(raised.value), all(map(torch.equal, before, worker.weights()))
 
-    for text, is_unchanged in on_two(members, servers, work, optimizer=RaisesOnHugeMeans.name):
+    for text, is_unchanged in on_two(members, servers, Worker, work, optimizer=RaisesOnHugeMeans.name):
         assert "nothing was applied" in text
         assert "two rounds" not in text
         assert is_unchanged
