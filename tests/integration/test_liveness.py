@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from kvtrainer.common import env
 from kvtrainer.errors import ServerUnreachableError, WorkerLostError
+from kvtrainer.kvstore import DistKVStore
 from tests.support.limits import FOREVER, LIMIT, SOON
 from tests.support.processes import (
     FORGETFUL,
@@ -46,64 +49,68 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
-def worker_of(
-    processes: Processes, servers: list[Process], name: str, script: str, transport: str
-) -> Process:
-    """Rank 1 of 2, which has initialised its key and goes on with the script when it is told to."""
-    return processes.worker(READY + script, servers, 1, 2, name, FOREVER, {env.TRANSPORT: transport})
+class Pair(NamedTuple):
+    """Both ranks of a job, whose key "w" is initialised: rank 0 is a store here, rank 1 a process."""
+
+    store: DistKVStore
+    worker: Process
+
+    def round(self) -> Call:
+        """Let rank 0 begin a round."""
+        return Call(lambda: round_of(self.store, "w", torch.ones(3)))
+
+
+@pytest.fixture
+def pair_of(processes: Processes, members: Members, transport: str) -> Callable[..., Pair]:
+    def make(servers: list[Process], script: str, **limits: float) -> Pair:
+        """Rank 1 goes on with the script when it is told to."""
+        name, environ = new_name(), {env.TRANSPORT: transport}
+        worker = processes.worker(READY + script, servers, 1, 2, name, FOREVER, environ)
+        store = members.join(servers, 0, 2, name, **limits)
+        store.init("w", torch.zeros(3))
+        assert worker.line() == "ready"
+        return Pair(store, worker)
+
+    return make
 
 
 @pytest.mark.parametrize("how", IN_C)
 def test_a_worker_in_one_long_call_in_c_is_not_lost(
-    processes: Processes, members: Members, transport: str, how: str
+    processes: Processes, pair_of: Callable[..., Pair], how: str
 ) -> None:
-    servers = processes.servers(1, "--dead-after", str(SOON))
-    name = new_name()
-    worker = worker_of(processes, servers, name, IN_C[how] + PUSHPULL, transport)
-    other = members.join(servers, 0, 2, name)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    waiting = Call(lambda: round_of(other, "w", torch.ones(3)))
-    worker.go()
+    pair = pair_of(processes.servers(1, "--dead-after", str(SOON)), IN_C[how] + PUSHPULL)
+    waiting = pair.round()
+    pair.worker.go()
     assert torch.equal(waiting.outcome(), torch.full((3,), 2.0))
-    assert worker.line() == "[2.0, 2.0, 2.0]"
+    assert pair.worker.line() == "[2.0, 2.0, 2.0]"
 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_the_others_are_told_of_a_worker_that_ends_without_a_word(
-    processes: Processes, members: Members, transport: str, how: str
+    processes: Processes, pair_of: Callable[..., Pair], how: str
 ) -> None:
     servers = processes.servers(2, *PATIENT)
-    name = new_name()
-    worker = worker_of(processes, servers, name, ENDS[how], transport)
-    other = members.join(servers, 0, 2, name, timeout=FOREVER, dead_after=FOREVER)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    waiting = Call(lambda: round_of(other, "w", torch.ones(3)))
-    worker.go()
+    pair = pair_of(servers, ENDS[how], timeout=FOREVER, dead_after=FOREVER)
+    waiting = pair.round()
+    pair.worker.go()
     [text] = raised([waiting.outcome()], WorkerLostError)
     assert "the process of rank 1" in text
-    assert f":{worker.pid})" in text
-    assert other.num_dead_nodes() == 1
+    assert f":{pair.worker.pid})" in text
+    assert pair.store.num_dead_nodes() == 1
     assert_serve(servers)
 
 
 def test_a_child_that_a_worker_has_forked_does_not_hide_its_death(
-    processes: Processes, members: Members, transport: str
+    processes: Processes, pair_of: Callable[..., Pair]
 ) -> None:
     forks = "child = os.fork()\nif not child:\n    at('forked')\n    os._exit(0)\nsignal.pause()\n"
-    servers = processes.servers(1, *PATIENT)
-    name = new_name()
-    worker = worker_of(processes, servers, name, forks, transport)
-    other = members.join(servers, 0, 2, name, timeout=FOREVER, dead_after=FOREVER)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    worker.go()
-    assert worker.line() == "forked"
-    waiting = Call(lambda: round_of(other, "w", torch.ones(3)))
-    worker.signal(signal.SIGKILL)
+    pair = pair_of(processes.servers(1, *PATIENT), forks, timeout=FOREVER, dead_after=FOREVER)
+    pair.worker.go()
+    assert pair.worker.line() == "forked"
+    waiting = pair.round()
+    pair.worker.signal(signal.SIGKILL)
     raised([waiting.outcome()], WorkerLostError)
-    worker.go()
+    pair.worker.go()
 
 
 def test_workers_notice_that_a_server_has_died_without_waiting_for_its_silence(
@@ -121,17 +128,13 @@ def test_workers_notice_that_a_server_has_died_without_waiting_for_its_silence(
 
 @pytest.mark.parametrize("waits_for", ["worker", "server"])
 def test_a_stopped_process_is_still_found_by_its_silence_and_the_error_says_that_it_is_stopped(
-    processes: Processes, members: Members, transport: str, waits_for: str
+    processes: Processes, pair_of: Callable[..., Pair], waits_for: str
 ) -> None:
     servers = processes.servers(1, *FORGETFUL)
-    name = new_name()
-    worker = worker_of(processes, servers, name, PUSHPULL, transport)
-    other = members.join(servers, 0, 2, name, timeout=FOREVER, dead_after=SOON)
-    other.init("w", torch.zeros(3))
-    assert worker.line() == "ready"
-    stopped = worker if waits_for == "worker" else servers[0]
+    pair = pair_of(servers, PUSHPULL, timeout=FOREVER, dead_after=SOON)
+    stopped = pair.worker if waits_for == "worker" else servers[0]
     stopped.freeze()
     kind = WorkerLostError if waits_for == "worker" else ServerUnreachableError
-    [text] = raised([Call(lambda: round_of(other, "w", torch.ones(3))).outcome(LIMIT)], kind)
+    [text] = raised([pair.round().outcome(LIMIT)], kind)
     assert "its process is stopped" in text
     stopped.signal(signal.SIGCONT)

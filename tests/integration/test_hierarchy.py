@@ -422,7 +422,7 @@ def test_a_worker_that_does_not_come_is_named_at_the_deadline(jobs: Servers) -> 
     assert "rank 1" in jobs.results(2, 1, body)[0]
 
 
-def test_one_that_loses_the_weights_on_their_way_says_that_they_may_be_torn(
+def test_one_that_loses_the_weights_on_their_way_raises_that_they_may_be_of_two_rounds(
     jobs: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(kv: DistKVStore, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Trainers to which real servers send encoded changes of weights: which weights workers have, and in how many bytes."""
+"""Trainers whose weights come back from real servers rounded, or as encoded changes: the weights, and their bytes."""
 
 from __future__ import annotations
 
@@ -294,3 +294,26 @@ def test_a_server_without_room_for_the_weights_of_workers_refuses_them() -> None
 
     with servers("--max-memory", str(3 * SIZE * 4)) as tight:
         assert len(raised(tight.everybody(1, 1, body), ConfigurationError)) == 1
+
+
+def test_a_row_sparse_gradient_and_a_clipped_one_leave_rounded_weights_too(jobs: Servers) -> None:
+    def body(kv: DistKVStore, rank: int) -> list[tuple[Tensor, Tensor]]:
+        table = nn.Embedding(300, 40, sparse=True)
+        head = nn.Linear(40, 3)
+        with torch.no_grad():
+            for seed, p in enumerate((table.weight, head.weight, head.bias)):
+                p.copy_(noise(seed, p.numel()).view(p.shape))
+        named = [*table.named_parameters("table"), *head.named_parameters("head")]
+        trainer = Trainer(
+            dict(named), "sgd", {"learning_rate": 0.1}, kv, {"pull": "bf16"}, clip_grad={"max_norm": 1.0}
+        )
+        for step in range(3):
+            ids = torch.tensor([rank, 7, 100 + step])
+            head(table(ids)).pow(2).sum().backward()
+            trainer.step(2)
+        return [(p.detach().clone(), p.detach().to(torch.bfloat16).float()) for _, p in named]
+
+    first, second = jobs.results(2, 2, body)
+    for (mine, want), (theirs, _) in zip(first, second, strict=True):
+        assert torch.equal(mine, want)
+        assert torch.equal(mine, theirs)
