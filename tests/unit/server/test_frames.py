@@ -7,11 +7,14 @@ import random
 import struct
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore_server.errors import ProtocolError, VersionMismatchError
 from kvstore_server.protocol import frames as f
@@ -322,36 +325,31 @@ def test_an_unknown_kind_is_a_protocol_error() -> None:
         f.decode([frame])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_but_protocol_errors_comes_of_thousands_of_damaged_messages(seed: int) -> None:
-    rng = random.Random(seed)
-    done = m.Done(m.matrix([(1, 7, 7)], 3))
-    requests = [f.encode(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]]
-    replies = [f.encode(m.Reply(3, body)) for body in [*REPLIES, WEIGHTS, done]]
-    kept = 0
-    for _ in range(3000):
-        is_request = rng.random() < 0.5
-        frames = [bytearray(frame) for frame in rng.choice(requests if is_request else replies)]
-        for _ in range(rng.randint(1, 3)):
-            _damage(frames, rng)
-        try:
-            f.decode(frames)
-            kept += 1
-        except ProtocolError:
-            pass
-    assert 0 < kept < 2500  # damage in a number or a text can leave a message well-formed; mostly it does not
+WHOLE = [
+    *(f.encode(m.Request(1, 2, 3, body)) for body in [*REQUESTS[:8], CONTRIBUTE]),
+    *(f.encode(m.Reply(3, body)) for body in [*REPLIES, WEIGHTS, m.Done(m.matrix([(1, 7, 7)], 3))]),
+]
+DAMAGE = st.one_of(
+    st.sampled_from([b"", b"\xff" * 8, b"\x00" * 8, b"\xdf\xff\xff\xff\xff"]), st.binary(max_size=8)
+)
 
 
-def _damage(frames: list[bytearray], rng: random.Random) -> None:
-    at = rng.randrange(len(frames)) if frames else 0
-    if not frames or not frames[at] or rng.random() < 0.05:
-        frames[:] = rng.choice([frames[:-1], [*frames, bytearray(rng.randbytes(8))]])
-        return
-    position = rng.randrange(len(frames[at]))
-    new = rng.choice(
-        [b"", rng.randbytes(1), b"\xff" * 8, b"\x00" * 8, b"\xdf\xff\xff\xff\xff", rng.randbytes(8)]
-    )
-    frames[at][position : position + rng.choice([0, 1, 8])] = new
+@st.composite
+def damaged_messages(draw: st.DrawFn) -> list[bytearray]:
+    """A message with bytes that were replaced, taken out or put in, or with a frame too few or too many."""
+    frames = [bytearray(frame) for frame in draw(st.sampled_from(WHOLE))]
+    for _ in range(draw(st.integers(1, 3))):
+        frame = draw(st.sampled_from(frames))
+        at = draw(st.integers(0, len(frame)))
+        frame[at : at + draw(st.sampled_from([0, 1, 8]))] = draw(DAMAGE)
+    return draw(st.sampled_from([frames, frames, frames, frames[:-1], [*frames, bytearray(8)]]))
+
+
+@settings(max_examples=500)
+@given(damaged_messages())
+def test_nothing_but_protocol_errors_comes_of_damaged_messages(frames: list[bytearray]) -> None:
+    with suppress(ProtocolError):  # damage in a number or a text can leave a message well-formed
+        f.decode(frames)
 
 
 def test_frames_of_a_message_that_is_refused_already_are_not_looked_at() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore_server.errors import ConfigurationError, PlanMismatchError
 from kvstore_server.plan import (
@@ -27,14 +29,17 @@ def spec(key: str, *shape: int, dtype: str = "float32", group: int = 0) -> Tenso
     return TensorSpec(key, shape, dtype, group)
 
 
-def random_specs(seed: int) -> list[TensorSpec]:
+SHAPES_OF_KEYS = st.lists(st.sampled_from((0, 1, 3, 17, 64, 300)), max_size=3)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[TensorSpec]:
     """Keys of all dtypes: 0-d, empty, small and sliced ones."""
-    rng = random.Random(seed)
-    specs = []
-    for i in range(rng.randint(1, 25)):
-        shape = tuple(rng.choice((0, 1, 3, 17, 64, 300)) for _ in range(rng.randint(0, 3)))
-        specs.append(spec(f"k{i}", *shape, dtype=rng.choice(list(ITEM_SIZE)), group=rng.randint(0, 1)))
-    return specs
+    kinds = st.tuples(SHAPES_OF_KEYS, st.sampled_from(list(ITEM_SIZE)), st.integers(0, 1))
+    found = draw(st.lists(kinds, min_size=1, max_size=25))
+    return [
+        spec(f"k{at}", *shape, dtype=dtype, group=group) for at, (shape, dtype, group) in enumerate(found)
+    ]
 
 
 def boundaries(plan: Plan) -> list[object]:
@@ -45,9 +50,8 @@ def loads(plan: Plan) -> list[int]:
     return [sum(piece.nbytes for piece in plan.slices_of(server)) for server in range(plan.num_servers)]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_element_lies_in_exactly_one_segment(seed: int) -> None:
-    specs = random_specs(seed)
+@given(models())
+def test_every_element_lies_in_exactly_one_segment(specs: list[TensorSpec]) -> None:
     plan = make_plan(specs, 3)
     for key, wanted in enumerate(specs):
         parts = [(s.key_start, s.numel) for p in plan.slices for s in p.segments if s.key == key]
@@ -55,34 +59,28 @@ def test_every_element_lies_in_exactly_one_segment(seed: int) -> None:
         assert sum(numel for _, numel in parts) == wanted.numel
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_keys_and_slices_start_on_64_byte_boundaries(seed: int) -> None:
-    for piece in make_plan(random_specs(seed), 3).slices:
-        size = ITEM_SIZE[piece.dtype]
-        starts = [piece.offset, piece.length, *(piece.offset + s.start for s in piece.segments)]
-        assert all(start * size % ALIGNMENT == 0 for start in starts)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_slices_tile_the_arena_of_their_dtype(seed: int) -> None:
-    plan = make_plan(random_specs(seed), 3)
+@given(models())
+def test_slices_tile_the_arena_of_their_dtype_on_64_byte_boundaries(specs: list[TensorSpec]) -> None:
+    plan = make_plan(specs, 3)
     for dtype, size in plan.arena_sizes.items():
         pieces = [piece for piece in plan.slices if piece.dtype == dtype]
         assert [p.offset for p in pieces] == [sum(q.length for q in pieces[:i]) for i in range(len(pieces))]
         assert sum(piece.length for piece in pieces) == size
+        for piece in pieces:
+            starts = [piece.offset, piece.length, *(piece.offset + s.start for s in piece.segments)]
+            assert all(start * ITEM_SIZE[dtype] % ALIGNMENT == 0 for start in starts)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_key_offsets_say_where_segments_lie(seed: int) -> None:
-    plan = make_plan(random_specs(seed), 3)
+@given(models())
+def test_key_offsets_say_where_segments_lie(specs: list[TensorSpec]) -> None:
+    plan = make_plan(specs, 3)
     for piece in plan.slices:
         for part in piece.segments:
             assert plan.key_offsets[part.key] + part.key_start == piece.offset + part.start
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_slice_boundaries_do_not_depend_on_the_number_of_servers(seed: int) -> None:
-    specs = random_specs(seed)
+@given(models())
+def test_slice_boundaries_do_not_depend_on_the_number_of_servers(specs: list[TensorSpec]) -> None:
     plans = [make_plan(specs, n) for n in (1, 2, 7)]
     assert boundaries(plans[0]) == boundaries(plans[1]) == boundaries(plans[2])
 
@@ -129,13 +127,21 @@ def test_tables_on_one_server_do_not_all_land_on_the_same_one() -> None:
     assert {plan.servers for plan in plans} == {(0,), (1,), (2,), (3,)}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_laid_over_other_servers_is_the_one_that_is_made_for_them(seed: int) -> None:
-    rng, specs = random.Random(seed), random_specs(seed) + MIXED
-    former, wanted = [(rng.randint(1, 4), rng.random() < 0.5, rng.random() < 0.3) for _ in range(2)]
-    plan = make_plan(specs, former[0], former[1], one_server=former[2]).over(*wanted)
-    assert plan == make_plan(specs, wanted[0], wanted[1], one_server=wanted[2])
-    assert plan.digest == make_plan(specs, wanted[0], wanted[1], one_server=wanted[2]).digest
+PLACEMENTS = st.tuples(st.integers(1, 4), st.booleans(), st.booleans())
+"""The number of servers, whether keys stay whole, and whether all lies on one server."""
+
+
+@given(models(), PLACEMENTS, PLACEMENTS)
+def test_a_plan_laid_over_other_servers_is_the_one_that_is_made_for_them(
+    specs: list[TensorSpec], former: tuple[int, bool, bool], wanted: tuple[int, bool, bool]
+) -> None:
+    found, expected = [
+        make_plan(specs + MIXED, servers, whole, one_server=is_one)
+        for servers, whole, is_one in (former, wanted)
+    ]
+    found = found.over(*wanted)
+    assert found == expected
+    assert found.digest == expected.digest
 
 
 def test_the_bytes_of_keys_are_counted_without_padding() -> None:
@@ -144,7 +150,7 @@ def test_the_bytes_of_keys_are_counted_without_padding() -> None:
 
 
 def test_equal_inputs_give_equal_plans() -> None:
-    assert make_plan(random_specs(4), 3) == make_plan(random_specs(4), 3)
+    assert make_plan(MIXED, 3) == make_plan(MIXED, 3)
 
 
 def test_a_table_of_nothing_but_an_empty_key_has_one_empty_slice() -> None:
