@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -23,28 +23,66 @@ def float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def reference(
-    kind: str, threshold: float, grads: list[float], residual: list[float], is_float64: bool
-) -> tuple[bytes, list[float], list[float]]:
-    """Return the bytes, the decoded numbers and the new residual; every operation rounds to the compute type."""
-    rounded: Callable[[float], float] = float if is_float64 else float32
-    t = rounded(threshold)
-    bits, decoded, after = "", [], []
-    for g, r in zip(grads, residual, strict=True):
-        r = rounded(r + g)
-        if kind == "1bit":
-            code, value = ("1", 1.0) if r > t else ("0", -1.0)
-        elif r >= t:
-            code, value = "11", t
-        elif r <= -t:
-            code, value = "10", -t
-        else:
-            code, value = "00", 0.0
-        bits += code
-        decoded.append(value)
-        after.append(rounded(r - value))
+def packed(codes: Iterable[str]) -> bytes:
+    """Codes of a few bits, from the highest bit of each byte on."""
+    bits = "".join(codes)
     bits += "0" * (-len(bits) % 8)
-    return bytes(int(bits[at : at + 8], 2) for at in range(0, len(bits), 8)), decoded, after
+    return bytes(int(bits[at : at + 8], 2) for at in range(0, len(bits), 8))
+
+
+Said = tuple[bytes, list[float]]
+"""The bytes of some elements, and what they say."""
+
+
+def one_bit(totals: list[float], threshold: float) -> Said:
+    said = [1.0 if total > threshold else -1.0 for total in totals]
+    return packed("1" if value > 0 else "0" for value in said), said
+
+
+def two_bits(totals: list[float], threshold: float) -> Said:
+    said = [threshold * ((total >= threshold) - (total <= -threshold)) for total in totals]
+    return packed({1: "11", -1: "10", 0: "00"}[(value > 0) - (value < 0)] for value in said), said
+
+
+def as_fp16(totals: list[float]) -> Said:
+    data = struct.pack(f"<{len(totals)}e", *totals)
+    return data, list(struct.unpack(f"<{len(totals)}e", data))
+
+
+def as_bf16(totals: list[float]) -> Said:
+    """Rounded to the nearest, ties to even."""
+    words = struct.unpack(f"<{len(totals)}I", struct.pack(f"<{len(totals)}f", *totals))
+    upper = [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]
+    said = struct.unpack(f"<{len(upper)}f", struct.pack(f"<{len(upper)}I", *(word << 16 for word in upper)))
+    return struct.pack(f"<{len(upper)}H", *upper), list(said)
+
+
+def as_int8(totals: list[float]) -> Said:
+    """Elements whose largest is 127, so that the scale is 1; ties go to even."""
+    assert max(map(abs, totals)) == 127
+    return struct.pack(f"<f{len(totals)}b", 1.0, *map(round, totals)), [float(round(one)) for one in totals]
+
+
+def as_ternary(totals: list[float]) -> Said:
+    """Elements whose magnitudes add up exactly."""
+    limit = 0.7 * sum(map(abs, totals)) / len(totals)
+    sent = [abs(total) for total in totals if abs(total) > limit]
+    scale = float32(sum(sent) / max(len(sent), 1))
+    said = [math.copysign(scale, total) if abs(total) > limit else 0.0 for total in totals]
+    codes = packed({1: "11", -1: "10", 0: "00"}[(value > 0) - (value < 0)] for value in said)
+    return struct.pack("<f", scale) + codes, said
+
+
+def as_topk(totals: list[float], ratio: float, form: str) -> Said:
+    """The largest share; of equal magnitudes the first."""
+    count = math.ceil(ratio * len(totals))
+    order = sorted(range(len(totals)), key=lambda at: (-abs(totals[at]), at))
+    chosen = sorted(order[:count])
+    data = struct.pack(f"<{count}{form}{count}H", *(totals[at] for at in chosen), *chosen)
+    said = [0.0] * len(totals)
+    for at in chosen:
+        said[at] = totals[at]
+    return data, said
 
 
 class Sender:
@@ -72,42 +110,94 @@ def two_bit(threshold: float = 0.5) -> Codec:
     return make_codec({"type": "2bit", "threshold": threshold})
 
 
+DRAW: dict[str, Callable[[random.Random, float, bool], float]] = {
+    # Every fourth number sits on the threshold, where ≥ and > differ.
+    "1bit": lambda drawn, limit, is_edge: (
+        drawn.choice((limit, -limit, 0.0)) if is_edge else drawn.gauss(0, 0.6)
+    ),
+    "fp16": lambda drawn, limit, is_edge: drawn.gauss(0, 1),
+    # Quarters, a third of them halfway between two whole numbers.
+    "int8": lambda drawn, limit, is_edge: drawn.choice((-3.5, 0.5, 1.5, 2.5, -0.25, 7, 0)),
+    "of few magnitudes": lambda drawn, limit, is_edge: drawn.choice((-2.0, -1.0, 0.5, 1.0)),
+    "mostly zero": lambda drawn, limit, is_edge: drawn.choice((0.0,) * 500 + (1.0, -3.0)),
+    "constant": lambda drawn, limit, is_edge: 0.25,
+}
+DRAW |= {"2bit": DRAW["1bit"], "bf16": DRAW["fp16"], "topk": DRAW["fp16"], "ternary": DRAW["int8"]}
 LONG = [(501, "float32"), (64 * 5 + 7, "float64")]
+OF_1024 = [
+    (numel, dtype) for numel in (1, 5, 1023, 1024, 1025, 3000) for dtype in ("float32", "float64", "bfloat16")
+]
+OF_65536 = [
+    (65536 + 100, "float32", 0.01),
+    (1000, "float64", 0.25),
+    (64, "bfloat16", 0.1),
+    (1, "float32", 0.25),
+]
+CASES: list[tuple[str, float, str, list[tuple[int, str]]]] = [
+    *((kind, limit, kind, LONG) for kind in ("1bit", "2bit") for limit in (0.5, 2.5)),
+    *(("2bit", limit, "2bit", LONG) for limit in (1e-3, 1.0)),
+    *(("1bit", limit, "1bit", LONG) for limit in (-1.7, 0.0)),
+    *(
+        (kind, limit, kind, [(numel, dtype) for numel in LENGTHS])
+        for kind, limit in (("2bit", 0.3), ("1bit", 0.1))
+        for dtype in DTYPES
+    ),
+    *((kind, 0.0, kind, [(numel, "float32") for numel in LENGTHS]) for kind in ("fp16", "bf16")),
+    *((kind, 0.0, kind, OF_1024) for kind in ("int8", "ternary")),
+    *(
+        ("topk", ratio, drawn, [(numel, dtype)])
+        for numel, dtype, ratio in OF_65536
+        for drawn in ("topk", "of few magnitudes", "mostly zero", "constant")
+    ),
+]
+"""Codec, its threshold or ratio, how numbers are drawn, and (elements, dtype)."""
+UNITS = {"int8": 1024, "ternary": 1024, "topk": 65536}
+ROUNDS = {"1bit": 6, "2bit": 6, "fp16": 4, "bf16": 4, "int8": 3, "ternary": 1, "topk": 2}
 
 
-@pytest.mark.parametrize(
-    ("kind", "threshold", "sizes"),
-    [
-        *((kind, threshold, LONG) for kind in ("1bit", "2bit") for threshold in (0.5, 2.5)),
-        *(("2bit", threshold, LONG) for threshold in (1e-3, 1.0)),
-        *(("1bit", threshold, LONG) for threshold in (-1.7, 0.0)),
-        *(
-            (kind, threshold, [(numel, dtype) for numel in LENGTHS])
-            for kind, threshold in (("2bit", 0.3), ("1bit", 0.1))
-            for dtype in DTYPES
-        ),
-    ],
-    ids=str,
-)
+def said_of(kind: str, limit: float, dtype: str, totals: list[float]) -> Said:
+    """The bytes of a gradient by the reference, unit by unit, and what they say."""
+    is_double = dtype == "float64"
+    threshold = limit if is_double else float32(limit)
+    encode: dict[str, Callable[[list[float]], Said]] = {
+        "1bit": lambda some: one_bit(some, threshold),
+        "2bit": lambda some: two_bits(some, threshold),
+        "fp16": as_fp16,
+        "bf16": as_bf16,
+        "int8": as_int8,
+        "ternary": as_ternary,
+        "topk": lambda some: as_topk(some, limit, "d" if is_double else "f"),
+    }
+    size = UNITS.get(kind, 1 << 30)
+    found = [encode[kind](totals[start : start + size]) for start in range(0, len(totals), size)]
+    return b"".join(data for data, _ in found), [value for _, said in found for value in said]
+
+
+@pytest.mark.parametrize(("kind", "limit", "drawn", "sizes"), CASES, ids=str)
 def test_bits_are_the_reference_for_every_length_dtype_and_threshold(
-    kind: str, threshold: float, sizes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+    kind: str, limit: float, drawn: str, sizes: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec_module, "BLOCK", 64)  # so that the long ones have several
+    params = {"1bit": {"threshold": limit}, "2bit": {"threshold": limit}, "topk": {"ratio": limit}}.get(
+        kind, {}
+    )
     for numel, dtype in sizes:
-        seeded = random.Random(f"{kind}{threshold}{numel}{dtype}")
-        sender = Sender(make_codec({"type": kind, "threshold": threshold}), numel, dtype)
-        residual = [0.0] * numel
-        for _ in range(6):
-            # Every fourth number sits on the threshold, where ≥ and > differ.
-            numbers = [
-                seeded.choice((threshold, -threshold, 0.0)) if i % 4 == 3 else seeded.gauss(0, 0.6)
-                for i in range(numel)
-            ]
+        seeded, rounded = (
+            random.Random(f"{drawn}{limit}{numel}{dtype}"),
+            float if dtype == "float64" else float32,
+        )
+        sender, kept = Sender(make_codec({"type": kind, **params}), numel, dtype), [0.0] * numel
+        for _ in range(ROUNDS[kind]):
+            numbers = [DRAW[drawn](seeded, limit, at % 4 == 3) for at in range(numel)]
+            if kind == "int8":  # the largest of each unit makes up 127
+                numbers[::1024] = [seeded.choice((-127, 127)) - one for one in kept[::1024]]
             grad = torch.tensor(numbers, dtype=getattr(torch, dtype))
-            data, decoded, residual = reference(kind, threshold, grad.tolist(), residual, dtype == "float64")
-            assert sender.push(grad).tolist() == decoded
+            totals = [rounded(one + given) for one, given in zip(kept, grad.tolist(), strict=True)]
+            data, said = said_of(kind, limit, dtype, totals)
+            kept = [rounded(total - value) for total, value in zip(totals, said, strict=True)]
+            assert sender.push(grad).tolist() == said
             assert bytes(sender.payload.tolist()) == data
-            assert sender.residual.tolist() == residual
+            assert sender.residual.tolist() == kept
 
 
 def test_half_precision_gradients_arrive_in_half_precision_too() -> None:
@@ -140,38 +230,6 @@ def test_the_code_that_nobody_sends_is_refused(shift: int) -> None:
     payload = torch.tensor([0b11100011, 1 << shift], dtype=torch.uint8)
     with pytest.raises(ProtocolError, match=r"byte 1.*01"):
         two_bit().check_payload(payload, "float32", 8)
-
-
-def as_fp16(value: float) -> tuple[bytes, float]:
-    """The two bytes of the nearest float16, and its value."""
-    data = struct.pack("<e", value)
-    return data, struct.unpack("<e", data)[0]
-
-
-def as_bf16(value: float) -> tuple[bytes, float]:
-    """The two bytes of the nearest bfloat16, ties to even, and its value."""
-    (word,) = struct.unpack("<I", struct.pack("<f", value))
-    upper = (word + 0x7FFF + (word >> 16 & 1)) >> 16
-    return struct.pack("<H", upper), struct.unpack("<f", struct.pack("<I", upper << 16))[0]
-
-
-ROUNDED = {"fp16": as_fp16, "bf16": as_bf16}
-
-
-@pytest.mark.parametrize("kind", ["fp16", "bf16"])
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_elements_are_rounded_to_nearest_and_the_residual_keeps_the_error(kind: str, numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    sender, kept = Sender(make_codec({"type": kind}), numel), [0.0] * numel
-    for _ in range(4):
-        grad = torch.randn(numel, generator=generator)
-        decoded = sender.push(grad)
-        totals = [float32(r + g) for r, g in zip(kept, grad.tolist(), strict=True)]
-        expected = [ROUNDED[kind](total) for total in totals]
-        kept = [total - value for total, (_, value) in zip(totals, expected, strict=True)]
-        assert bytes(sender.payload.tolist()) == b"".join(data for data, _ in expected)
-        assert decoded.tolist() == [value for _, value in expected]
-        assert sender.residual.tolist() == kept
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
@@ -219,34 +277,6 @@ def test_what_float16_cannot_say_now_arrives_once_it_can(grads: list[float], tot
     assert sender.residual.item() <= 2.0**-25
 
 
-def unit_of_int8(numbers: list[float]) -> tuple[bytes, list[float]]:
-    """The bytes of elements whose largest is 127, so that the scale is 1, and what they say."""
-    assert max(map(abs, numbers)) == 127
-    whole = [round(number) for number in numbers]  # ties to even
-    return struct.pack(f"<f{len(whole)}b", 1.0, *whole), [float(number) for number in whole]
-
-
-@pytest.mark.parametrize("numel", [1, 5, 1023, 1024, 1025, 3000])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_int8_sends_whole_numbers_of_a_scale_for_each_1024_elements(numel: int, dtype: str) -> None:
-    seeded = random.Random(numel)
-    sender, kept = Sender(make_codec({"type": "int8"}), numel, dtype), [0.0] * numel
-    for _ in range(3):
-        # Quarters, a third of them halfway between two whole numbers; the largest of each unit makes up 127.
-        numbers = [seeded.choice((-3.5, 0.5, 1.5, 2.5, -0.25, 7, 0)) for _ in range(numel)]
-        for start in range(0, numel, 1024):
-            numbers[start] = seeded.choice((-127, 127)) - kept[start]
-        data, said = b"", list[float]()
-        totals = [g + r for g, r in zip(numbers, kept, strict=True)]
-        for start in range(0, numel, 1024):
-            one, values = unit_of_int8(totals[start : start + 1024])
-            data, said = data + one, said + values
-        kept = [total - value for total, value in zip(totals, said, strict=True)]
-        assert sender.push(torch.tensor(numbers, dtype=getattr(torch, dtype))).tolist() == said
-        assert bytes(sender.payload.tolist()) == data
-        assert sender.residual.tolist() == kept
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_int8_is_wrong_by_half_a_127th_of_the_largest_at_most_and_keeps_that(dtype: str) -> None:
     grad = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -272,34 +302,6 @@ def test_int8_keeps_back_what_no_scale_can_say() -> None:
     assert torch.isfinite(sender.residual).all()
 
 
-def unit_of_ternary(numbers: list[float]) -> tuple[bytes, list[float]]:
-    """The bytes of up to 1,024 elements, whose magnitudes add up exactly, and what they say."""
-    limit = 0.7 * sum(map(abs, numbers)) / len(numbers)
-    sent = [abs(number) for number in numbers if abs(number) > limit]
-    [scale] = struct.unpack("<f", struct.pack("<f", sum(sent) / max(len(sent), 1)))
-    said = [math.copysign(scale, number) if abs(number) > limit else 0.0 for number in numbers]
-    codes = "".join({1: "11", -1: "10", 0: "00"}[(value > 0) - (value < 0)] for value in said)
-    codes += "0" * (-len(codes) % 8)
-    data = bytes(int(codes[at : at + 8], 2) for at in range(0, len(codes), 8))
-    return struct.pack("<f", scale) + data, said
-
-
-@pytest.mark.parametrize("numel", [1, 2, 5, 1023, 1024, 1025, 3000])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_ternary_sends_the_sign_of_what_is_large_for_each_1024_elements(numel: int, dtype: str) -> None:
-    seeded = random.Random(numel)
-    sender = Sender(make_codec({"type": "ternary"}), numel, dtype)
-    numbers = [seeded.choice((-3.5, 0.5, 1.5, -2.5, -0.25, 7, 0)) for _ in range(numel)]
-    data, said = b"", list[float]()
-    for start in range(0, numel, 1024):
-        one, values = unit_of_ternary(numbers[start : start + 1024])
-        data, said = data + one, said + values
-    arrived = sender.push(torch.tensor(numbers, dtype=getattr(torch, dtype)))
-    assert arrived.tolist() == said
-    assert bytes(sender.payload.tolist()) == data
-    assert torch.equal(sender.residual, torch.tensor(numbers, dtype=arrived.dtype) - arrived)
-
-
 def test_ternary_leaves_about_a_fifth_of_the_energy_of_normal_numbers() -> None:
     """As the paper has it: Li and Liu, Ternary Weight Networks, 2016."""
     grad = torch.randn(1 << 16, generator=torch.Generator().manual_seed(1))
@@ -312,50 +314,6 @@ def test_ternary_keeps_back_what_is_beyond_its_scale() -> None:
     sender = Sender(make_codec({"type": "ternary"}), 2)
     assert sender.push(torch.tensor([-3e38, 2.0**100])).tolist() == [-(2.0**100), 2.0**100]
     assert torch.isfinite(sender.residual).all()
-
-
-def largest(numbers: list[float], ratio: float) -> list[int]:
-    """Positions of the largest share, ascending; of equal magnitudes the first."""
-    count = math.ceil(ratio * len(numbers))
-    return sorted(sorted(range(len(numbers)), key=lambda at: (-abs(numbers[at]), at))[:count])
-
-
-MOSTLY_ZERO = [0.0] * 500 + [1.0, -3.0]
-TOP_K_GRADIENTS: dict[str, Callable[[random.Random], float]] = {
-    "random": lambda seeded: seeded.gauss(0, 1),
-    "of few magnitudes": lambda seeded: seeded.choice((-2.0, -1.0, 0.5, 1.0)),
-    "mostly zero": lambda seeded: seeded.choice(MOSTLY_ZERO),
-    "constant": lambda seeded: 0.25,
-}
-
-
-@pytest.mark.parametrize("kind", TOP_K_GRADIENTS)
-@pytest.mark.parametrize(
-    ("ratio", "dtype", "numel"),
-    [(0.01, "float32", 65536 + 100), (0.25, "float64", 1000), (0.1, "bfloat16", 64), (0.25, "float32", 1)],
-)
-def test_topk_sends_the_largest_of_each_65536_elements_and_keeps_the_others(
-    ratio: float, dtype: str, numel: int, kind: str
-) -> None:
-    seeded = random.Random(numel)
-    sender, kept = Sender(make_codec({"type": "topk", "ratio": ratio}), numel, dtype), torch.zeros(numel)
-    for _ in range(2):
-        grad = torch.tensor(
-            [TOP_K_GRADIENTS[kind](seeded) for _ in range(numel)], dtype=getattr(torch, dtype)
-        )
-        total = kept.to(sender.residual.dtype) + grad
-        data, said = b"", torch.zeros_like(total)
-        for start in range(0, numel, 65536):
-            unit = total[start : start + 65536].tolist()
-            chosen = largest(unit, ratio)
-            numbers = [unit[at] for at in chosen]
-            data += struct.pack(f"<{len(chosen)}{'d' if dtype == 'float64' else 'f'}", *numbers)
-            data += struct.pack(f"<{len(chosen)}H", *chosen)
-            said[[start + at for at in chosen]] = torch.tensor(numbers, dtype=said.dtype)
-        kept = total - said
-        assert torch.equal(sender.push(grad), said)
-        assert bytes(sender.payload.tolist()) == data
-        assert torch.equal(sender.residual, kept)
 
 
 HOSTILE = {
