@@ -140,8 +140,9 @@ def form_of(line: str) -> str:
     return line
 
 
-def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start) -> None:
-    job = start('raise ValueError("sample 17 is broken")')
+@pytest.mark.parametrize("script", ["", "with kv:\n    "])
+def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start, script: str) -> None:
+    job = start(script + 'raise ValueError("sample 17 is broken")')
     waiting = job.rounds()
     job.worker.go()
     texts = raised([call.outcome() for call in waiting], WorkerLostError)
@@ -150,13 +151,6 @@ def test_the_error_that_ends_a_worker_is_told_to_the_others_at_once(start: Start
     code, stderr = job.worker.end()
     assert code == 1
     assert "ValueError: sample 17 is broken" in stderr
-
-
-def test_an_error_inside_a_with_block_is_told_to_the_others(start: Start) -> None:
-    job = start('with kv:\n    raise ValueError("sample 17 is broken")')
-    job.worker.go()
-    texts = raised(job.outcomes(), WorkerLostError)
-    assert all("rank 1 has left (ValueError: sample 17 is broken)" in text for text in texts)
 
 
 def test_a_worker_that_ends_while_others_go_on_is_lost_to_them(start: Start) -> None:

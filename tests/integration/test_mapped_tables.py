@@ -121,21 +121,6 @@ def test_new_values_are_read_once_they_are_published(jobs: Servers, members: Mem
         assert torch.equal(rows, torch.full((3, WIDTH), 7.5))
 
 
-def test_rows_that_are_prefetched_are_those_that_the_next_batch_reads(
-    jobs: Servers, members: Members
-) -> None:
-    def prefetch(worker: Worker) -> list[torch.Tensor]:
-        seen = []
-        for _ in range(3):
-            next_ids = [batch(at, worker.rank, worker.step + 1)[0] for at in range(len(SIZES))]
-            worker.trainer.prefetch(dict(zip(worker.tables, next_ids, strict=True)))
-            seen += worker.train()
-        return seen
-
-    for rank, seen in enumerate(on_two(members, jobs.of(2), Worker, prefetch)):
-        assert all(map(torch.equal, seen, expected(rank, 3)))
-
-
 def test_a_worker_knows_the_version_of_rows_that_it_has_read(processes: Processes, members: Members) -> None:
     def count(worker: Worker) -> list[int]:
         versions = []

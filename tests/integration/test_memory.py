@@ -137,25 +137,6 @@ def test_jobs_that_come_and_go_leave_nothing_behind_but_the_names_of_a_thousand(
     assert grown(before, reachable(engines)) == {}
 
 
-def test_of_processes_that_were_replaced_only_the_last_thousand_reasons_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(membership, "_ENDED_KEPT", 6)
-    engines, lines = new_engines(), dict[bytes, Line]()
-    stores = job(engines, lines, Mode(ASYNC))
-
-    def take_over(times: int) -> None:
-        for _ in range(times):
-            successor = joined(engines, lines, Mode(ASYNC), 1, b"worker 1")
-            successor.init("w", torch.zeros(3))
-            push_often([stores[0], successor], 2)
-
-    take_over(20)
-    before = reachable(engines, lines)
-    take_over(50)
-    assert grown(before, reachable(engines, lines)) == {}
-
-
 @pytest.mark.parametrize("type", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize(
     ("first", "second"),

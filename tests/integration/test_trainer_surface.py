@@ -301,29 +301,22 @@ def test_an_edit_of_one_worker_makes_the_step_fail_on_all_until_the_others_make_
     assert jobs.results(2, 2, body) == [[-3.0, -1.0]] * 2
 
 
-def test_edits_without_rounds_come_before_the_first_step(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> None:
+@pytest.mark.parametrize("is_edit", [True, False], ids=["edit", "add_param_group"])
+def test_without_rounds_groups_come_before_the_first_step(jobs: Servers, is_edit: bool) -> None:
+    def body(kv: DistKVStore, rank: int) -> int:
         given = parameters(rank)
         trainer = Trainer(given[:1], "sgd", {"lr": 0.1}, kvstore=kv)
         trainer.param_groups[0]["params"].append(given[1])
         train(trainer, given[:2], rank, range(1))
-        trainer.param_groups[0]["params"].append(given[2])
+        if is_edit:
+            trainer.param_groups[0]["params"].append(given[2])
         with pytest.raises(ConfigurationError):
-            train(trainer, given, rank, range(1))
-        trainer.param_groups[0]["params"].pop()
+            train(trainer, given, rank, range(1)) if is_edit else trainer.add_param_group(
+                {"params": given[2:]}
+            )
+        if is_edit:
+            trainer.param_groups[0]["params"].pop()
         train(trainer, given[:2], rank, range(1))
-
-    jobs.results(2, 1, body, type="dist_async")
-
-
-def test_without_rounds_groups_come_before_the_first_step(jobs: Servers) -> None:
-    def body(kv: DistKVStore, rank: int) -> int:
-        given = parameters(rank)
-        trainer = Trainer(given[:1], "sgd", {"lr": 0.1}, kvstore=kv)
-        train(trainer, given[:1], rank, range(1))
-        with pytest.raises(ConfigurationError):
-            trainer.add_param_group({"params": given[1:]})
-        train(trainer, given[:1], rank, range(1))
         return len(trainer.param_groups)
 
     assert jobs.results(2, 1, body, type="dist_async") == [1, 1]

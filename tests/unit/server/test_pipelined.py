@@ -86,16 +86,6 @@ def test_a_rank_that_announces_that_it_gives_nothing_keeps_no_slice_waiting(job:
     assert job.came(1) == []
 
 
-def test_a_rank_that_gives_what_it_announced_not_to_give_counts_as_a_whole(job: Job) -> None:
-    job.say(0)
-    job.ask(1, contribution([], 1, 0, 0, flags=m.ANNOUNCES), SAYS)
-    job.give(0, SLICES)
-    job.give(1, SLICES)
-    job.commit_all(0)
-    job.say(1, flags=0)
-    assert job.weights() == [{2.0}] * 8
-
-
 def test_the_last_slices_come_with_the_commits_and_no_slice_comes_twice(job: Job) -> None:
     job.half(0, 1)
     job.give(0, SLICES[4:])
@@ -150,12 +140,6 @@ def expecting(job: Job) -> None:
         job.say(rank, flags=EXPECTS)
     for rank in range(2):
         job.give(rank, SLICES[:4])
-
-
-def test_what_was_expected_has_no_effect_when_it_comes_after_what_is_so(job: Job) -> None:
-    job.half(0, 1)
-    job.say(1, flags=EXPECTS, rescale=10.0)
-    assert job.came(0) == [([0, 1, 2, 3], {1}, {2.0})]
 
 
 @pytest.mark.parametrize("request_", [m.Pull((0,), 30.0), m.GetState(0, 0)])
@@ -322,16 +306,6 @@ def test_parts_that_ranks_have_cut_otherwise_are_summed_element_by_element(parts
     bodies = [body for body in parts.told[0, SAYS] if isinstance(body, m.Weights)]
     found = torch.cat([body.payloads[0] for body in bodies])
     assert found.view(3, -1).unique(dim=1).tolist() == [[11.0], [22.0], [23.0]]
-
-
-def test_a_slice_whose_first_part_was_lost_comes_as_a_whole(parts: Parts) -> None:
-    for rank in range(2):
-        parts.say(rank)
-    parts.part(0, 1, 7.0)
-    parts.part(1, 0)
-    parts.end(0, 1)
-    parts.check(2.0)
-    assert parts.engine.namespaces["j"].rounds.mismatches(0) == 0
 
 
 def test_the_last_part_of_all_waits_for_the_commits(parts: Parts) -> None:

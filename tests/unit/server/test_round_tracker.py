@@ -156,9 +156,6 @@ def test_a_round_is_late_from_its_deadline_on_until_it_ends(tracker: RoundTracke
     assert tracker.late(160.0) == [0]
 
 
-# ---------------------------------------------------------------- each rank for itself
-
-
 def lanes_at(*clocks: int, bound: int | None = 0) -> NamespaceRounds:
     """Rounds without synchrony, of ranks with these clocks."""
     rounds = rounds_of(len(clocks), Mode(ASYNC) if bound is None else Mode(SSP, bound))
@@ -207,12 +204,6 @@ def test_a_rank_that_contributes_no_longer_waits_for_the_others_to_join() -> Non
     waits.add(wait(1, is_join=True))
     waits.contributed(W, 1, now=0.0)
     assert not waits.all
-
-
-# ---------------------------------------------------------------- requests that wait
-
-
-# ---------------------------------------------------------------- what depends on the keys alone
 
 
 def test_what_depends_on_keys_alone_is_made_once_and_kept_in_proportion_to_the_slots() -> None:

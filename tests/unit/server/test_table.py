@@ -139,12 +139,12 @@ RANKS = range(3)
 PLAN = make_plan([TensorSpec("w", (3,), "float32"), TensorSpec("b", (2,), "float32", group=1)], 1)
 
 
-def packed(lr: float, **mult: dict[int, float]) -> bytes:
+def packed(lr: float, lr_mult: dict[int, float] | None = None, in_store: bool = True) -> bytes:
     groups = [
         {"lr": lr, "weight_decay": 0.0, "momentum": 0.0},
         {"lr": 2 * lr, "weight_decay": 0.5, "momentum": 0.0},
     ]
-    return pack_hypers(groups, mult.get("lr_mult", {}), mult.get("wd_mult", {}), update_on_kvstore=True)
+    return pack_hypers(groups, lr_mult or {}, {}, update_on_kvstore=in_store)
 
 
 def spec(name: str, **options: float) -> bytes:
@@ -153,31 +153,25 @@ def spec(name: str, **options: float) -> bytes:
 
 def test_ranks_that_set_the_same_optimizer_agree() -> None:
     named = AgreedOptimizer()
-    named.set(0, spec("sgd", learning_rate=0.5))
-    named.set(1, spec("sgd", learning_rate=0.5))
+    for rank in range(2):
+        named.set(rank, spec("sgd", learning_rate=0.5))
     agreed = named.agreed()
     assert agreed is not None
     assert agreed.learning_rate == 0.5
+    named.set(0, spec("sgd", learning_rate=0.5))
+    assert named.agreed() is agreed
 
 
-def test_naming_the_same_optimizer_again_keeps_the_object() -> None:
-    named = AgreedOptimizer()
-    named.set(0, spec("sgd"))
-    before = named.agreed()
-    assert named.set(0, spec("sgd")) is None
-    assert named.agreed() is before
-
-
-def test_another_algorithm_is_reported_as_a_replacement() -> None:
-    named = AgreedOptimizer()
-    named.set(0, spec("sgd"))
-    assert named.set(0, spec("adam")) == "sgd"
-
-
-def test_another_number_of_the_same_algorithm_is_no_replacement() -> None:
+@pytest.mark.parametrize(
+    ("later", "replaced"),
+    [(("sgd", 0.5), None), (("sgd", 0.25), None), (("adam", 0.5), "sgd")],
+)
+def test_only_another_algorithm_is_reported_as_a_replacement(
+    later: tuple[str, float], replaced: str | None
+) -> None:
     named = AgreedOptimizer()
     named.set(0, spec("sgd", learning_rate=0.5))
-    assert named.set(0, spec("sgd", learning_rate=0.25)) is None
+    assert named.set(0, spec(later[0], learning_rate=later[1])) == replaced
 
 
 def test_ranks_with_different_optimizers_are_both_named() -> None:
@@ -204,19 +198,20 @@ def test_keys_with_equal_numbers_share_one_mapping() -> None:
     assert first is second
 
 
-def test_a_rank_that_disagrees_is_named_with_the_group_and_both_values() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (packed(0.25), packed(0.125), r"group 0.*lr=0.25.*rank 0 and 0.125.*rank 1"),
+        (packed(0.25), packed(0.25, lr_mult={1: 2.0}), r"lr_mult.*\{\}.*rank 0.*\{1: 2.0\}.*rank 1"),
+        (packed(0.5), packed(0.5, in_store=False), r"update_on_kvstore is True.*rank 0 and False.*rank 1"),
+    ],
+    ids=["number", "multiplier", "site of the update"],
+)
+def test_ranks_that_disagree_are_named_with_both_values(first: bytes, second: bytes, said: str) -> None:
     named = AgreedOptions(PLAN)
-    named.set(0, packed(0.25))
-    named.set(1, packed(0.125))
-    with pytest.raises(PlanMismatchError, match=r"group 0.*lr=0.25.*rank 0 and 0.125.*rank 1"):
-        named.effective(create("sgd"), named.common(RANKS))
-
-
-def test_ranks_with_different_multipliers_are_named() -> None:
-    named = AgreedOptions(PLAN)
-    named.set(0, packed(0.25))
-    named.set(1, packed(0.25, lr_mult={1: 2.0}))
-    with pytest.raises(PlanMismatchError, match=r"lr_mult.*\{\}.*rank 0.*\{1: 2.0\}.*rank 1"):
+    named.set(0, first)
+    named.set(1, second)
+    with pytest.raises(PlanMismatchError, match=said):
         named.effective(create("sgd"), named.common(RANKS))
 
 
@@ -241,15 +236,6 @@ def test_a_round_without_an_optimizer_fails_too_when_ranks_disagree() -> None:
         table.hyper.set(rank, packed(rate))
     with pytest.raises(PlanMismatchError, match=r"lr=0\.5.*rank 0 and 0\.25.*rank 1"):
         table.apply(ALL, 1, parts, None, None, ())
-
-
-def test_ranks_that_update_in_different_places_are_named() -> None:
-    groups = [{"lr": 0.5}, {"lr": 0.5}]
-    named = AgreedOptions(PLAN)
-    named.set(0, pack_hypers(groups, {}, {}, update_on_kvstore=True))
-    named.set(1, pack_hypers(groups, {}, {}, update_on_kvstore=False))
-    with pytest.raises(PlanMismatchError, match=r"update_on_kvstore is True.*rank 0 and False.*rank 1"):
-        named.common(RANKS)
 
 
 def test_an_optimizer_at_the_address_of_one_that_is_gone_brings_its_own_numbers() -> None:
