@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
@@ -161,12 +162,12 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
     (whole, unit), (parted, other) = make_shard(dtype), make_shard(dtype)
     hypers = [effective_hypers(unit.plan, one, {}) for one in optimizers]
     for round_ in range(3):
-        given = gradients(unit, round_)
+        grads = gradients(unit, round_)
         scale = [0.5, 0.5 + 0.25 * (round_ == 2)]
         whole.update(
             [
                 RankContribution([Run(s, s + 1, v) for s, v in one.items()], f)
-                for one, f in zip(given, scale, strict=True)
+                for one, f in zip(grads, scale, strict=True)
             ],
             optimizers[0],
             [hypers[0]],
@@ -177,7 +178,7 @@ def test_parts_are_updated_as_the_whole_is(name: str, hyper: dict[str, float], d
                 begin, end = (at // torch_dtype(dtype).itemsize for at in (low, high))
                 some = [
                     RankContribution([Run(slot, slot + 1, one[slot][begin:end])], f)
-                    for one, f in zip(given, scale, strict=True)
+                    for one, f in zip(grads, scale, strict=True)
                 ]
                 parted.update_part(some, optimizers[1], hypers[1], other, slot, begin, end)
         parted.count([other])
@@ -200,21 +201,22 @@ def contribution_to(shard: Shard, absent: frozenset[int]) -> RankContribution:
 
 
 @pytest.mark.parametrize("server", [0, 1])
-def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(server: int) -> None:
-    chance = random.Random(3)
+@given(rounds=st.lists(st.frozensets(st.integers(0, KEYS - 1)), min_size=1, max_size=20))
+def test_the_count_is_that_of_the_key_with_most_updates_on_any_server(
+    server: int, rounds: list[frozenset[int]]
+) -> None:
+    """Each round leaves some keys out."""
     shard, optimizer = Shard(), create("test")
     shard.add(COUNTED, 0)
     unit, every = shard.add(COUNTED, server), [0] * KEYS
-    hypers = [optimizer.hyper] * KEYS
-    for _ in range(100):
-        left_out = frozenset(key for key in range(KEYS) if chance.random() < chance.choice((0.0, 0.5, 1.0)))
+    for left_out in rounds:
         every = [n + (key not in left_out) for key, n in enumerate(every)]
-        given = [contribution_to(shard, left_out)]
-        assert shard.updates_after(unit, given) == max(every)
-        shard.update(given, optimizer, [hypers], [unit])
+        contributions = [contribution_to(shard, left_out)]
+        assert shard.updates_after(unit, contributions) == max(every)
+        shard.update(contributions, optimizer, [[optimizer.hyper] * KEYS], [unit])
 
 
 def test_only_what_no_contribution_has_is_left_out() -> None:
-    given = [RankContribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
-    assert left_out_by_all(given[:2]) == {2}
-    assert left_out_by_all(given) == frozenset()
+    contributions = [RankContribution([], 1.0, frozenset(absent)) for absent in ({0, 2}, {2, 3}, set[int]())]
+    assert left_out_by_all(contributions[:2]) == {2}
+    assert left_out_by_all(contributions) == frozenset()
