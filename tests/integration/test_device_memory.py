@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -76,23 +76,23 @@ class Worker:
         return [flat[at : at + numel].clone() for at, numel in rows]
 
 
-def found_by(
-    jobs: Servers,
-    monkeypatch: pytest.MonkeyPatch,
-    eager: Sequence[str] | None,
-    body: Any,
-    in_store: bool = True,
-    **options: Any,
-) -> list[Any]:
-    """Return what two workers find, on simulated devices or, where there is no schedule, on the CPU."""
+FoundBy = Callable[..., list[Any]]
+"""(schedule or None, what a worker does, …) → what two workers find: on simulated devices, or on the CPU for None."""
+
+
+@pytest.fixture
+def found_by(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> FoundBy:
     own = threading.local()
     monkeypatch.setattr(exchanges, "SideStream", lambda device: own.streams)
 
-    def run(store: DistKVStore, rank: int) -> Any:
-        own.streams = None if eager is None else Streams(eager)
-        return body(Worker(store, own.streams, in_store), rank)
+    def found(eager: Sequence[str] | None, body: Any, in_store: bool = True, **options: Any) -> list[Any]:
+        def run(store: DistKVStore, rank: int) -> Any:
+            own.streams = None if eager is None else Streams(eager)
+            return body(Worker(store, own.streams, in_store), rank)
 
-    return jobs.results(2, 2, run, **options)
+        return jobs.results(2, 2, run, **options)
+
+    return found
 
 
 def trained(worker: Worker, rank: int) -> list[Tensor]:
@@ -102,18 +102,14 @@ def trained(worker: Worker, rank: int) -> list[Tensor]:
 
 
 @SCHEDULES
-def test_weights_are_those_of_the_cpu_to_the_bit(
-    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, expected = [found_by(jobs, monkeypatch, one, trained) for one in (eager, None)]
+def test_weights_are_those_of_the_cpu_to_the_bit(eager: Sequence[str], found_by: FoundBy) -> None:
+    found, expected = [found_by(one, trained) for one in (eager, None)]
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert torch.equal(mine, theirs)
     assert all(map(torch.equal, *found))
 
 
-def test_long_gradients_and_weights_are_copied_by_the_device_alone(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_gradients_and_weights_are_copied_by_the_device_alone(found_by: FoundBy) -> None:
     def body(worker: Worker, rank: int) -> tuple[int, set[int], list[int]]:
         trained(worker, rank)
         seen, shared_grads = worker.exchange.sink, worker.exchange.shared_grads
@@ -126,7 +122,7 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
         shown = sum([one.numel for one in seen.ranges()])
         return shown, set(free), [pinned, worker.streams.num_pinned]
 
-    for shown, keys, pinned in found_by(jobs, monkeypatch, (), body):
+    for shown, keys, pinned in found_by((), body):
         assert shown > 0.99 * sum(NUMELS)
         assert keys == LONG
         assert pinned == [3, 0]  # of two servers their weights, and what gradients are copied to
@@ -134,7 +130,7 @@ def test_long_gradients_and_weights_are_copied_by_the_device_alone(
 
 @pytest.mark.parametrize("eager", [(), (CURRENT,)], ids=str)
 def test_rounds_without_some_gradients_and_without_effect_count_as_on_the_cpu(
-    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
+    eager: Sequence[str], found_by: FoundBy
 ) -> None:
     def body(worker: Worker, rank: int) -> list[Tensor]:
         trained(worker, rank)
@@ -143,14 +139,12 @@ def test_rounds_without_some_gradients_and_without_effect_count_as_on_the_cpu(
         worker.round(rank, 12, absent=[0] if rank else [2, 3])
         return worker.values()
 
-    found, expected = [found_by(jobs, monkeypatch, one, body) for one in (eager, None)]
+    found, expected = [found_by(one, body) for one in (eager, None)]
     for mine, theirs in zip(found[1], expected[1], strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_weights_that_the_loop_assigns_reach_the_devices(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_the_loop_assigns_reach_the_devices(found_by: FoundBy) -> None:
     def body(worker: Worker, rank: int) -> tuple[list[list[float]], list[Tensor]]:
         trained(worker, rank)
         worker.compute(lambda: worker.weights["float32"].fill_(5.0 + rank))
@@ -159,13 +153,13 @@ def test_weights_that_the_loop_assigns_reach_the_devices(
         worker.round(rank, 10)
         return assigned, worker.values()
 
-    found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
+    found, expected = [found_by(one, body) for one in ((), None)]
     for assigned, values in found:
         assert assigned == [[5.0]] * len(NUMELS)
         assert all(map(torch.equal, values, expected[0][1]))
 
 
-def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_data_get_the_last_weights(found_by: FoundBy) -> None:
     def body(worker: Worker, rank: int) -> list[Tensor]:
         trained(worker, rank)
         if not rank:
@@ -174,13 +168,11 @@ def test_workers_without_data_get_the_last_weights(jobs: Servers, monkeypatch: p
             pass
         return worker.values()
 
-    found = found_by(jobs, monkeypatch, (), body)
+    found = found_by((), body)
     assert all(map(torch.equal, *found))
 
 
-def test_a_worker_without_data_waits_until_its_device_has_read_the_weights(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_without_data_waits_until_its_device_has_read_the_weights(found_by: FoundBy) -> None:
     """Its taking part lets servers write the next ones."""
 
     def body(worker: Worker, rank: int) -> list[Tensor]:
@@ -194,13 +186,11 @@ def test_a_worker_without_data_waits_until_its_device_has_read_the_weights(
         worker.values()
         return read
 
-    found = found_by(jobs, monkeypatch, (), body)
+    found = found_by((), body)
     assert all(map(torch.equal, *found))
 
 
-def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(found_by: FoundBy) -> None:
     def body(worker: Worker, rank: int) -> bool:
         worker.round(rank, 0)
         worker.compute(lambda: worker.grads["float32"].fill_(7.0))
@@ -213,10 +203,10 @@ def test_gradients_of_a_worker_without_data_stay_where_no_sum_comes(
             joined = worker.exchange.run_without_data(worker.weights, worker.grads)
         return is_same
 
-    assert found_by(jobs, monkeypatch, (), body, in_store=False)[1]
+    assert found_by((), body, in_store=False)[1]
 
 
-def test_weights_that_servers_show_no_more_are_copied(jobs: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_servers_show_no_more_are_copied(found_by: FoundBy) -> None:
     def body(worker: Worker, rank: int) -> list[Tensor]:
         worker.round(rank, 0)
         if worker.exchange.sink.maps:
@@ -226,28 +216,28 @@ def test_weights_that_servers_show_no_more_are_copied(jobs: Servers, monkeypatch
         assert not worker.exchange.sink.maps
         return worker.values()
 
-    found, expected = [found_by(jobs, monkeypatch, one, body) for one in ((), None)]
+    found, expected = [found_by(one, body) for one in ((), None)]
     for mine in found:
         assert all(map(torch.equal, mine, expected[0]))
 
 
 def test_weights_are_copied_with_a_line_where_memory_of_servers_cannot_be_mapped(
-    jobs: Servers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found_by: FoundBy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = found_by(jobs, monkeypatch, None, trained)
+    expected = found_by(None, trained)
 
     def refuse(*args: object, **options: object) -> None:
         raise OSError("too many mappings")
 
     monkeypatch.setattr(staging, "put_pages", refuse)
-    found = found_by(jobs, monkeypatch, (), trained)
+    found = found_by((), trained)
     assert all(map(torch.equal, found[0], expected[0]))
     assert "too many mappings" in caplog.text
 
 
 @SCHEDULES
 def test_the_host_keeps_what_a_device_was_given_although_the_store_has_newer_weights(
-    eager: Sequence[str], jobs: Servers, monkeypatch: pytest.MonkeyPatch
+    eager: Sequence[str], found_by: FoundBy
 ) -> None:
     is_ahead = threading.Event()
 
@@ -274,5 +264,5 @@ def test_the_host_keeps_what_a_device_was_given_although_the_store_has_newer_wei
             for at, numel in zip(PLAN.key_offsets, NUMELS, strict=True)
         ]
 
-    [differences, _] = found_by(jobs, monkeypatch, eager, body, type="dist_async")
+    [differences, _] = found_by(eager, body, type="dist_async")
     assert not any(map(torch.any, differences))

@@ -30,7 +30,7 @@ from kvtrainer.kvstore import DistKVStore
 from tests.integration.raising_optimizer import RaisesOnHugeMeans
 from tests.support.drawn_workers import DrawnWorker, on_two
 from tests.support.limits import DEAD_AFTER, LIMIT
-from tests.support.processes import Members, Processes, new_name, together
+from tests.support.processes import Members, Process, Processes, new_name, together
 from tests.support.stores import Servers
 
 SHAPES = ((1200, 333), (333,), (5, 5), (120_001,), (64, 4096))
@@ -51,6 +51,13 @@ on_every_way = pytest.mark.usefixtures("way")
 class Worker(DrawnWorker):
     shapes = SHAPES
     assigns = True
+
+
+def alone(members: Members, servers: Sequence[Process]) -> Worker:
+    """A worker of its own job after two steps."""
+    worker = Worker(members.join(servers, 0, 1, new_name()), 0)
+    worker.steps(2)
+    return worker
 
 
 def is_mapped(parameter: Parameter, what: str = "memfd:kvstore-weights") -> bool:
@@ -164,8 +171,7 @@ def test_one_number_that_is_written_to_a_large_table_is_found_at_once(
 def test_of_two_parameters_in_one_page_the_one_that_was_written_is_named(
     jobs: Servers, members: Members, written: str, at: int
 ) -> None:
-    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, jobs.of(2))
     before, behind = worker.parameters[3], worker.parameters[4]
     assert (before.data_ptr() + before.nbytes - 1) // mmap.PAGESIZE == behind.data_ptr() // mmap.PAGESIZE
     worker.parameters[int(written[1])].detach().view(-1).numpy()[at] += 1.0
@@ -273,8 +279,7 @@ def test_weights_are_copied_where_all_memory_is_locked() -> None:
 
 @on_every_way
 def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Members) -> None:
-    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, jobs.of(2))
     before, copies = worker.weights(), copy.deepcopy(worker.parameters)
     worker.steps(1)
     assert not is_mapped(copies[0])
@@ -285,8 +290,7 @@ def test_a_copy_of_a_model_has_weights_of_its_own(jobs: Servers, members: Member
 def test_weights_that_are_moved_to_memory_of_torch_are_refused(
     processes: Processes, members: Members
 ) -> None:
-    worker = Worker(members.join(processes.servers(1), 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, processes.servers(1))
     worker.parameters[0].share_memory_()
     with pytest.raises(ParameterMovedError, match="p0"):
         worker.steps()
@@ -313,8 +317,7 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(pages, "_PAGE_MAP", str(tmp_path / "none"))
-    worker = Worker(members.join(jobs.of(1), 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, jobs.of(1))
     assert not is_mapped(worker.parameters[0])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -323,8 +326,7 @@ def test_a_worker_whose_page_map_is_hidden_copies_and_says_so(
 def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
     jobs: Servers, members: Members
 ) -> None:
-    worker = Worker(members.join(jobs.of(2), 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, jobs.of(2))
     before = worker.weights()
     assert is_mapped(worker.parameters[0], "memfd:")
     worker.trainer.close()
@@ -335,8 +337,7 @@ def test_weights_stay_and_are_the_workers_own_when_its_trainer_is_closed(
 @on_every_way
 def test_weights_can_be_read_after_their_server_was_killed(processes: Processes, members: Members) -> None:
     servers = processes.servers(2)
-    worker = Worker(members.join(servers, 0, 1, new_name()), 0)
-    worker.steps(2)
+    worker = alone(members, servers)
     before = worker.weights()
     servers[1].signal(signal.SIGKILL)
     servers[1].end()
