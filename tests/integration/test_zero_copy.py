@@ -12,6 +12,7 @@ import logging
 import mmap
 import multiprocessing
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
