@@ -128,7 +128,7 @@ def test_the_options_of_a_worker_that_has_joined_no_longer_hold_for_others(jobs:
     assert jobs.results(2, 1, body, type="dist_async") == [-5.0, -5.0]
 
 
-def test_what_cannot_be_repeated_elsewhere_is_refused_in_a_block(jobs: Servers) -> None:
+def test_what_other_workers_cannot_repeat_is_refused_in_a_block(jobs: Servers) -> None:
     def body(kv: DistKVStore, rank: int) -> None:
         net, trainer = trainer_over(kv, False)
         with trainer.join():

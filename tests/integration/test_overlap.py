@@ -75,7 +75,7 @@ def test_new_weights_come_during_the_backward_pass_over_a_network(jobs: Servers)
 
 @pytest.mark.usefixtures("far")
 @pytest.mark.parametrize("is_scheduled", [True, False])
-def test_a_rate_that_changes_in_every_step_is_foreseen_so_that_nothing_is_taken_back(
+def test_a_rate_that_changes_in_every_step_is_predicted_so_that_nothing_is_rolled_back(
     jobs: Servers, is_scheduled: bool
 ) -> None:
     def body(kv: DistKVStore, rank: int) -> list[int]:

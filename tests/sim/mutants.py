@@ -178,7 +178,7 @@ def clipped_on_one_server(self: Any, body: Any) -> Any:
 
 
 @hears(SYNC)
-def hello_begins_anew(self: Any, body: Any) -> Any:
+def hello_discards_contributions(self: Any, body: Any) -> Any:
     """A process that says hello twice fences itself."""
     self.said = getattr(self, "said", 0) + 1
     return replace(body, nonce=b"%d" % self.said) if isinstance(body, m.Hello) else body

@@ -113,7 +113,7 @@ class Schedule:
     def _check_told(self, rank: int, round_: int) -> None:
         """What a rank was told of new weights is all of them, and no older ones."""
         came, newest = dict[int, int](), -1
-        for body in self.job.told[rank, 100 * round_ + rank]:
+        for body in self.job.replies[rank, 100 * round_ + rank]:
             rows = zip(body.parts.tolist(), body.payloads, strict=True) if isinstance(body, m.Weights) else ()
             for (word, version, _, nbytes), payload in rows:
                 if version > newest:

@@ -71,7 +71,9 @@ def run_round(
 
 
 class EngineJob:
-    """Ranks of a job with one table of zeros, to which contributions are added; `told` keeps what was said to whom.
+    """Ranks of a job with one table of zeros, to which contributions are added.
+
+    `replies` has all answers so far, by rank and number of the request.
 
     Without `first` the ranks have registered the table, and nobody has given it values.
     """
@@ -91,7 +93,7 @@ class EngineJob:
         self.mode = mode
         self.now = 0.0
         self.sessions: dict[int, int] = {}
-        self.told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        self.replies: dict[tuple[int, int], list[m.ReplyBody]] = {}
         self._numbers = itertools.count(1)
         for rank in range(workers):
             self.hello(rank)
@@ -100,7 +102,7 @@ class EngineJob:
         [self._pulled] = self.pull(0)
 
     def hello(self, rank: int) -> m.ReplyBody:
-        """Begin a process for a rank: what it was told about the table."""
+        """Begin a process for a rank: the answer about the table."""
         mode = self.mode
         nonce, sockets = b"%d" % next(self._numbers), (b"%d" % rank,)
         hello = m.Hello(
@@ -114,11 +116,11 @@ class EngineJob:
         return registered
 
     def ask(self, rank: int, body: m.RequestBody, number: int | None = None) -> list[m.ReplyBody]:
-        """Send a request; what this one is told now, others' answers aside."""
+        """Send a request; its own answers, without those that others get."""
         number = next(self._numbers) if number is None else number
         request = m.Request(1, self.sessions.get(rank, 0), number, body)
-        told = self._keep(self.engine.handle(b"%d" % rank, request, self.now))
-        return told.get((rank, number), [])
+        replies = self._keep(self.engine.handle(b"%d" % rank, request, self.now))
+        return replies.get((rank, number), [])
 
     def push(self, rank: int, round_: int, value: float) -> list[m.ReplyBody]:
         given = [(piece.index, torch.zeros(piece.length)) for piece in self.slices]
@@ -150,7 +152,7 @@ class EngineJob:
     def tick(
         self, seconds: float = 0.0, alive: Sequence[int] = ()
     ) -> dict[tuple[int, int], list[m.ReplyBody]]:
-        """Let time pass, in which some ranks are heard; what was told."""
+        """Let time pass, in which some ranks are heard; the answers."""
         self.now += seconds
         for rank in alive:
             self.ask(rank, m.Heartbeat(), 0)
@@ -167,9 +169,9 @@ class EngineJob:
         return sorted(set(self._pulled.payloads[0][:8].tolist()))
 
     def _keep(self, out: list[m.Outgoing]) -> dict[tuple[int, int], list[m.ReplyBody]]:
-        told: dict[tuple[int, int], list[m.ReplyBody]] = {}
+        replies: dict[tuple[int, int], list[m.ReplyBody]] = {}
         for one in out:
-            told.setdefault((int(one.peer), one.reply.number), []).append(one.reply.body)
-        for key, bodies in told.items():
-            self.told.setdefault(key, []).extend(bodies)
-        return told
+            replies.setdefault((int(one.peer), one.reply.number), []).append(one.reply.body)
+        for key, bodies in replies.items():
+            self.replies.setdefault(key, []).extend(bodies)
+        return replies

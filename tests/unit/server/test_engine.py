@@ -77,7 +77,7 @@ def test_a_read_that_needs_a_lost_rank_fails_at_once(how: str) -> None:
     assert codes(told[0, 77]) == ["WorkerLostError"]
 
 
-def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_tried_anew() -> None:
+def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_retried() -> None:
     job = Job(2, Mode("async"))
     job.commit(0, 1, flags=m.HAS_JOINED, number=77)
     [failed] = job.tick(31.0, alive=(0, 1))[0, 77]
@@ -166,7 +166,7 @@ def commit_by_both(job: Job, flags: int, round_: int = 1) -> list[list[m.ReplyBo
     """Have both ranks give ones to all slices; what each is told when the round is over."""
     for rank in range(2):
         job.commit(rank, round_, 1.0, flags, number=1000 * round_)
-    return [job.told[rank, 1000 * round_] for rank in range(2)]
+    return [job.replies[rank, 1000 * round_] for rank in range(2)]
 
 
 def test_slices_that_somebody_reads_come_as_bytes_beside_the_places_of_others(leases: Leases) -> None:

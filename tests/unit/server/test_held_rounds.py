@@ -48,7 +48,7 @@ class HeldJob(EngineJob):
 
     def heard(self, rank: int, round_: int = 1) -> list[m.ReplyBody]:
         """What a rank was told about its commit since this was last asked."""
-        return self.told.pop((rank, 100 * round_ + rank), [])
+        return self.replies.pop((rank, 100 * round_ + rank), [])
 
     def resolve(
         self, rank: int, coef: float = 1.0, clip: float | None = None, skip: bool = False, round_: int = 1

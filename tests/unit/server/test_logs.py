@@ -186,7 +186,7 @@ def test_a_worker_tells_why_a_round_failed_and_of_reads_that_they_are_none(debug
     assert [one["state"] for one in debug_lines("round")[-3:]] == ["reading", "waiting", "read"]
 
 
-class Telling:
+class AnswersOnce:
     """A service that gives one answer."""
 
     is_stopping, num_ended = False, 0
@@ -196,7 +196,7 @@ class Telling:
 
 
 def test_a_server_logs_what_it_has_to_keep_for_a_slow_peer_as_queued(debug_lines: Lines) -> None:
-    server = Server(Telling(), ServerOptions(), name_of=lambda _: PEER)  # type: ignore[arg-type]
+    server = Server(AnswersOnce(), ServerOptions(), name_of=lambda _: PEER)  # type: ignore[arg-type]
     try:
         server._budget = 0
         server._send_all([m.Outgoing(b"a secret", m.Reply(7, Done((0, 4, 9))))])

@@ -144,7 +144,7 @@ def test_whoever_reads_gets_what_all_gave_in_rank_order_also_if_it_asks_again() 
 OWN, OTHER, STRANGER = b"own socket", b"other socket", b"stranger"
 
 
-class Place:
+class SessionEngine:
     """An engine for jobs of two workers, and what it is asked at which time."""
 
     def __init__(self, tokens: Callable[[], int] = random_token) -> None:
@@ -177,19 +177,19 @@ def code(body: m.ReplyBody | None) -> str:
 
 
 def test_tokens_are_what_their_source_gives_but_never_zero_and_never_the_same_twice() -> None:
-    place = Place(iter([0, 7, 7, 9, 1 << 63]).__next__)
-    assert [place.token(0, b"a"), place.token(1, b"b"), place.token(0, b"c")] == [7, 9, 1 << 63]
+    server = SessionEngine(iter([0, 7, 7, 9, 1 << 63]).__next__)
+    assert [server.token(0, b"a"), server.token(1, b"b"), server.token(0, b"c")] == [7, 9, 1 << 63]
 
 
 def test_tokens_of_a_server_are_random_numbers_of_64_bits() -> None:
-    tokens = [Place().token() for _ in range(64)]
+    tokens = [SessionEngine().token() for _ in range(64)]
     assert len(set(tokens)) == 64
     assert max(tokens) >= 1 << 60  # 16⁻⁶⁴ if not
 
 
 def test_another_socket_is_refused_as_if_there_were_no_such_session() -> None:
-    place = Place()
-    refused = [place.ask(STRANGER, token, m.Stats()) for token in (place.token(), 1, 0)]
+    server = SessionEngine()
+    refused = [server.ask(STRANGER, token, m.Stats()) for token in (server.token(), 1, 0)]
     assert code(refused[0]) == FencedError.__name__
     assert refused[0] == refused[1] == refused[2]
 
@@ -198,88 +198,88 @@ def test_another_socket_is_refused_as_if_there_were_no_such_session() -> None:
     "body", [m.Leave("bye", True), m.SetOptimizer(b"\x80"), m.Register("w", (("w", (4,), "float32", 0, False),), False)]
 )  # fmt: skip
 def test_what_another_socket_asks_for_has_no_effect(body: m.RequestBody) -> None:
-    place = Place()
-    token = place.token()
-    assert code(place.ask(STRANGER, token, body)) == FencedError.__name__
-    stats = place.ask(OWN, token, m.Stats())
+    server = SessionEngine()
+    token = server.token()
+    assert code(server.ask(STRANGER, token, body)) == FencedError.__name__
+    stats = server.ask(OWN, token, m.Stats())
     assert isinstance(stats, m.Status)
     assert (stats.values["tables"], stats.values["messages_in"]) == ([], 1)
 
 
 def test_another_socket_is_no_sign_of_life() -> None:
-    place = Place()
-    alive, dead = place.token(0, b"a", (OWN,)), place.token(1, b"b", (OTHER,))
-    place.now = DEAD_AFTER + 1
-    place.ask(STRANGER, dead, m.Heartbeat())
-    place.ask(OWN, alive, m.Gather(0, 60.0))
-    [told] = place.engine.tick(place.now)
+    server = SessionEngine()
+    alive, dead = server.token(0, b"a", (OWN,)), server.token(1, b"b", (OTHER,))
+    server.now = DEAD_AFTER + 1
+    server.ask(STRANGER, dead, m.Heartbeat())
+    server.ask(OWN, alive, m.Gather(0, 60.0))
+    [told] = server.engine.tick(server.now)
     assert (told.peer, code(told.reply.body)) == (OWN, WorkerLostError.__name__)
 
 
-def test_a_hello_that_comes_again_gets_the_same_session_and_begins_nothing_anew() -> None:
-    place = Place()
-    token = place.token()
-    place.ask(OWN, token, m.Gather(0, 60.0))
-    assert place.token() == token
-    released = place.engine.handle(
-        b"b", m.Request(1, place.token(1, b"b", (b"b",)), 1, m.Gather(0, 60.0)), 0.0
+def test_a_hello_that_comes_again_gets_the_same_session_and_starts_nothing_again() -> None:
+    server = SessionEngine()
+    token = server.token()
+    server.ask(OWN, token, m.Gather(0, 60.0))
+    assert server.token() == token
+    released = server.engine.handle(
+        b"b", m.Request(1, server.token(1, b"b", (b"b",)), 1, m.Gather(0, 60.0)), 0.0
     )
     assert [out.peer for out in released] == [OWN, b"b"]
 
 
 def test_a_hello_that_comes_again_is_a_sign_of_life() -> None:
-    place = Place()
-    place.token(0, b"a", (OWN,))
-    alive = place.token(1, b"b", (OTHER,))
-    place.now = DEAD_AFTER + 1
-    place.token(0, b"a", (OWN,))
-    assert isinstance(place.ask(OTHER, alive, m.Gather(0, 60.0)), m.Pending)
+    server = SessionEngine()
+    server.token(0, b"a", (OWN,))
+    alive = server.token(1, b"b", (OTHER,))
+    server.now = DEAD_AFTER + 1
+    server.token(0, b"a", (OWN,))
+    assert isinstance(server.ask(OTHER, alive, m.Gather(0, 60.0)), m.Pending)
 
 
 @pytest.mark.parametrize(("nonce", "sockets"), [(b"second", (OWN, OTHER)), (b"first", (b"new", OTHER))])
 def test_another_process_of_the_rank_gets_another_session_and_shuts_the_first_out(
     nonce: bytes, sockets: tuple[bytes, ...]
 ) -> None:
-    place = Place()
-    first = place.token()
-    assert place.token(0, nonce, sockets) != first
-    refused = place.ask(OTHER, first, m.Stats())
+    server = SessionEngine()
+    first = server.token()
+    assert server.token(0, nonce, sockets) != first
+    refused = server.ask(OTHER, first, m.Stats())
     assert code(refused) == FencedError.__name__
     assert f"taken over by h0:{nonce!r}" in str(refused)
-    assert "taken over" not in str(place.ask(STRANGER, first, m.Stats()))
+    assert "taken over" not in str(server.ask(STRANGER, first, m.Stats()))
 
 
 def test_a_late_hello_of_a_process_that_was_replaced_or_has_left_is_refused() -> None:
-    place = Place()
-    first, second = place.token(), place.token(0, b"second", (b"new",))
-    assert code(place.hello()) == FencedError.__name__
-    assert isinstance(place.ask(b"new", second, m.Stats()), m.Status)
-    place.ask(b"new", second, m.Leave("done", True))
-    assert code(place.hello(0, b"second", (b"new",))) == FencedError.__name__
-    assert not place.engine.namespaces
+    server = SessionEngine()
+    first, second = server.token(), server.token(0, b"second", (b"new",))
+    assert code(server.hello()) == FencedError.__name__
+    assert isinstance(server.ask(b"new", second, m.Stats()), m.Status)
+    server.ask(b"new", second, m.Leave("done", True))
+    assert code(server.hello(0, b"second", (b"new",))) == FencedError.__name__
+    assert not server.engine.namespaces
     assert first != second
 
 
 def test_a_hello_that_does_not_name_its_own_socket_is_refused() -> None:
-    place = Place()
+    server = SessionEngine()
     hello = m.Hello("job", 0, 2, 0, 1, "", "h", b"first", (OWN, OTHER))
-    assert code(place.ask(STRANGER, 0, hello)) == ProtocolError.__name__
-    assert not place.engine.namespaces
+    assert code(server.ask(STRANGER, 0, hello)) == ProtocolError.__name__
+    assert not server.engine.namespaces
 
 
 def test_sessions_that_ended_long_ago_are_forgotten() -> None:
-    place = Place()
+    server = SessionEngine()
     for at in range(3000):
-        place.token(0, b"%d" % at)
-    assert len(place.engine._sessions._opened) < 1100
+        server.token(0, b"%d" % at)
+    assert len(server.engine._sessions._opened) < 1100
 
 
 def test_who_is_still_there_at_the_end_is_told_and_nobody_else() -> None:
-    place = Place()
-    place.token(0, b"a", (OWN, OTHER))
-    gone = place.token(1, b"b", (b"b",))
-    place.ask(b"b", gone, m.Leave("done", True))
-    [notice] = place.engine.abandon(0.0)
+    server = SessionEngine()
+    server.token(0, b"a", (OWN, OTHER))
+    gone = server.token(1, b"b", (b"b",))
+    server.ask(b"b", gone, m.Leave("done", True))
+    [notice] = server.engine.abandon(0.0)
     assert (notice.peer, notice.reply.number, code(notice.reply.body)) == (OWN, 0, "ServerStoppingError")
 
 
@@ -287,7 +287,7 @@ PATIENCE = 600.0
 KILLED = "was killed by signal 9 (SIGKILL)"
 
 
-class Seen:
+class SeenProcesses:
     """Processes as the server sees them, of rank 0 and 1."""
 
     def __init__(self) -> None:
@@ -301,13 +301,13 @@ class Seen:
         return self.states.get(key, ProcessState.UNKNOWN)
 
 
-class WatchedPlace:
+class WatchedEngine:
     """An engine with two workers; rank 0 gives signs of life, rank 1 does what the test says."""
 
     def __init__(self, mode: str = "sync", num_workers: int = 2) -> None:
         self.engine = Engine(EngineConfig(dead_after=DEAD_AFTER))
         self.now = 0.0
-        self.seen = Seen()
+        self.seen = SeenProcesses()
         self.keys = []
         for rank in range(num_workers):
             peer = b"p%d" % rank
@@ -338,57 +338,57 @@ class WatchedPlace:
 def test_a_process_that_has_ended_is_told_to_those_who_wait_for_it_once_its_last_words_would_have_come() -> (
     None
 ):
-    place = WatchedPlace()
-    place.waits()
-    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
-    [failed] = place.goes_on(DEAD_AFTER)
+    server = WatchedEngine()
+    server.waits()
+    server.seen.states[server.keys[1]], server.seen.how = ProcessState.ENDED, KILLED
+    [failed] = server.goes_on(DEAD_AFTER)
     assert failed.code == "WorkerLostError"
     assert f"the process of rank 1 (h1:11) {KILLED}" in failed.text
-    assert LAST_WORDS <= place.now <= LAST_WORDS + 0.21
+    assert LAST_WORDS <= server.now <= LAST_WORDS + 0.21
 
 
 def test_a_death_in_a_namespace_that_is_looked_at_rarely_is_told_as_soon() -> None:
-    place = WatchedPlace()
-    place.waits()
-    place.engine.namespaces["job"].next_look = DEAD_AFTER
-    place.seen.states[place.keys[1]] = ProcessState.ENDED
-    [failed] = place.goes_on(PATIENCE)
+    server = WatchedEngine()
+    server.waits()
+    server.engine.namespaces["job"].next_look = DEAD_AFTER
+    server.seen.states[server.keys[1]] = ProcessState.ENDED
+    [failed] = server.goes_on(PATIENCE)
     assert failed.code == "WorkerLostError"
-    assert place.now <= LAST_WORDS + 0.31
+    assert server.now <= LAST_WORDS + 0.31
 
 
 def test_what_ended_it_may_become_known_later_than_that_it_has_ended() -> None:
-    place = WatchedPlace()
-    place.waits()
-    place.seen.states[place.keys[1]] = ProcessState.ENDED
-    assert place.goes_on(0.1) == []
-    place.seen.how = KILLED
-    [failed] = place.goes_on(DEAD_AFTER)
+    server = WatchedEngine()
+    server.waits()
+    server.seen.states[server.keys[1]] = ProcessState.ENDED
+    assert server.goes_on(0.1) == []
+    server.seen.how = KILLED
+    [failed] = server.goes_on(DEAD_AFTER)
     assert KILLED in failed.text
 
 
 def test_what_it_has_said_before_it_ended_counts_although_it_comes_later() -> None:
-    place = WatchedPlace()
-    place.seen.states[place.keys[1]] = ProcessState.ENDED
-    assert place.goes_on(0.2) == []
-    assert place.says(1, m.Gather(0, PATIENCE))
-    out = place.says(0, m.Gather(0, PATIENCE))
+    server = WatchedEngine()
+    server.seen.states[server.keys[1]] = ProcessState.ENDED
+    assert server.goes_on(0.2) == []
+    assert server.says(1, m.Gather(0, PATIENCE))
+    out = server.says(0, m.Gather(0, PATIENCE))
     assert {one.reply.body for one in out} == {m.Gathered((b"", b""))}
-    place.says(1, m.Leave("ValueError: sample 17", False))
-    place.now += DEAD_AFTER
-    place.says(0, m.Gather(1, PATIENCE))
-    [failed] = place.goes_on(place.now + 1.0)
+    server.says(1, m.Leave("ValueError: sample 17", False))
+    server.now += DEAD_AFTER
+    server.says(0, m.Gather(1, PATIENCE))
+    [failed] = server.goes_on(server.now + 1.0)
     assert "rank 1 has left (ValueError: sample 17)" in failed.text
 
 
 def test_a_dead_worker_is_counted_and_shown_as_failed() -> None:
-    place = WatchedPlace()
-    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
-    place.goes_on(1.0)
-    [stats] = place.says(0, m.Stats())
+    server = WatchedEngine()
+    server.seen.states[server.keys[1]], server.seen.how = ProcessState.ENDED, KILLED
+    server.goes_on(1.0)
+    [stats] = server.says(0, m.Stats())
     assert isinstance(stats.reply.body, m.Status)
     assert stats.reply.body.values["num_dead"] == 1
-    [facts] = place.says(0, m.GetStatus())
+    [facts] = server.says(0, m.GetStatus())
     assert isinstance(facts.reply.body, m.Status)
     [job] = facts.reply.body.values["jobs"]
     assert [(one["state"], KILLED in one["why"]) for one in job["workers"]] == [
@@ -401,64 +401,64 @@ def test_a_dead_worker_is_counted_and_shown_as_failed() -> None:
 def test_where_a_successor_may_go_on_in_its_place_a_dead_worker_is_waited_for_as_one_that_is_silent(
     mode: str,
 ) -> None:
-    place = WatchedPlace(mode)
-    place.waits()
-    place.seen.states[place.keys[1]], place.seen.how = ProcessState.ENDED, KILLED
-    [failed] = place.goes_on(3 * DEAD_AFTER)
+    server = WatchedEngine(mode)
+    server.waits()
+    server.seen.states[server.keys[1]], server.seen.how = ProcessState.ENDED, KILLED
+    [failed] = server.goes_on(3 * DEAD_AFTER)
     assert KILLED in failed.text
-    assert DEAD_AFTER <= place.now <= DEAD_AFTER + 0.3
+    assert DEAD_AFTER <= server.now <= DEAD_AFTER + 0.3
 
 
 def test_a_process_that_runs_is_waited_for_until_the_deadline_of_the_wait_however_silent_it_is() -> None:
-    place = WatchedPlace()
-    place.waits()
-    place.seen.states[place.keys[1]] = ProcessState.RUNS
-    [failed] = place.goes_on(2 * PATIENCE)
-    assert place.now == pytest.approx(PATIENCE, abs=0.2)
+    server = WatchedEngine()
+    server.waits()
+    server.seen.states[server.keys[1]] = ProcessState.RUNS
+    [failed] = server.goes_on(2 * PATIENCE)
+    assert server.now == pytest.approx(PATIENCE, abs=0.2)
     assert failed.code == "DeadlineError"
     assert "but its process runs" in failed.text
 
 
 def test_a_namespace_without_values_is_kept_while_a_process_of_it_runs() -> None:
-    place = WatchedPlace(num_workers=1)
-    place.seen.states[place.keys[0]] = ProcessState.RUNS
+    server = WatchedEngine(num_workers=1)
+    server.seen.states[server.keys[0]] = ProcessState.RUNS
     for at in range(int(10 * DEAD_AFTER)):
-        place.engine.look_at(place.seen, float(at))  # type: ignore[arg-type]
-        place.engine.tick(float(at))
-    assert list(place.engine.namespaces) == ["job"]
+        server.engine.look_at(server.seen, float(at))  # type: ignore[arg-type]
+        server.engine.tick(float(at))
+    assert list(server.engine.namespaces) == ["job"]
 
 
 def test_a_stopped_process_is_lost_by_its_silence_which_begins_when_it_was_last_seen_to_run() -> None:
-    place = WatchedPlace()
-    place.waits()
-    place.seen.states[place.keys[1]] = ProcessState.RUNS
-    assert place.goes_on(3 * DEAD_AFTER) == []
-    place.seen.states[place.keys[1]] = ProcessState.STOPPED
-    [failed] = place.goes_on(2 * PATIENCE)
+    server = WatchedEngine()
+    server.waits()
+    server.seen.states[server.keys[1]] = ProcessState.RUNS
+    assert server.goes_on(3 * DEAD_AFTER) == []
+    server.seen.states[server.keys[1]] = ProcessState.STOPPED
+    [failed] = server.goes_on(2 * PATIENCE)
     assert failed.code == "WorkerLostError"
     assert "and its process is stopped" in failed.text
-    assert 3.4 * DEAD_AFTER <= place.now <= 4.1 * DEAD_AFTER
+    assert 3.4 * DEAD_AFTER <= server.now <= 4.1 * DEAD_AFTER
 
 
 def test_a_process_that_cannot_be_seen_is_lost_by_its_silence_and_the_error_says_what_else_it_may_be() -> (
     None
 ):
-    place = WatchedPlace()
-    place.waits()
-    [failed] = place.goes_on(2 * PATIENCE)
-    assert DEAD_AFTER <= place.now <= DEAD_AFTER + 0.3
+    server = WatchedEngine()
+    server.waits()
+    [failed] = server.goes_on(2 * PATIENCE)
+    assert DEAD_AFTER <= server.now <= DEAD_AFTER + 0.3
     assert "interpreter lock (GIL), raise KVSTORE_DEAD_AFTER" in failed.text
 
 
 def test_nobody_is_looked_at_who_is_heard() -> None:
-    place = WatchedPlace()
-    place.seen.states[place.keys[1]] = ProcessState.STOPPED
-    place.now = 0.4 * DEAD_AFTER
-    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
-    place.now = 0.9 * DEAD_AFTER
-    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
-    place.says(1, m.Heartbeat())
-    place.engine.look_at(place.seen, place.now)  # type: ignore[arg-type]
-    [pending] = place.says(0, m.Gather(0, PATIENCE))
+    server = WatchedEngine()
+    server.seen.states[server.keys[1]] = ProcessState.STOPPED
+    server.now = 0.4 * DEAD_AFTER
+    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    server.now = 0.9 * DEAD_AFTER
+    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    server.says(1, m.Heartbeat())
+    server.engine.look_at(server.seen, server.now)  # type: ignore[arg-type]
+    [pending] = server.says(0, m.Gather(0, PATIENCE))
     assert isinstance(pending.reply.body, m.Pending)
     assert pending.reply.body.why.endswith("rank 1 (h1:11) was last heard 0.0 s ago")

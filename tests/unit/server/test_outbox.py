@@ -78,7 +78,7 @@ def test_a_peer_that_does_not_read_has_one_copy_of_optimizer_state_waiting_and_n
     assert not waiting.has_state
 
 
-class Hears:
+class Recording:
     """A service that keeps what it was given and answers nothing."""
 
     is_stopping = False
@@ -98,7 +98,7 @@ class Hears:
 def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_what_a_codec_has_checked(
     form: bytes, may_change: bool
 ) -> None:
-    service = Hears()
+    service = Recording()
     server = Server(service, ServerOptions())  # type: ignore[arg-type]
     body = contribution([(0, bytes(3000))], 1, form=form)
     head, *rest = encode(m.Request(1, 1, 1, body))
@@ -112,7 +112,7 @@ def test_a_worker_that_shares_memory_can_change_numbers_that_it_gave_and_not_wha
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server(Hears(), ServerOptions())  # type: ignore[arg-type]
+    made = Server(Recording(), ServerOptions())  # type: ignore[arg-type]
     yield made
     made.close()
 

@@ -45,7 +45,7 @@ class Job(EngineJob):
 
     def came(self, rank: int) -> list[tuple[list[int], set[int], set[float]]]:
         """The slots, versions and values of each message of weights that a rank was sent for its round."""
-        bodies = [body for body in self.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
+        bodies = [body for body in self.replies.get((rank, SAYS), []) if isinstance(body, m.Weights)]
         return [
             (
                 body.parts[:, 0].tolist(),
@@ -103,7 +103,7 @@ def test_a_rank_that_wants_no_weights_is_only_told_that_the_round_is_over(job: J
         job.give(rank, SLICES)
     job.say(0, flags=0)
     job.commit_all(1)
-    assert [type(body) for body in job.told[0, SAYS]] == [m.Done]
+    assert [type(body) for body in job.replies[0, SAYS]] == [m.Done]
     assert job.weights() == [{2.0}] * 8
 
 
@@ -113,20 +113,20 @@ def test_a_round_ends_at_its_deadline_without_a_trace_and_its_reader_is_answered
     job.commit_all(0, timeout=5.0)
     job.ask(1, m.Pull((0,), 60.0), 900)
     job.tick(6.0, alive=[0, 1])
-    assert [type(body) for body in job.told[0, SAYS]] == [m.Weights, m.Failed]
+    assert [type(body) for body in job.replies[0, SAYS]] == [m.Weights, m.Failed]
     job.tick()
-    assert isinstance(job.told[1, 900][-1], m.Weights)
+    assert isinstance(job.replies[1, 900][-1], m.Weights)
     assert job.weights() == [{0.0}] * 8
 
 
 def test_nobody_reads_a_table_of_which_some_slices_are_of_the_next_version(job: Job) -> None:
     job.half(0, 1)
     job.ask(1, m.Pull((0,), 30.0), 900)
-    assert [type(body) for body in job.told[1, 900]] == [m.Pending]
+    assert [type(body) for body in job.replies[1, 900]] == [m.Pending]
     for rank in range(2):
         job.give(rank, SLICES[4:])
     job.commit_all(0, 1)
-    [_, read] = job.told[1, 900]
+    [_, read] = job.replies[1, 900]
     assert isinstance(read, m.Weights)
     assert {one[0].item() for one in read.payloads} == {2.0}
 
@@ -168,14 +168,14 @@ def test_an_announcement_that_names_no_slice_of_its_table_or_brings_bytes_is_ref
 
 
 @pytest.mark.parametrize("said", [{"hold": 2.0}, {"flags": m.WANTS_WEIGHTS | m.ANNOUNCES | m.VETOES}])
-def test_what_is_decided_about_the_whole_of_a_round_is_not_begun(job: Job, said: dict[str, float]) -> None:
+def test_a_round_that_is_held_or_vetoed_is_not_pipelined(job: Job, said: dict[str, float]) -> None:
     for rank in range(2):
         job.say(rank, **said)  # type: ignore[arg-type]
         job.give(rank, SLICES)
     assert not job.came(0)
 
 
-def test_a_round_whose_optimizer_may_raise_is_not_begun(job: Job) -> None:
+def test_a_round_whose_optimizer_may_raise_is_not_pipelined(job: Job) -> None:
     for rank in range(2):
         job.ask(rank, m.SetOptimizer(packed(CautiousAdding.name)))
     job.half(0, 1)
@@ -242,7 +242,7 @@ class Parts(Job):
 
     def ends(self, rank: int) -> list[int]:
         """Where the parts end in slice 0 of which a rank has been told new weights."""
-        bodies = [body for body in self.told.get((rank, SAYS), []) if isinstance(body, m.Weights)]
+        bodies = [body for body in self.replies.get((rank, SAYS), []) if isinstance(body, m.Weights)]
         places = [m.place_of(word) for body in bodies for word in body.parts[:, 0].tolist()]
         return [4 * end for slot, end in places if end and not slot]
 
@@ -272,9 +272,9 @@ def test_a_part_that_all_ranks_have_given_is_answered_while_the_others_are_on_th
     parts.part(1, 0)
     parts.part(1, 1)
     assert parts.ends(0) == parts.ends(1) == [PART, 2 * PART]
-    assert {float(body.payloads[0][-1]) for body in parts.told[0, SAYS] if isinstance(body, m.Weights)} == {
-        2.0
-    }
+    assert {
+        float(body.payloads[0][-1]) for body in parts.replies[0, SAYS] if isinstance(body, m.Weights)
+    } == {2.0}
     parts.end()
     parts.check(2.0)
 
@@ -303,7 +303,7 @@ def test_parts_that_ranks_have_cut_otherwise_are_summed_element_by_element(parts
         parts.part(0, number, 1.0 + number)
     parts.part(1, 1, 20.0, count=2)
     assert parts.ends(0) == [PART, 3 * PART]
-    bodies = [body for body in parts.told[0, SAYS] if isinstance(body, m.Weights)]
+    bodies = [body for body in parts.replies[0, SAYS] if isinstance(body, m.Weights)]
     found = torch.cat([body.payloads[0] for body in bodies])
     assert found.view(3, -1).unique(dim=1).tolist() == [[11.0], [22.0], [23.0]]
 
@@ -329,7 +329,7 @@ def test_parts_of_another_generation_than_was_announced_do_not_count(parts: Part
     parts.part(1, 0)
     parts.part(1, 1)
     assert parts.ends(0) == [PART, 2 * PART]
-    bodies = [body for body in parts.told[0, SAYS] if isinstance(body, m.Weights)]
+    bodies = [body for body in parts.replies[0, SAYS] if isinstance(body, m.Weights)]
     assert {number for body in bodies for number in body.payloads[0].tolist()} == {2.0}
 
 
@@ -339,7 +339,7 @@ def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> N
     for rank in range(2):
         parts.part(rank, 0)
         parts.part(rank, 1)
-    [first, second] = [body for body in parts.told[1, SAYS] if isinstance(body, m.Weights)]
+    [first, second] = [body for body in parts.replies[1, SAYS] if isinstance(body, m.Weights)]
     assert parts.ends(1) == [PART, 2 * PART]
     assert first.parts[0, 2] == second.parts[0, 2] == m.HALF
     assert first.payloads[0].dtype == torch.bfloat16

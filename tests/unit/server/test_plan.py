@@ -304,7 +304,7 @@ def test_rows_go_to_slices_in_turn_and_the_last_ones_to_a_short_slice() -> None:
 
 
 @pytest.mark.parametrize("options", [{"row_sparse": False}, {"whole_keys": True}], ids=str)
-def test_what_workers_hold_too_and_keys_that_stay_whole_are_not_dealt(options: dict[str, Any]) -> None:
+def test_what_workers_hold_too_and_keys_that_stay_whole_are_not_interleaved(options: dict[str, Any]) -> None:
     ids = np.arange(0, 9_000, 7)
     places = plan_over((9_001, 16), servers=1, **options).rows(0)
     [(_, which, own)] = places.by_server(ids)

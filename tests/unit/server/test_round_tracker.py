@@ -118,7 +118,7 @@ def test_a_commit_keeps_nothing_of_the_payloads_that_came_with_it(tracker: Round
     assert kept() is None
 
 
-def test_who_waits_is_found_by_request_with_its_tables(tracker: RoundTracker) -> None:
+def test_waiters_are_found_by_request_with_their_tables(tracker: RoundTracker) -> None:
     commit(tracker, 0, 0, 1, waiter=7)
     commit(tracker, 0, 2, waiter=8)
     assert tracker.of(0).waiters == [Waiter(b"0", 7), Waiter(b"0", 7), Waiter(b"0", 8)]
