@@ -367,18 +367,22 @@ OLD_OUTER, OLD_INNER = "memory/memory.limit_in_bytes", "memory/job/memory.limit_
 def test_the_least_limit_of_the_control_groups_around_a_process_counts(
     tmp_path: Path, own: str, limits: dict[str, str], least: int | None
 ) -> None:
-    (tmp_path / "own").write_text(own)
-    for name, limit in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(limit)
+    written(tmp_path, {"own": own, **limits})
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_limit(tmp_path, tmp_path / "own") == (least or total)
+
+
+def written(folder: Path, files: dict[str, str]) -> None:
+    """Make files, and the folders that they are in; names are those of the file system."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, errors="surrogateescape")
 
 
 def test_a_process_that_does_not_see_its_control_groups_has_the_limit_of_the_outermost(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "memory.max").write_text("1000")
+    written(tmp_path, {"memory.max": "1000"})
     assert memory_limit(tmp_path, tmp_path / "nothing there") == 1000
 
 
@@ -420,51 +424,39 @@ def test_a_row_sparse_table_of_empty_rows_is_taken() -> None:
     assert isinstance(answer, m.Registered)
 
 
-@pytest.mark.parametrize(
-    ("limit", "available"), [("max", 5 << 20), (str(9 << 20), 2 << 20), (str(30 << 20), 5 << 20), ("100", 0)]
-)
-def test_what_is_available_is_the_machines_memory_or_what_is_left_of_the_containers(
-    tmp_path: Path, limit: str, available: int
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    5120 kB\n")
-    (tmp_path / "own").write_text("0::/job\n")
-    group = tmp_path / "job"
-    group.mkdir()
-    (group / "memory.max").write_text(limit)
-    (group / "memory.current").write_text(str(7 << 20))
-    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == available
-    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "nothing there") == 0
+V2 = {"limit": "memory.max", "usage": "memory.current", "stat": "memory.stat"}
+V1 = {
+    "limit": "memory/memory.limit_in_bytes",
+    "usage": "memory/memory.usage_in_bytes",
+    "stat": "memory/memory.stat",
+}
+OF_JOB = {kind: f"job/{name}" for kind, name in V2.items()}
+ODD = {kind: f"job-\udcff/{name}" for kind, name in V2.items()}
+"""Of a group whose name is no text."""
 
 
 @pytest.mark.parametrize(
-    ("own", "folder", "stat"),
+    ("own", "names", "limit", "usage", "stat", "available"),
     [
-        ("0::/", "", "file 900\nactive_file 300\ninactive_file 400\n"),
-        ("8:memory:/", "memory", "inactive_file 1\ntotal_inactive_file 400\n"),
+        ("0::/job\n", OF_JOB, "max", 7 << 20, None, 5 << 20),
+        ("0::/job\n", OF_JOB, str(9 << 20), 7 << 20, None, 2 << 20),
+        ("0::/job\n", OF_JOB, str(30 << 20), 7 << 20, None, 5 << 20),
+        ("0::/job\n", OF_JOB, "100", 7 << 20, None, 0),
+        # What was read of files can be dropped.
+        ("0::/", V2, "1000", 950, "file 900\nactive_file 300\ninactive_file 400\n", 450),
+        ("8:memory:/", V1, "1000", 950, "inactive_file 1\ntotal_inactive_file 400\n", 450),
+        ("0::/job-\udcff\n", ODD, "1000", 950, "", 50),
+        ("0::/job-\udcff\n", ODD, "1000", 950, "\n\ninactive_file 400\n", 450),
+        ("0::/job-\udcff\n", ODD, "1000", 950, "inactive_file\ninactive_file 400\n", 450),
     ],
 )
-def test_what_a_control_group_keeps_of_files_that_were_read_counts_as_available(
-    tmp_path: Path, own: str, folder: str, stat: str
+def test_what_is_available_is_the_machines_memory_or_what_is_left_of_the_control_group(
+    tmp_path: Path, own: str, names: dict[str, str], limit: str, usage: int, stat: str | None, available: int
 ) -> None:
-    (tmp_path / "meminfo").write_text("MemAvailable: 5120 kB\n")
-    (tmp_path / "own").write_text(own)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if folder else ("memory.max", "memory.current")
-    group = tmp_path / folder
-    group.mkdir(exist_ok=True)
-    for name, text in zip((*names, "memory.stat"), ("1000", "950", stat), strict=True):
-        (group / name).write_text(text)
-    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == 450
-
-
-@pytest.mark.parametrize("stat", ["", "\n\ninactive_file 400\n", "inactive_file\ninactive_file 400\n"])
-def test_a_control_group_counts_whatever_its_name_and_although_its_numbers_are_laid_out_otherwise(
-    tmp_path: Path, stat: str
-) -> None:
-    (tmp_path / "own").write_bytes(b"0::/job-\xff\n")
-    (tmp_path / "meminfo").write_text("\nMemAvailable: 5120 kB\n")
-    group = tmp_path / os.fsdecode(b"job-\xff")
-    group.mkdir()
-    for name, text in {"memory.max": "1000", "memory.current": "950", "memory.stat": stat}.items():
-        (group / name).write_text(text)
-    assert memory_limit(tmp_path, tmp_path / "own") == 1000
-    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == (450 if stat else 50)
+    files = {"own": own, names["limit"]: limit, names["usage"]: str(usage)}
+    written(tmp_path, files | ({} if stat is None else {names["stat"]: stat}))
+    written(tmp_path, {"meminfo": "\nMemTotal: 9 kB\nMemAvailable:    5120 kB\n"})
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "meminfo") == available
+    assert available_memory(tmp_path, tmp_path / "own", tmp_path / "nothing there") == 0
+    if names is ODD:
+        assert memory_limit(tmp_path, tmp_path / "own") == 1000
