@@ -327,8 +327,7 @@ def test_training_goes_on_as_if_never_interrupted(
     found = jobs.results(2, after, second)
     expected = steps(started(kvstore.create("local"), optimizer), range(5), range(2))
     for one in found:
-        for a, b in zip(one, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        check_equal(one, expected, 1e-6)
 
 
 @pytest.mark.parametrize("damage", ["damaged", "another store's"])
@@ -351,8 +350,7 @@ def test_states_that_one_worker_cannot_read_are_loaded_by_none(
 
     expected = steps(started(kvstore.create("local"), "sgd"), range(4), range(2))
     for one in jobs.results(2, 2, body):
-        for a, b in zip(one, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        check_equal(one, expected, 1e-6)
 
 
 def test_states_that_one_worker_is_interrupted_in_reading_can_be_loaded_again(
@@ -372,8 +370,7 @@ def test_states_that_one_worker_is_interrupted_in_reading_can_be_loaded_again(
 
     expected = steps(started(kvstore.create("local"), "sgd"), range(2), range(2))
     for one in jobs.results(2, 2, body):
-        for a, b in zip(one, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        check_equal(one, expected, 1e-6)
 
 
 def raising(error: BaseException) -> Any:
