@@ -406,7 +406,7 @@ def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
             assert came is None or torch.equal(came.sort().values, of_key.ids)
         return written
 
-    monkeypatch.setattr("kvtrainer.client.server_request.decode_rows", counted)
+    monkeypatch.setattr("kvtrainer.client.incoming_weights.decode_rows", counted)
     client.rounds.wait(client.rounds.start(Contribution([table], [{"float32": flat}], [{"float32": flat}])))
     play((0, 1, 2))
     decoded.clear()
