@@ -35,7 +35,15 @@ from kvstore_server.engine import pipelined
 from kvstore_server.engine.facts import FRESH, MOST_JOBS, read_report
 from kvstore_server.engine.membership import Sessions, random_token
 from kvstore_server.engine.namespace import EngineConfig, Namespace, TableBatch
-from kvstore_server.engine.rounds import CommitStatus, DelayedRequest, Given, Ints, Mode, RoundTracker, Waiter
+from kvstore_server.engine.rounds import (
+    CommitStatus,
+    DelayedRequest,
+    Ints,
+    Mode,
+    RankInputs,
+    RoundTracker,
+    Waiter,
+)
 from kvstore_server.engine.table import ALL, RankCommit, Table
 from kvstore_server.errors import (
     ConfigurationError,
@@ -66,7 +74,7 @@ _SMALL, _LOOK_PER_ITEM = 1000, 5e-5
 that the checks take a bounded share of the time.
 """
 _MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
-_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.KNOWS_PLACES)
+_WHOLE = (0, m.WANTS_WEIGHTS, _MAPS, _MAPS | m.PLACES_CACHED)
 """Commit flags for which all tables of a request get one common answer: done only, weights, or the places of the
 weights.
 """
@@ -350,15 +358,15 @@ class Engine:
         has_pushes = len(body.pushes) > 0
         some = space.batch_of(commits[:, 0]) if len(commits) else None
         # 1. An intent declared ahead of the slices. It is optional: without it the round is applied after all commits.
-        if some is not None and commits[0, 5] & m.ANNOUNCES:
+        if some is not None and commits[0, 5] & m.DECLARES_INTENT:
             if self.is_stopping or space.name in self.updaters:
                 return []
-            return pipelined.announce(space, sender.rank, body, sender.waiter)
+            return pipelined.declare_intent(space, sender.rank, body, sender.waiter)
         # 2. Slices. They are provisional until their rank commits.
         if has_pushes:
             space.push(sender.rank, body)
         out: list[m.Outgoing] = []
-        if space.rounds.begun and has_pushes:
+        if space.rounds.pipelined and has_pushes:
             out += pipelined.advance(space, [m.place_of(word)[0] for word in body.pushes[:, 0].tolist()])
         if some is None:
             return out
@@ -484,14 +492,14 @@ class Engine:
             ended = space.batch_of(np.array(before + applied, np.int64))
         # 2. Collect the answers, one for each waiting request, before the trackers forget the requests.
         answers: list[Answer] = []
-        for rank, given in tracker.given.items():
+        for rank, given in tracker.inputs.items():
             answers += _answers(tracker, rank, given, ended, is_plain=not applied)
         if space.absent:
             space.forget_absent(ended.numbers)
         # 3. Close the rounds, and advance the clocks of asynchronous ranks.
         space.log_rounds("applied", tracker, ended.named)
         tracker.finish(ended.tables, ended.slots)
-        for rank, given in tracker.given.items() if not is_shared else ():
+        for rank, given in tracker.inputs.items() if not is_shared else ():
             for number, flag in zip(ended.numbers, given.flags[ended.tables].tolist(), strict=True):
                 space.rounds.advance(rank, number)
                 space.waits.contributed(number, rank, now)
@@ -508,7 +516,7 @@ class Engine:
                     if wanted == m.WANTS_WEIGHTS:
                         weights[wanted] = space.weights(ended, *ranks)
                     else:
-                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.KNOWS_PLACES))
+                        weights[wanted] = space.shown(ended, len(ranks), bool(wanted & m.PLACES_CACHED))
                 out.append(m.Outgoing(waiter.peer, m.Reply(waiter.number, weights[wanted])))
             else:
                 versions = [table.version for table in ended.named]
@@ -527,13 +535,13 @@ class Engine:
         """Apply the open round of one table; return whether it was. If not, `out` receives the messages to send."""
         number = table.number
         try:
-            rest = pipelined.finish(space, table) if table.begun is not None else None
+            rest = pipelined.finish(space, table) if table.pipelined is not None else None
             if rest is not None or self._apply(space, tracker, table, decision):
                 out += rest or ()
                 return True
             space.log_rounds("held", tracker, [table])
-            for given in tracker.given.values():  # those that have data and want to decide
-                waiter, said = given.waiters[number], given.said[number]
+            for given in tracker.inputs.values():  # those that have data and want to decide
+                waiter, said = given.waiters[number], given.infos[number]
                 if waiter is not None and said is not None and said.hold and table.held:
                     out += _held(table, tracker.number(number), waiter, table.held.sum.partials)
         except KVStoreError as error:
@@ -567,7 +575,7 @@ class Engine:
         left: list[int] = []
         for table in some.named:
             try:
-                hyper = table.hyper.common(tracker.given)
+                hyper = table.hyper.common(tracker.inputs)
                 hypers.append(() if optimizer is None else table.hypers((), optimizer, hyper))
             except KVStoreError as error:
                 out += self._fail(space, tracker, table, error)
@@ -581,8 +589,8 @@ class Engine:
         # 3. Sum and update all of them at once.
         try:
             first = some.numbers[0]  # in a batch each rank's terms are the same for all tables
-            ranks = tracker.given.values()
-            given = [space.contribution(one.said[first], optimizer, one.runs(some.slots)) for one in ranks]
+            ranks = tracker.inputs.values()
+            given = [space.contribution(one.infos[first], optimizer, one.runs(some.slots)) for one in ranks]
             if optimizer is None:
                 space.shard.assign_sum(given)
             else:
@@ -614,7 +622,7 @@ class Engine:
             table.apply_held(decision)
         else:
             optimizer = space.optimizer.agreed()
-            found = [(rank, space.given(rank, tracker, table, optimizer)) for rank in tracker.given]
+            found = [(rank, space.given(rank, tracker, table, optimizer)) for rank in tracker.inputs]
             parts = {rank: part for rank, part in found if part is not None}
             updater = self.updaters.get(space.name)
             if table.hold(parts, optimizer, updater):
@@ -640,7 +648,7 @@ class Engine:
             pipelined.roll_back(space, table)
             table.fail(ALL)
         else:
-            [rank] = tracker.given
+            [rank] = tracker.inputs
             table.fail(rank)
             space.rounds.advance(rank, table.number)
         waiters = tracker.fail(table.number, error)
@@ -703,8 +711,8 @@ class Engine:
                 )
         behind = list[int]()
         # A partly applied round must not be read, and a bounded rank may be too far ahead: those tables wait.
-        if space.rounds.begun or space.rounds.bound is not None:
-            pipelined.let_read(space, rank, numbers)
+        if space.rounds.pipelined or space.rounds.bound is not None:
+            pipelined.roll_back_for_read(space, rank, numbers)
             behind = [number for number in numbers if space.rounds.behind(rank, number)]
         out = _present(space, rank, waiter, wanted, [number for number in numbers if number not in behind])
         for number in behind:
@@ -829,7 +837,9 @@ class Engine:
 
     def _set_optimizer(self, sender: Sender, body: m.SetOptimizer) -> list[m.Outgoing]:
         # A pipelined round was begun with the former optimizer.
-        for number in () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.begun):
+        for number in (
+            () if sender.space.optimizer.is_known(body.spec) else list(sender.space.rounds.pipelined)
+        ):
             pipelined.roll_back(sender.space, sender.space.tables[number])
         try:
             sender.space.set_optimizer(sender.rank, body.spec)
@@ -839,13 +849,13 @@ class Engine:
 
     def _get_state(self, sender: Sender, body: m.GetState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
-        pipelined.let_read(sender.space, sender.rank, [table.number])
+        pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
         packed = pack_states(table.shard.get_state(table.unit, body.index))
         return _reply(sender.waiter, m.SliceState(body.table, body.index, *packed))
 
     def _put_state(self, sender: Sender, body: m.SliceState) -> list[m.Outgoing]:
         table = sender.space.table(body.table)
-        pipelined.let_read(sender.space, sender.rank, [table.number])
+        pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)
         piece = table.plan.slices[body.index]
         table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
@@ -898,7 +908,7 @@ class Engine:
                 "give each its own namespace=…",
             )
         space.begin_process(hello.rank)
-        pipelined.take_back_broken(space)
+        pipelined.roll_back_broken(space)
         return m.Welcome(self.config.run, session.token, self.config.spread_from)
 
     def _new_namespace(self, hello: m.Hello, mode: Mode, now: float) -> Namespace:
@@ -960,7 +970,7 @@ class Engine:
         self._shut_out(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
-        pipelined.take_back_broken(space)
+        pipelined.roll_back_broken(space)
         if space.membership.is_over():
             self._end(space)
             return []
@@ -968,7 +978,7 @@ class Engine:
 
 
 def _answers(
-    tracker: RoundTracker, rank: int, given: Given, ended: TableBatch, is_plain: bool
+    tracker: RoundTracker, rank: int, given: RankInputs, ended: TableBatch, is_plain: bool
 ) -> list[Answer]:
     """List a rank's answers about ended rounds; `is_plain` if all of them were applied in one batch."""
     flags = given.flags[ended.tables].tolist()
@@ -979,7 +989,7 @@ def _answers(
     rounds, versions = tracker.numbers[ended.tables].tolist(), given.version[ended.tables].tolist()
     found: dict[Waiter, Answer] = {}
     for waiter, *row in zip(waiters, ended.numbers, rounds, versions, flags, strict=True):
-        said = given.said[row[0]]
+        said = given.infos[row[0]]
         if waiter is not None and said is not None:
             own = found.setdefault(waiter, Answer(rank, waiter, None, [], said.timeout))
             own.commits.append(Committed(*row))
@@ -1036,7 +1046,7 @@ def _outcomes(
         if wants and table.deltas is not None:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants and flags & m.MAPS_WEIGHTS and space.mode.is_sync:
-            mapped.setdefault(bool(flags & m.KNOWS_PLACES), []).append(number)
+            mapped.setdefault(bool(flags & m.PLACES_CACHED), []).append(number)
         elif wants and flags & m.WANTS_DELTA:
             changed.append(space.rows(rank, table, table.changed_parts(version)))
         elif wants:

@@ -11,7 +11,7 @@ Invariants:
 
 - Slots number the slices of all tables on this server consecutively; messages name slices by slot.
 - Whatever depends only on the names and sizes in a message is computed once and cached (`TableBatch`,
-  `Located`), because every step of a job sends the same names.
+  `SliceLocations`), because every step of a job sends the same names.
 - Memory is claimed from the server's budget before it is allocated, and all of it is given back at the end.
 """
 
@@ -37,15 +37,15 @@ from kvstore_server.engine.membership import ERROR_LENGTH, ERRORS_KEPT, Membersh
 from kvstore_server.engine.memory import KEY, MEMBER, NAMESPACE, footprint, size_of_deltas
 from kvstore_server.engine.rounds import (
     NO_BYTES,
-    Announced,
+    CommitInfo,
     DelayedRequest,
+    Intent,
     Ints,
     Mode,
     NamespaceRounds,
     Piece,
     RoundTracker,
     SlicePart,
-    Terms,
     Waits,
 )
 from kvstore_server.engine.table import ALL, RankCommit, RowPart, Table
@@ -110,7 +110,7 @@ class EngineConfig:
     spread_from: int = 0
 
 
-class Located(NamedTuple):
+class SliceLocations(NamedTuple):
     """Where the slices of a contribution are in its payloads."""
 
     tables: Ints
@@ -190,7 +190,7 @@ class Namespace:
         self._is_resident: list[bool] = []
         """For each slot, whether workers hold a copy of it."""
         self._batches = BoundedCache[TableBatch](self.rounds.slots)
-        self._located = BoundedCache[Located](self.rounds.slots)
+        self._locations = BoundedCache[SliceLocations](self.rounds.slots)
         self.shard = Shard(leases)
         """The numbers of all tables."""
         self._numbers: dict[str, int] = {}
@@ -238,7 +238,7 @@ class Namespace:
             numbers,
             [tracker.number(number) - back for number in numbers],
             [table.name for table in tables],
-            rank if is_shared or len(tracker.given) != 1 else next(iter(tracker.given)),
+            rank if is_shared or len(tracker.inputs) != 1 else next(iter(tracker.inputs)),
             [f"worker:{one}" for one in missing],
             error,
         )
@@ -462,9 +462,9 @@ class Namespace:
         forms = tuple(found)
         key = body.pushes[:, ::3].tobytes(), forms
         located = (
-            self._locate(slots, sizes, forms)  # sizes of rows hardly ever repeat
+            self._slice_locations(slots, sizes, forms)  # sizes of rows hardly ever repeat
             if body.form == PACKED_ROWS
-            else self._located.get(key, self._locate, slots, sizes, forms)
+            else self._locations.get(key, self._slice_locations, slots, sizes, forms)
         )
         tables, which, starts, wrong, received = located
         # 2. Encoded payloads become one source for each slice; plain ones are read where they are.
@@ -528,7 +528,9 @@ class Namespace:
             return None
         return SlicePart(data, begin, end, numel * itemsize, codec)
 
-    def _locate(self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]) -> Located:
+    def _slice_locations(
+        self, slots: Ints, sizes: Ints, forms: Sequence[tuple[int, torch.dtype]]
+    ) -> SliceLocations:
         """Find the slices in payloads of these sizes and dtypes; uint8 stands for any. Raises ProtocolError."""
         if len(slots) == len(forms) == 1 and sizes[0] == forms[0][0] and 0 <= slots[0] < len(self._dtypes):
             # Fast path for rows of one table: a single slice that fills a single payload.
@@ -538,7 +540,7 @@ class Namespace:
                 forms[0][1] in (torch.uint8, self._dtypes[slot]),
             )
             fits = is_of_dtype and nbytes == self.rounds.slots.nbytes[slot]
-            return Located(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
+            return SliceLocations(tables, none, none, [] if fits else [0], [(int(tables[0]), nbytes)])
         # 1. Check the names; then find the payload of each slice by its offset in all of them.
         self.check_named("contribution", slots.tolist())
         unknown = slots[(slots < 0) | (slots >= len(self.rounds.slots.table))]
@@ -555,7 +557,7 @@ class Namespace:
         is_wrong = np.array([forms[at][1] not in (torch.uint8, self._dtypes[slot]) for slot, at in of_slots])
         distinct = np.flatnonzero(np.bincount(tables))
         received = np.bincount(tables, sizes).astype(np.int64)[distinct]
-        return Located(
+        return SliceLocations(
             tables,
             which,
             starts - np.append(0, ends)[which],
@@ -581,7 +583,7 @@ class Namespace:
     ) -> RankCommit | None:
         """Return what a rank committed to the open round of a table; None if it has joined."""
         given, number, unit = tracker.of(rank), table.number, table.unit
-        flags, said = int(given.flags[number]), given.said[number]
+        flags, said = int(given.flags[number]), given.infos[number]
         assert said is not None
         if flags & m.HAS_JOINED:
             return None
@@ -600,11 +602,11 @@ class Namespace:
             return [False] * len(some.numbers)
         left = {number for number, _ in self.absent} if self.absent else ()
         found = [
-            one.is_initialised and one.held is None and one.begun is None and one.number not in left
+            one.is_initialised and one.held is None and one.pipelined is None and one.number not in left
             for one in some.named
         ]
-        for given in tracker.given.values():
-            said: list[Any] = list(map(given.said.__getitem__, some.numbers))
+        for given in tracker.inputs.values():
+            said: list[Any] = list(map(given.infos.__getitem__, some.numbers))
             first = said[0]
             if not first.is_plain or said.count(first) < len(said):
                 same = [one.is_plain and one.rescale == first.rescale for one in said]
@@ -613,7 +615,7 @@ class Namespace:
 
     def contribution(
         self,
-        said: Terms | Announced | None,
+        said: CommitInfo | Intent | None,
         optimizer: Optimizer | None,
         given: Iterable[Piece],
         absent: frozenset[int] = NO_KEYS,
@@ -675,7 +677,7 @@ class Namespace:
         # The common case of a step: one record for each table instead of all places.
         if are_known and not storage.has_moved:
             mapped = some.firsts
-            places = np.full_like(places, m.STILL)
+            places = np.full_like(places, m.SAME_PLACE)
         found = np.array((some.parts[mapped, 0], versions[mapped], places[mapped])).T
         parts = some.parts[others]
         parts[:, 1] = versions[others]

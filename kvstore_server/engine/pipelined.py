@@ -29,8 +29,8 @@ from torch import Tensor
 
 from kvstore_server.engine.memory import size_of_copy
 from kvstore_server.engine.namespace import Namespace
-from kvstore_server.engine.rounds import Announced, Given, Ints, Waiter
-from kvstore_server.engine.table import Begun, Table
+from kvstore_server.engine.rounds import Intent, Ints, RankInputs, Waiter
+from kvstore_server.engine.table import PipelinedRound, Table
 from kvstore_server.errors import ConfigurationError, KVStoreError
 from kvstore_server.optimizer import Optimizer
 from kvstore_server.protocol import messages as m
@@ -43,18 +43,18 @@ LEAST = SENT_ALONE
 _STEP = 1024
 """Parts of a slice end at multiples of this many elements: whole cache lines, and whole units of every kernel."""
 _PLAIN = (
-    m.ANNOUNCES
-    | m.MAY_CHANGE
+    m.DECLARES_INTENT
+    | m.TENTATIVE
     | m.WANTS_WEIGHTS
     | m.WANTS_HALF
     | m.DISCARD_EAGER
     | m.MAPS_WEIGHTS
-    | m.KNOWS_PLACES
+    | m.PLACES_CACHED
 )
 """Commit flags that allow pipelining."""
 
 
-class Portion(NamedTuple):
+class SlotRange(NamedTuple):
     """A slot, or a part of it, that is applied at once; in elements."""
 
     slot: int
@@ -68,7 +68,7 @@ class Portion(NamedTuple):
         return self.end - self.begin == self.size
 
 
-def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
+def declare_intent(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) -> list[m.Outgoing]:
     """Record a rank's intent; with the last one begin to apply. Raises ProtocolError if it names unknown slices."""
     out: list[m.Outgoing] = []
     tracker = space.rounds.shared
@@ -77,51 +77,51 @@ def announce(space: Namespace, rank: int, body: m.Contribute, waiter: Waiter) ->
         number, round_, *_, flags = commit
         table = space.table(number)
         is_open = round_ == tracker.number(number) and not tracker.has_committed(rank, number)
-        if is_open and not flags & ~_PLAIN and tracker.announce(rank, commit, body, waiter):
-            _go_on(space, table, rank)
-            if table.begun is None:
+        if is_open and not flags & ~_PLAIN and tracker.declare_intent(rank, commit, body, waiter):
+            _resume(space, table, rank)
+            if table.pipelined is None:
                 _begin(space, table)
-            if table.begun is not None:
-                out += _advance(space, table, table.begun.left)
+            if table.pipelined is not None:
+                out += _advance(space, table, table.pipelined.left)
     return out
 
 
-def _go_on(space: Namespace, table: Table, rank: int) -> None:
+def _resume(space: Namespace, table: Table, rank: int) -> None:
     """Roll the round back unless what was applied fits a rank's revised intent, too."""
-    begun, news = table.begun, space.rounds.shared.given[rank].announced[table.number]
-    if begun is None:
+    state, news = table.pipelined, space.rounds.shared.inputs[rank].intents[table.number]
+    if state is None:
         return
-    former = begun.said[rank]
+    former = state.intents[rank]
     is_equal = news == former._replace(packed=news.packed, is_firm=news.is_firm)
-    if is_equal and _fits(table, begun, former, news.marks):
-        begun.said = {**begun.said, rank: news}
+    if is_equal and _fits(table, state, former, news.arrivals):
+        state.intents = {**state.intents, rank: news}
     else:
         roll_back(space, table)
 
 
-def _fits(table: Table, begun: Begun, said: Announced, marks: Ints) -> bool:
+def _fits(table: Table, state: PipelinedRound, intent: Intent, arrivals: Ints) -> bool:
     """Return whether the intent has the given marks for every slice that is applied in part or whole."""
-    is_applied = np.ones(len(marks), np.bool_)
-    is_applied[[slot - table.unit.first for slot, begin in begun.left.items() if not begin]] = False
-    return bool((said.marks == marks)[is_applied].all())
+    is_applied = np.ones(len(arrivals), np.bool_)
+    is_applied[[slot - table.unit.first for slot, begin in state.left.items() if not begin]] = False
+    return bool((intent.arrivals == arrivals)[is_applied].all())
 
 
 def _begin(space: Namespace, table: Table) -> None:
     """Begin to pipeline a table's round if all ranks have declared it and the table and optimizer allow it."""
     # 1. All ranks must have declared an intent, and the table must be usable.
     tracker, number = space.rounds.shared, table.number
-    said = {r: given.announced[number] for r, given in tracker.given.items() if number in given.announced}
+    intents = {r: given.intents[number] for r, given in tracker.inputs.items() if number in given.intents}
     is_ready = table.is_initialised and table.conflict is None and space.recording.active is None
-    if len(said) < tracker.num_members or not is_ready:
+    if len(intents) < tracker.num_members or not is_ready:
         return
     # 2. They must agree on the optimizer and hyper-parameters.
     # Hyper-parameters of the intent replace those sent before, but are not stored before the commit.
-    news = {rank: one.hyper for rank, one in said.items() if one.hyper}
+    news = {rank: one.hyper for rank, one in intents.items() if one.hyper}
     try:
         for packed in set(news.values()):
             table.hyper.check(packed)
         optimizer = space.optimizer.agreed()
-        hyper = table.hyper.common(said, news)
+        hyper = table.hyper.common(intents, news)
         hypers = () if optimizer is None else table.hypers((), optimizer, hyper)
     except KVStoreError:
         return  # the commits will report it
@@ -130,8 +130,8 @@ def _begin(space: Namespace, table: Table) -> None:
     is_simple = optimizer is None or (optimizer.elementwise and not optimizer.may_raise)
     if is_long and is_simple and _has_room(space, table, optimizer):
         left = range(table.unit.first, table.unit.end)
-        table.begun = Begun(optimizer, hyper, hypers, said, dict.fromkeys(left, 0))
-        space.rounds.begun.add(number)
+        table.pipelined = PipelinedRound(optimizer, hyper, hypers, intents, dict.fromkeys(left, 0))
+        space.rounds.pipelined.add(number)
         space.log_rounds("begun", tracker, [table])
 
 
@@ -154,29 +154,29 @@ def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bo
 def advance(space: Namespace, slots: Sequence[int]) -> list[m.Outgoing]:
     """Apply and answer slices that all ranks have given, after some of these slots arrived."""
     out: list[m.Outgoing] = []
-    for number in space.rounds.begun.intersection(space.rounds.slots.table[list(slots)].tolist()):
+    for number in space.rounds.pipelined.intersection(space.rounds.slots.table[list(slots)].tolist()):
         out += _advance(space, space.tables[number], slots)
     return out
 
 
 def _advance(space: Namespace, table: Table, slots: Iterable[int]) -> list[m.Outgoing]:
     """Apply what all ranks have given of these slots, except the last slice of the table."""
-    begun = table.begun
-    assert begun is not None
-    some = sorted(begun.left.keys() & slots)
+    state = table.pipelined
+    assert state is not None
+    some = sorted(state.left.keys() & slots)
     sizes = _sizes(space, some)
     levels = _levels(space, table, some, sizes)
     ready = [
-        Portion(slot, begun.left[slot], level, size)
+        SlotRange(slot, state.left[slot], level, size)
         for slot, level, size in zip(some, levels, sizes, strict=True)
-        if level > begun.left[slot]
+        if level > state.left[slot]
     ]
     # The last slice waits for the commits, so that the round cannot be complete before them.
-    if sum([one.end == one.size for one in ready]) == len(begun.left):
+    if sum([one.end == one.size for one in ready]) == len(state.left):
         ready.pop()
     if not ready or not _apply(space, table, ready):
         return []
-    return _weights(space, table, ready, begun.said.values())
+    return _weights(space, table, ready, state.intents.values())
 
 
 def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
@@ -184,72 +184,74 @@ def _sizes(space: Namespace, slots: Iterable[int]) -> list[int]:
 
 
 def _levels(space: Namespace, table: Table, slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    begun, first = table.begun, table.unit.first
-    assert begun is not None
+    state, first = table.pipelined, table.unit.first
+    assert state is not None
     levels = list(sizes)
-    for rank, said in begun.said.items():
-        own, marks = space.rounds.shared.given[rank], said.marks
+    for rank, intent in state.intents.items():
+        own, arrivals = space.rounds.shared.inputs[rank], intent.arrivals
         if len(slots) == 1:  # the common case; scalars take a tenth of the time of arrays
             [slot] = slots
             # Not complete in the declared generation; perhaps in part.
-            if own.marks[slot] != marks[slot - first]:
-                levels = [min(levels[0], _grown_to(own, slot, marks[slot - first]))]
+            if own.arrivals[slot] != arrivals[slot - first]:
+                levels = [min(levels[0], _grown_to(own, slot, arrivals[slot - first]))]
             continue
         some = np.array(slots, np.int64)
-        for at in (own.marks[some] != marks[some - first]).nonzero()[0].tolist():
-            levels[at] = min(levels[at], _grown_to(own, slots[at], marks[slots[at] - first]))
+        for at in (own.arrivals[some] != arrivals[some - first]).nonzero()[0].tolist():
+            levels[at] = min(levels[at], _grown_to(own, slots[at], arrivals[slots[at] - first]))
     return levels
 
 
-def _grown_to(own: Given, slot: int, mark: int) -> int:
+def _grown_to(own: RankInputs, slot: int, arrival: int) -> int:
     """Return how many elements a rank has given of a slot that has not arrived completely."""
-    growing = own.growing.get(slot)
-    return growing.end // _STEP * _STEP if growing is not None and growing.mark == mark else 0
+    partial = own.partial.get(slot)
+    return partial.end // _STEP * _STEP if partial is not None and partial.arrival == arrival else 0
 
 
-def _apply(space: Namespace, table: Table, portions: Sequence[Portion]) -> bool:
+def _apply(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> bool:
     """Apply some portions; return False if one cannot be applied, after rolling the whole round back."""
-    begun = table.begun
-    assert begun is not None
+    state = table.pipelined
+    assert state is not None
     whole = np.array([one.slot for one in portions if one.is_whole], np.int64)
     try:
         # The copy is made as late as possible: a round that is never applied in part needs none.
-        if begun.undo is None:
-            begun.undo = table.shard.snapshot(table.unit)
-        ranks = [(space.rounds.shared.given[rank], said) for rank, said in begun.said.items()]
-        how = begun.optimizer, begun.hypers, table.unit
+        if state.undo is None:
+            state.undo = table.shard.snapshot(table.unit)
+        ranks = [(space.rounds.shared.inputs[rank], intent) for rank, intent in state.intents.items()]
+        how = state.optimizer, state.hypers, table.unit
         if len(whole):
-            given = [space.contribution(said, begun.optimizer, own.runs(whole)) for own, said in ranks]
+            given = [space.contribution(intent, state.optimizer, own.runs(whole)) for own, intent in ranks]
             table.shard.update_some(given, *how)
         for one in portions:
             if not one.is_whole:
                 place = space.shard.storage.slots[one.slot].piece.dtype, one.begin, one.end
                 at = one.slot - table.unit.first
                 given = [
-                    space.contribution(said, begun.optimizer, own.part(one.slot, int(said.marks[at]), *place))
-                    for own, said in ranks
+                    space.contribution(
+                        intent, state.optimizer, own.part(one.slot, int(intent.arrivals[at]), *place)
+                    )
+                    for own, intent in ranks
                 ]
                 table.shard.update_part(given, *how, one.slot, one.begin, one.end)
     except Exception:
         _log.exception("a round of table %r is applied when all have committed", table.name)
         roll_back(space, table)
         return False
-    begun.left |= {one.slot: one.end for one in portions}
+    state.left |= {one.slot: one.end for one in portions}
     for one in portions:
         if one.end == one.size:
-            del begun.left[one.slot]
+            del state.left[one.slot]
     return True
 
 
 def _weights(
-    space: Namespace, table: Table, portions: Sequence[Portion], ranks: Iterable[Announced]
+    space: Namespace, table: Table, portions: Sequence[SlotRange], ranks: Iterable[Intent]
 ) -> list[m.Outgoing]:
     told = [(one.waiter, bool(one.flags & m.WANTS_HALF)) for one in ranks if _wants_bytes(one)]
     bodies = {half: _message(space, table, portions, half) for half in {half for _, half in told}}
     return [m.Outgoing(waiter.peer, m.Reply(waiter.number, bodies[half])) for waiter, half in told]
 
 
-def _message(space: Namespace, table: Table, portions: Sequence[Portion], half: bool) -> m.Weights:
+def _message(space: Namespace, table: Table, portions: Sequence[SlotRange], half: bool) -> m.Weights:
     """Build a message with portions of new weights. Parts of slots are copied, because the slot is still changing."""
     storage, version = space.shard.storage, table.version + 1
     parts, payloads = list[tuple[int, ...]](), list[Tensor]()
@@ -268,8 +270,8 @@ def _message(space: Namespace, table: Table, portions: Sequence[Portion], half: 
     return m.Weights(m.matrix(parts, 4), tuple(payloads), space.mode.is_sync)
 
 
-def _wants_bytes(said: Announced) -> bool:
-    return said.flags & (m.WANTS_WEIGHTS | m.MAPS_WEIGHTS) == m.WANTS_WEIGHTS
+def _wants_bytes(intent: Intent) -> bool:
+    return intent.flags & (m.WANTS_WEIGHTS | m.MAPS_WEIGHTS) == m.WANTS_WEIGHTS
 
 
 def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
@@ -277,64 +279,66 @@ def finish(space: Namespace, table: Table) -> list[m.Outgoing] | None:
 
     Returns None if nothing of the round stays applied, because the commits differ from the intents.
     """
-    begun, tracker, number = table.begun, space.rounds.shared, table.number
+    state, tracker, number = table.pipelined, space.rounds.shared, table.number
     # 1. The commits must equal the intents.
-    assert begun is not None
-    is_as_said = begun.undo is not None and (number not in {of for of, _ in space.absent})
-    for rank, one in begun.said.items():
+    assert state is not None
+    is_as_declared = state.undo is not None and (number not in {of for of, _ in space.absent})
+    for rank, one in state.intents.items():
         given = tracker.of(rank)
-        said, flags = given.said[number], int(given.flags[number]) | m.ANNOUNCES
+        info, flags = given.infos[number], int(given.flags[number]) | m.DECLARES_INTENT
         # The commit must have the same terms and flags as the intent.
-        is_as_said &= said is not None and said.is_plain and (said.rescale, flags) == (one.rescale, one.flags)
-        is_as_said &= _fits(table, begun, one, given.marks[table.unit.first : table.unit.end])
+        is_as_declared &= (
+            info is not None and info.is_plain and (info.rescale, flags) == (one.rescale, one.flags)
+        )
+        is_as_declared &= _fits(table, state, one, given.arrivals[table.unit.first : table.unit.end])
     try:
-        is_as_said &= table.hyper.common(begun.said) == begun.hyper
+        is_as_declared &= table.hyper.common(state.intents) == state.hyper
     except KVStoreError:
-        is_as_said = False
+        is_as_declared = False
     # 2. Apply what is left.
-    sizes = _sizes(space, begun.left)
-    left = [Portion(*one, size, size) for one, size in zip(begun.left.items(), sizes, strict=True)]
-    if not is_as_said or not _apply(space, table, left):
+    sizes = _sizes(space, state.left)
+    left = [SlotRange(*one, size, size) for one, size in zip(state.left.items(), sizes, strict=True)]
+    if not is_as_declared or not _apply(space, table, left):
         roll_back(space, table)
         return None
     # 3. Answer. Ranks that received the other slices get the rest; all others are answered as in any round.
     told = []
-    for rank, one in begun.said.items():
+    for rank, one in state.intents.items():
         waiters = tracker.of(rank).waiters
         if _wants_bytes(one) and waiters[number] == one.waiter:
             told.append(one)
             waiters[number] = None
     out = _weights(space, table, left, told)
-    table.begun = None
-    space.rounds.begun.discard(number)
+    table.pipelined = None
+    space.rounds.pipelined.discard(number)
     table.shard.count([table.unit])
-    table.changed(begun.hyper)
+    table.changed(state.hyper)
     return out
 
 
 def roll_back(space: Namespace, table: Table) -> None:
     """Undo what was applied of a table's open round, if anything; it is then applied as a whole, or fails."""
-    begun, table.begun = table.begun, None
-    space.rounds.begun.discard(table.number)
-    if begun is not None and begun.undo is not None:
-        table.shard.restore(table.unit, begun.undo)
+    state, table.pipelined = table.pipelined, None
+    space.rounds.pipelined.discard(table.number)
+    if state is not None and state.undo is not None:
+        table.shard.restore(table.unit, state.undo)
         table.version += 1  # a rollback is a change, too
         space.log_rounds("taken_back", space.rounds.shared, [table])
 
 
-def let_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
+def roll_back_for_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:
     """Roll back before a read by a rank whose intent is tentative and not committed; otherwise the read deadlocks."""
-    for number in space.rounds.begun.intersection(tables):
+    for number in space.rounds.pipelined.intersection(tables):
         table = space.tables[number]
-        assert table.begun is not None
-        if not (table.begun.said[rank].is_firm or space.rounds.shared.has_committed(rank, number)):
+        assert table.pipelined is not None
+        if not (table.pipelined.intents[rank].is_firm or space.rounds.shared.has_committed(rank, number)):
             # It reads before it commits: nothing else would end the round.
             roll_back(space, table)
 
 
-def take_back_broken(space: Namespace) -> None:
+def roll_back_broken(space: Namespace) -> None:
     """Roll back rounds that depend on an intent of a replaced process that it did not commit."""
-    given = space.rounds.shared.given.values()
-    for number in list(space.rounds.begun):
-        if not all(one.committed[number] or number in one.announced for one in given):
+    given = space.rounds.shared.inputs.values()
+    for number in list(space.rounds.pipelined):
+        if not all(one.committed[number] or number in one.intents for one in given):
             roll_back(space, space.tables[number])

@@ -68,7 +68,7 @@ Bools = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _FAILURES_KEPT = 16
 """How many failed rounds in a row keep their error, per table."""
-_HERE = 1 << 40
+_ARRIVED = 1 << 40
 """Added to the generation of a slice that has arrived: the sum over a table then encodes both how many slices have
 arrived and their generations.
 """
@@ -77,7 +77,7 @@ _BUFFER, _BUFFERS = 1 << 40, 1 << 22
 apart.
 """
 _SPECIAL = ~(
-    m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.KNOWS_PLACES
+    m.WANTS_WEIGHTS | m.WANTS_DELTA | m.WANTS_HALF | m.DISCARD_EAGER | m.MAPS_WEIGHTS | m.PLACES_CACHED
 )
 """Commit flags that exclude a table from a batched update."""
 
@@ -145,7 +145,7 @@ class Waiter(NamedTuple):
     number: int
 
 
-class Terms(NamedTuple):
+class CommitInfo(NamedTuple):
     """What a rank said when it committed a round, without the payloads of the message."""
 
     rescale: float | None
@@ -157,11 +157,11 @@ class Terms(NamedTuple):
     """When the rank committed, in seconds."""
 
 
-class Announced(NamedTuple):
+class Intent(NamedTuple):
     """The intent that a rank declared for the open round of a table, before it gives its slices."""
 
     packed: bytes
-    """The expected value of `Given.marks` for each slice; all 0 if the rank gives none."""
+    """The expected value of `RankInputs.arrivals` for each slice; all 0 if the rank gives none."""
     flags: int
     rescale: float | None
     hyper: bytes
@@ -170,7 +170,7 @@ class Announced(NamedTuple):
     """False if the intent may still change."""
 
     @property
-    def marks(self) -> Ints:
+    def arrivals(self) -> Ints:
         return np.frombuffer(self.packed, np.int64)
 
 
@@ -245,13 +245,13 @@ Piece = tuple[int, int, Any, int, int]
 """A contiguous range: first slot, end, source buffer, and the begin and end of its bytes there."""
 
 
-class Given:
+class RankInputs:
     """What one rank has given to the open rounds of all tables.
 
     Attributes:
         committed: For each table, whether the rank has committed its open round.
         version, flags: From the commit of each table.
-        said: The terms of the commit of each table; None before it.
+        infos: The info of the commit of each table; None before it.
         waiters: The request to answer when the round of each table is over.
     """
 
@@ -259,15 +259,15 @@ class Given:
         self._slots = slots
         self.committed = np.zeros(0, np.bool_)
         self.version, self.flags = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.said: list[Terms | None] = []
+        self.infos: list[CommitInfo | None] = []
         self.waiters: list[Waiter | None] = []
-        self.announced: dict[int, Announced] = {}
+        self.intents: dict[int, Intent] = {}
         """Table → the intent declared for its open round."""
         self.sums = np.zeros(0, np.int64)
-        """For each table, the sum of the marks of its slots."""
-        self.marks = np.zeros(0, np.int64)
-        """For each slot, `_HERE` + generation of the slice that has arrived; 0 for none."""
-        self.growing: dict[int, Growing] = {}
+        """For each table, the sum of the arrivals of its slots."""
+        self.arrivals = np.zeros(0, np.int64)
+        """For each slot, `_ARRIVED` + generation of the slice that has arrived; 0 for none."""
+        self.partial: dict[int, PartialSlice] = {}
         """Slot → a slice that has arrived in part."""
         self._places = np.zeros(0, np.int64)
         """For each slot, the offset of its bytes in the concatenation of all buffers, each counted as `_BUFFER`
@@ -279,22 +279,22 @@ class Given:
 
     def __repr__(self) -> str:
         committed = np.flatnonzero(self.committed[: self._slots.num_tables]).tolist()
-        here, growing = int(np.count_nonzero(self.marks)), len(self.growing)
-        return f"<{type(self).__name__}: committed tables {committed}, {here} slices are here, {growing} in part>"
+        here, partial = int(np.count_nonzero(self.arrivals)), len(self.partial)
+        return f"<{type(self).__name__}: committed tables {committed}, {here} slices are here, {partial} in part>"
 
     def fit(self) -> None:
         tables, slots = self._slots.num_tables, len(self._slots.table)
         self.committed = _grown(self.committed, tables, False)
         self.version, self.flags = _grown(self.version, tables, 0), _grown(self.flags, tables, 0)
         self.sums = _grown(self.sums, tables, 0)
-        self.marks, self._places = _grown(self.marks, slots, 0), _grown(self._places, slots, 0)
-        self.said += [None] * (tables - len(self.said))
+        self.arrivals, self._places = _grown(self.arrivals, slots, 0), _grown(self._places, slots, 0)
+        self.infos += [None] * (tables - len(self.infos))
         self.waiters += [None] * (tables - len(self.waiters))
         self._buffers += [None] * (slots - len(self._buffers))
 
-    def keep(self, slots: Any, marks: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
+    def keep(self, slots: Any, arrivals: Any, sources: Sequence[Any], which: Any, starts: Any) -> None:
         """Store slices (or one, with scalar arguments). Those of a lower generation are replaced."""
-        tables, news = self._slots.table[slots], marks - self.marks[slots]
+        tables, news = self._slots.table[slots], arrivals - self.arrivals[slots]
         if isinstance(slots, int):
             self.sums[tables] += news
             self._buffers[slots] = sources[which]
@@ -302,7 +302,7 @@ class Given:
             np.add.at(self.sums, tables, news)
             for slot, at in zip(slots.tolist(), which.tolist(), strict=True):
                 self._buffers[slot] = sources[at]
-        self.marks[slots] = marks
+        self.arrivals[slots] = arrivals
         self._places[slots] = starts + (which + self._num_buffers) * _BUFFER
         # Wraps around, so that offsets fit into 64 bits.
         self._num_buffers = (self._num_buffers + len(sources)) % _BUFFERS
@@ -310,34 +310,36 @@ class Given:
     def payload(self, slot: int) -> tuple[Any, int]:
         """Return the buffer of a slice that has arrived, and the offset of its bytes."""
         source = self._buffers[slot]
-        if isinstance(source, Growing):
+        if isinstance(source, PartialSlice):
             source = self._buffers[slot] = source.payload()
         return source, int(self._places[slot] % _BUFFER)
 
     def runs(self, slots: Ints) -> list[Piece]:
         """List the given slots (ascending) that have arrived, as contiguous ranges."""
-        here = slots[self.marks[slots].nonzero()]
+        here = slots[self.arrivals[slots].nonzero()]
         places = self._places[here]
         places = places - places[:1]  # relative, so that the cache hits in every round
         key, found = (here.tobytes(), places.tobytes()), list[Piece]()
         # How slots group into ranges depends on offsets only, so it is cached over rounds.
         for first, end, nbytes in self._slots.runs.get(key, self._slots.divide, here, places):
             source, begin = self._buffers[first], int(self._places[first] % _BUFFER)
-            if isinstance(source, Growing):
+            if isinstance(source, PartialSlice):
                 source = source.payload()
             found.append((first, end, source, begin, begin + nbytes))
         return found
 
-    def part(self, slot: int, mark: int, dtype: str, begin: int, end: int) -> list[Piece]:
+    def part(self, slot: int, arrival: int, dtype: str, begin: int, end: int) -> list[Piece]:
         """Return elements of a possibly incomplete slot. Raises ProtocolError if they cannot be decoded singly."""
-        if not mark:
+        if not arrival:
             return []
-        source = self._buffers[slot] if self.marks[slot] == mark else self.growing[slot]
+        source = self._buffers[slot] if self.arrivals[slot] == arrival else self.partial[slot]
         if isinstance(source, Tensor):
             size, start = SIZES[dtype], int(self._places[slot] % _BUFFER)
             return [(slot, slot + 1, source, start + begin * size, start + end * size)]
         numbers = (
-            source.elements(dtype, begin, end) if isinstance(source, CompressedPayload | Growing) else None
+            source.elements(dtype, begin, end)
+            if isinstance(source, CompressedPayload | PartialSlice)
+            else None
         )
         if numbers is None:
             raise ProtocolError(f"slice {slot} came in parts, and then in another form")
@@ -346,23 +348,25 @@ class Given:
     def discard_eager(self, table: int) -> None:
         """Forget the slices of a table that were pushed eagerly (generation 0)."""
         first, end = self._slots.first[table : table + 2].tolist()
-        for slot in (first + np.flatnonzero(self.marks[first:end] == _HERE)).tolist():
-            self.sums[table] -= _HERE
-            self.marks[slot], self._buffers[slot] = 0, None
-        for slot in [slot for slot, own in self.growing.items() if first <= slot < end and own.mark == _HERE]:
-            del self.growing[slot]
+        for slot in (first + np.flatnonzero(self.arrivals[first:end] == _ARRIVED)).tolist():
+            self.sums[table] -= _ARRIVED
+            self.arrivals[slot], self._buffers[slot] = 0, None
+        for slot in [
+            slot for slot, own in self.partial.items() if first <= slot < end and own.arrival == _ARRIVED
+        ]:
+            del self.partial[slot]
 
     def clear(self, tables: Ints, slots: Ints) -> None:
         self.committed[tables] = False
-        self.sums[tables] = self.marks[slots] = 0
+        self.sums[tables] = self.arrivals[slots] = 0
         for slot in slots.tolist():
             self._buffers[slot] = None
-        for slot in self.growing.keys() & set(slots.tolist()) if self.growing else ():
-            del self.growing[slot]
+        for slot in self.partial.keys() & set(slots.tolist()) if self.partial else ():
+            del self.partial[slot]
         for table in tables.tolist():
-            self.said[table] = self.waiters[table] = None
-        for table in self.announced.keys() & set(tables.tolist()) if self.announced else ():
-            del self.announced[table]
+            self.infos[table] = self.waiters[table] = None
+        for table in self.intents.keys() & set(tables.tolist()) if self.intents else ():
+            del self.intents[table]
 
 
 ROUND_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -406,7 +410,7 @@ class RoundTracker:
     def __init__(self, num_members: int, slots: Slots, durations: Histogram) -> None:
         self.num_members = num_members
         self.durations = durations
-        self.given: dict[int, Given] = {}
+        self.inputs: dict[int, RankInputs] = {}
         self.mismatches: dict[int, int] = {}
         self.num_ended, self.waited = 0, 0.0
         self.lateness: defaultdict[int, float] = defaultdict(float)
@@ -438,14 +442,14 @@ class RoundTracker:
         self.numbers, self.num_committed = _grown(self.numbers, size, 0), _grown(self.num_committed, size, 0)
         self._failed = _grown(self._failed, size, _NEVER)
         self._ended_at = _grown(self._ended_at, size, math.nan)
-        for given in self.given.values():
-            given.fit()
+        for inputs in self.inputs.values():
+            inputs.fit()
 
-    def of(self, rank: int) -> Given:
+    def of(self, rank: int) -> RankInputs:
         """Return what a rank has given; created at its first contribution."""
-        if rank not in self.given:
-            self.given = dict(sorted({**self.given, rank: Given(self._slots)}.items()))
-        return self.given[rank]
+        if rank not in self.inputs:
+            self.inputs = dict(sorted({**self.inputs, rank: RankInputs(self._slots)}.items()))
+        return self.inputs[rank]
 
     def number(self, table: int) -> int:
         """Return the number of a table's open round; all lower ones are over."""
@@ -461,23 +465,23 @@ class RoundTracker:
         Raises:
             ProtocolError: A slice belongs to a round that is not open yet; nothing was stored.
         """
-        given = self.of(rank)
-        if given.growing:
-            self._drop_parts(given, pushes, sources, which, starts)
+        inputs = self.of(rank)
+        if inputs.partial:
+            self._drop_parts(inputs, pushes, sources, which, starts)
         # The common case is one new slice of generation 0. Scalars take a tenth of the time of arrays.
         if len(pushes) == 1:
             slot, round_, generation, _ = pushes[0].tolist()
             table = self._slots.table[slot]
-            is_awaited = round_ == self.numbers[table] and not given.committed[table]
-            if is_awaited and not generation and not given.marks[slot]:
-                given.keep(slot, _HERE, sources, int(which[0]), int(starts[0]))
+            is_awaited = round_ == self.numbers[table] and not inputs.committed[table]
+            if is_awaited and not generation and not inputs.arrivals[slot]:
+                inputs.keep(slot, _ARRIVED, sources, int(which[0]), int(starts[0]))
                 return
         # The general case, vectorised. A slice is news if its round is open, its rank has not committed, and its
         # generation is higher than the stored one.
         slots, rounds, generations, _ = pushes.T
         tables = self._slots.table[slots]
-        numbers, here, marks = self.numbers[tables], given.marks[slots], generations + _HERE
-        is_news = (rounds == numbers) & (here < marks) & ~given.committed[tables]
+        numbers, here, arrivals = self.numbers[tables], inputs.arrivals[slots], generations + _ARRIVED
+        is_news = (rounds == numbers) & (here < arrivals) & ~inputs.committed[tables]
         if np.count_nonzero(is_news) < len(slots):
             early = np.flatnonzero(rounds > numbers)
             if len(early):
@@ -486,77 +490,77 @@ class RoundTracker:
                     f"rank {rank} pushed to round {rounds[at]} while round {numbers[at]} is open"
                 )
             # Slices that repeat a generation must have the same bytes; if not, that is counted.
-            is_repeated = (rounds == numbers) & (here == marks)
+            is_repeated = (rounds == numbers) & (here == arrivals)
             for at in np.flatnonzero(is_repeated).tolist():
                 table, slot = int(tables[at]), int(slots[at])
-                nbytes, known = int(self._slots.nbytes[slot]), given.payload(slot)
+                nbytes, known = int(self._slots.nbytes[slot]), inputs.payload(slot)
                 same = _same_payload(nbytes, *known, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
-            slots, marks, which, starts = (a[is_news] for a in (slots, marks, which, starts))
+            slots, arrivals, which, starts = (a[is_news] for a in (slots, arrivals, which, starts))
         if len(slots):
-            given.keep(slots, marks, sources, which, starts)
+            inputs.keep(slots, arrivals, sources, which, starts)
 
     def push_part(self, rank: int, push: Sequence[int], part: SlicePart) -> None:
         """Store a provisional part of a slice, given its (slot, round, generation); otherwise as `push`."""
-        given, (slot, round_, generation) = self.of(rank), push
-        table, mark = int(self._slots.table[slot]), generation + _HERE
+        inputs, (slot, round_, generation) = self.of(rank), push
+        table, arrival = int(self._slots.table[slot]), generation + _ARRIVED
         if round_ > self.number(table):
             raise ProtocolError(
                 f"rank {rank} pushed to round {round_} while round {self.number(table)} is open"
             )
-        growing, is_open = given.growing.get(slot), round_ == self.number(table)
+        partial, is_open = inputs.partial.get(slot), round_ == self.number(table)
         if (
             not is_open
-            or given.committed[table]
-            or max(given.marks[slot], growing.mark if growing else 0) > mark
+            or inputs.committed[table]
+            or max(inputs.arrivals[slot], partial.arrival if partial else 0) > arrival
         ):
             return
         # A part of a complete slice can only be a repetition; otherwise it extends what has arrived.
-        if given.marks[slot] == mark:
-            known, start = given.payload(slot)
+        if inputs.arrivals[slot] == arrival:
+            known, start = inputs.payload(slot)
             nbytes, theirs = part.data.numel(), part.payload(part.data)
             is_same = _same_payload(nbytes, known, start + part.begin, theirs, 0)
         else:
-            if growing is None or growing.mark < mark:
-                growing = given.growing[slot] = Growing(mark, part)
-            is_same = growing.take(part)
-            if growing.is_whole:
-                del given.growing[slot]
-                given.keep(slot, mark, [growing], 0, 0)
+            if partial is None or partial.arrival < arrival:
+                partial = inputs.partial[slot] = PartialSlice(arrival, part)
+            is_same = partial.take(part)
+            if partial.is_whole:
+                del inputs.partial[slot]
+                inputs.keep(slot, arrival, [partial], 0, 0)
         self.mismatches[table] = self.mismatches.get(table, 0) + (not is_same)
 
     def _drop_parts(
-        self, given: Given, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints
+        self, inputs: RankInputs, pushes: m.Matrix, sources: Sequence[Any], which: Ints, starts: Ints
     ) -> None:
         """Forget partial slices that now arrive whole. Bytes that differ from the parts are counted as mismatches."""
         for at, (slot, round_, generation, _) in enumerate(pushes.tolist()):
-            growing, table = given.growing.get(slot), int(self._slots.table[slot])
-            if growing is None or round_ != self.number(table) or generation + _HERE < growing.mark:
+            partial, table = inputs.partial.get(slot), int(self._slots.table[slot])
+            if partial is None or round_ != self.number(table) or generation + _ARRIVED < partial.arrival:
                 continue
-            del given.growing[slot]
-            if generation + _HERE == growing.mark:
-                same = _same_payload(growing.level, growing.payload(), 0, sources[which[at]], int(starts[at]))
+            del inputs.partial[slot]
+            if generation + _ARRIVED == partial.arrival:
+                same = _same_payload(partial.level, partial.payload(), 0, sources[which[at]], int(starts[at]))
                 self.mismatches[table] = self.mismatches.get(table, 0) + (not same)
 
     def commit(
-        self, rank: int, commits: m.Matrix, said: m.Contribute, waiter: Waiter, now: float
+        self, rank: int, commits: m.Matrix, body: m.Contribute, waiter: Waiter, now: float
     ) -> Ints | None:
         """Make contributions final; return a `CommitStatus` for each commit, or None if all were accepted."""
         # 1. Unpack. A single commit is handled with scalars, as in `push`.
-        given, verdicts, is_single = self.of(rank), None, len(commits) == 1
+        inputs, verdicts, is_single = self.of(rank), None, len(commits) == 1
         columns: Any = commits[0].tolist() if is_single else commits.T
         tables, rounds, counts, generations, versions, flags = columns
         any_flags = flags if is_single else int(np.bitwise_or.reduce(flags))
         if any_flags & m.DISCARD_EAGER:
-            self._discard_eager(given, commits)
-        # 2. A commit counts if its round is open and the sum of marks shows that all slices arrived, in the
+            self._discard_eager(inputs, commits)
+        # 2. A commit counts if its round is open and the sum of arrivals shows that all slices arrived, in the
         # generations that the rank believes it sent.
-        is_whole = given.sums[tables] == counts * _HERE + generations
-        is_new = (rounds == self.numbers[tables]) & is_whole & ~given.committed[tables]
+        is_whole = inputs.sums[tables] == counts * _ARRIVED + generations
+        is_new = (rounds == self.numbers[tables]) & is_whole & ~inputs.committed[tables]
         fresh = waiting = [tables] if is_single else tables.tolist()
         # 3. In the rare case that some do not count, find out why, and continue with those that do.
         if not (is_new if is_single else is_new.all()):
-            verdicts = self._verdicts(given, commits)
+            verdicts = self._verdicts(inputs, commits)
             of_each = verdicts.tolist()
             fresh = [
                 table for table, one in zip(waiting, of_each, strict=True) if one == CommitStatus.ACCEPTED
@@ -567,18 +571,18 @@ class RoundTracker:
             tables, _, _, _, versions, flags = commits[verdicts == CommitStatus.ACCEPTED].T
         # 4. Record the commits. A repeated one only replaces the request that is answered.
         for table in waiting:
-            given.waiters[table] = waiter
-        is_plain = not (said.hold or any_flags & _SPECIAL)
-        terms = Terms(said.rescale, said.timeout, said.hold, is_plain, now)
+            inputs.waiters[table] = waiter
+        is_plain = not (body.hold or any_flags & _SPECIAL)
+        info = CommitInfo(body.rescale, body.timeout, body.hold, is_plain, now)
         for table in fresh:
-            given.said[table] = terms
-        given.committed[tables] = True
-        given.version[tables], given.flags[tables] = versions, flags
+            inputs.infos[table] = info
+        inputs.committed[tables] = True
+        inputs.version[tables], inputs.flags[tables] = versions, flags
         self.num_committed[tables] += 1
-        self._patience = min(self._patience, now + said.timeout)
+        self._patience = min(self._patience, now + body.timeout)
         return verdicts
 
-    def announce(self, rank: int, commit: Sequence[int], said: m.Contribute, waiter: Waiter) -> bool:
+    def declare_intent(self, rank: int, commit: Sequence[int], body: m.Contribute, waiter: Waiter) -> bool:
         """Record a rank's intent for a table's open round. The rank has not committed yet.
 
         Returns whether it is news. A tentative intent has no effect beside a firm one. Raises ProtocolError if it
@@ -586,36 +590,36 @@ class RoundTracker:
         """
         table, _, count, generations, _, flags = commit
         first, end = self._slots.first[table : table + 2].tolist()
-        slots, named = said.pushes[:, 0], said.pushes[:, 2]
-        if len(slots) and (slots.min() < first or slots.max() >= end or said.pushes[:, 3].any()):
+        slots, named = body.pushes[:, 0], body.pushes[:, 2]
+        if len(slots) and (slots.min() < first or slots.max() >= end or body.pushes[:, 3].any()):
             raise ProtocolError(
                 f"a declared intent names slices {slots.min()} to {slots.max()} and contains "
-                f"{said.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} on this server"
+                f"{body.pushes[:, 3].sum()} bytes; table {table} has slices {first} to {end - 1} on this server"
             )
         # The slices that are named have generations of their own; all others share the rest of the sum equally.
-        marks = np.zeros(end - first, np.int64)
+        arrivals = np.zeros(end - first, np.int64)
         if count:
-            marks[:] = _HERE + (generations - int(named.sum())) // max(count - len(named), 1)
-            marks[slots - first] = _HERE + named
-        is_firm = not flags & m.MAY_CHANGE
-        news = Announced(marks.tobytes(), flags & ~m.MAY_CHANGE, said.rescale, said.hyper, waiter, is_firm)
-        known = self.of(rank).announced.get(table)
+            arrivals[:] = _ARRIVED + (generations - int(named.sum())) // max(count - len(named), 1)
+            arrivals[slots - first] = _ARRIVED + named
+        is_firm = not flags & m.TENTATIVE
+        news = Intent(arrivals.tobytes(), flags & ~m.TENTATIVE, body.rescale, body.hyper, waiter, is_firm)
+        known = self.of(rank).intents.get(table)
         if known == news or (known is not None and known.is_firm and not is_firm):
             return False
-        self.of(rank).announced[table] = news
+        self.of(rank).intents[table] = news
         return True
 
-    def _discard_eager(self, given: Given, commits: m.Matrix) -> None:
+    def _discard_eager(self, inputs: RankInputs, commits: m.Matrix) -> None:
         for table, round_, *_, flags in commits.tolist():
-            if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not given.committed[table]:
-                given.discard_eager(table)
+            if flags & m.DISCARD_EAGER and round_ == self.numbers[table] and not inputs.committed[table]:
+                inputs.discard_eager(table)
 
-    def _verdicts(self, given: Given, commits: m.Matrix) -> Ints:
+    def _verdicts(self, inputs: RankInputs, commits: m.Matrix) -> Ints:
         tables, rounds, counts, generations, _, _ = commits.T
         numbers, verdicts = self.numbers[tables], np.zeros(len(commits), np.int64)
         # In ascending precedence: the state of a round outweighs what the rank has given to it.
-        verdicts[given.sums[tables] != counts * _HERE + generations] = CommitStatus.REFUSED
-        verdicts[given.committed[tables]] = CommitStatus.REPEATED
+        verdicts[inputs.sums[tables] != counts * _ARRIVED + generations] = CommitStatus.REFUSED
+        verdicts[inputs.committed[tables]] = CommitStatus.REPEATED
         verdicts[rounds < numbers] = CommitStatus.APPLIED
         verdicts[(rounds < numbers) & (rounds >= self._failed[tables])] = CommitStatus.FAILED
         verdicts[rounds > numbers] = CommitStatus.AHEAD
@@ -623,15 +627,15 @@ class RoundTracker:
 
     def times(self, table: int) -> tuple[float, float]:
         """Return since when the open round is waited for, and the earliest deadline of its waiters, or inf."""
-        said = [terms for given in self.given.values() if (terms := given.said[table]) is not None]
-        since = min((terms.since for terms in said), default=math.inf)
-        return since, min((terms.since + terms.timeout for terms in said), default=math.inf)
+        infos = [info for inputs in self.inputs.values() if (info := inputs.infos[table]) is not None]
+        since = min((info.since for info in infos), default=math.inf)
+        return since, min((info.since + info.timeout for info in infos), default=math.inf)
 
     def oldest(self) -> list[int]:
         """Return the table whose open round has been waited for longest; an empty list if no rank waits."""
-        every = [enumerate(given.said) for given in self.given.values()]
-        said = [(terms.since, table) for of_rank in every for table, terms in of_rank if terms is not None]
-        return [min(said)[1]] if said else []
+        every = [enumerate(inputs.infos) for inputs in self.inputs.values()]
+        infos = [(info.since, table) for of_rank in every for table, info in of_rank if info is not None]
+        return [min(infos)[1]] if infos else []
 
     def late(self, now: float) -> list[int]:
         """Return the tables whose open round has a waiter past its deadline."""
@@ -644,7 +648,7 @@ class RoundTracker:
     def missing_slots(self, rank: int, table: int, count: int) -> tuple[int, ...]:
         """Return the slots that a rank must send again: those missing, or all if one arrived in a lower generation."""
         first, end = self._slots.first[table : table + 2].tolist()
-        missing = np.flatnonzero(self.of(rank).marks[first:end] == 0) + first
+        missing = np.flatnonzero(self.of(rank).arrivals[first:end] == 0) + first
         # If enough slices are here, a generation is too low, and it is not known which.
         is_short = end - first - len(missing) < count
         return tuple(missing.tolist()) if is_short else tuple(range(first, end))
@@ -657,15 +661,15 @@ class RoundTracker:
         return [rank for rank in range(self.num_members) if not self.has_committed(rank, table)]
 
     def has_committed(self, rank: int, table: int) -> bool:
-        given = self.given.get(rank)
-        return given is not None and bool(given.committed[table])
+        inputs = self.inputs.get(rank)
+        return inputs is not None and bool(inputs.committed[table])
 
     def finish(self, tables: Ints, slots: Ints) -> None:
         """Close the open rounds of some tables, which have these slots, as applied; measure lateness on the first."""
         if not len(tables):
             return
         one = tables[0]
-        since = {rank: said.since for rank, given in self.given.items() if (said := given.said[one])}
+        since = {rank: info.since for rank, inputs in self.inputs.items() if (info := inputs.infos[one])}
         first, last = min(since.values(), default=0.0), max(since.values(), default=0.0)
         for rank, at in since.items():
             self.lateness[rank] += at - first
@@ -677,19 +681,19 @@ class RoundTracker:
         for table in self._failures.keys() & set(tables.tolist()) if self._failures else ():
             del self._failures[table]
         self._failed[tables] = _NEVER
-        for given in self.given.values():
-            given.clear(tables, slots)
+        for inputs in self.inputs.values():
+            inputs.clear(tables, slots)
         self.numbers[tables] += 1
         self.num_committed[tables] = 0
 
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """Close an open round as failed; return the waiters to notify now. The others are told when they ask."""
-        found = [waiter for given in self.given.values() if (waiter := given.waiters[table]) is not None]
+        found = [waiter for inputs in self.inputs.values() if (waiter := inputs.waiters[table]) is not None]
         self._note_failure(table, self.number(table), error)
         tables = np.array([table])
         # What was given is dropped, also by ranks that have not committed.
-        for given in self.given.values():
-            given.clear(tables, self._slots.of(tables))
+        for inputs in self.inputs.values():
+            inputs.clear(tables, self._slots.of(tables))
         self.numbers[table] += 1
         self.num_committed[table] = 0
         return found
@@ -704,11 +708,11 @@ class RoundTracker:
 
     def replace_process(self, rank: int) -> None:
         """Drop what a rank has not committed, when its process is replaced."""
-        if rank in self.given:
-            given = self.of(rank)
-            dropped = np.flatnonzero(~given.committed[: self._slots.num_tables])
-            given.clear(dropped, self._slots.of(dropped))
-            given.waiters = [None] * len(given.waiters)
+        if rank in self.inputs:
+            inputs = self.of(rank)
+            dropped = np.flatnonzero(~inputs.committed[: self._slots.num_tables])
+            inputs.clear(dropped, self._slots.of(dropped))
+            inputs.waiters = [None] * len(inputs.waiters)
 
     def _note_failure(self, table: int, round_: int, error: KVStoreError) -> None:
         self._failed[table] = min(self._failed[table], round_)
@@ -728,7 +732,7 @@ class NamespaceRounds:
         self.shared = RoundTracker(num_workers, self.slots, self.durations)
         self.left: set[int] = set()
         """Ranks whose processes left because they were done."""
-        self.begun: set[int] = set()
+        self.pipelined: set[int] = set()
         """Tables whose open round is partly applied. No rank may read them until it is over."""
         self._is_sync, self.bound = mode.is_sync, mode.bound
         self._lanes: dict[int, RoundTracker] = {}
@@ -807,7 +811,7 @@ class NamespaceRounds:
 
     def behind(self, rank: int, table: int) -> list[int]:
         """Return the ranks that this one must wait for before it may read."""
-        if table in self.begun:
+        if table in self.pipelined:
             return self.shared.missing_ranks(table)
         if self.bound is None:
             return []
@@ -968,7 +972,7 @@ class SlicePart(NamedTuple):
         return data if self.codec is None else CompressedPayload(self.codec, data)
 
 
-class Growing:
+class PartialSlice:
     """A slice that has arrived in part, to be summed and answered while the rest is on its way.
 
     The first bytes win: a repeated part has no effect. A part that leaves a gap is dropped, because the one that
@@ -976,12 +980,12 @@ class Growing:
     separately, since most are summed one by one.
 
     Args:
-        mark: The mark of the slice; see `Given.marks`.
+        mark: The mark of the slice; see `RankInputs.arrivals`.
         part: Any one of its parts.
     """
 
-    def __init__(self, mark: int, part: SlicePart) -> None:
-        self.mark = mark
+    def __init__(self, arrival: int, part: SlicePart) -> None:
+        self.arrival = arrival
         self.level = 0
         """How many bytes have arrived without a gap."""
         self.end = 0

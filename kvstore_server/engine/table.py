@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec
 from kvstore_server.engine.agreed import AgreedOptions
-from kvstore_server.engine.rounds import SYNCHRONOUS, Announced, Mode
+from kvstore_server.engine.rounds import SYNCHRONOUS, Intent, Mode
 from kvstore_server.errors import (
     ConfigurationError,
     KeyNotFoundError,
@@ -104,13 +104,13 @@ class HeldRound:
 
 
 @dataclass
-class Begun:
+class PipelinedRound:
     """The open round while it is applied slice by slice: all ranks have declared what they will commit."""
 
     optimizer: Optimizer | None
     hyper: bytes
     hypers: Sequence[Mapping[str, Any]]
-    said: Mapping[int, Announced]
+    intents: Mapping[int, Intent]
     left: dict[int, int]
     """Slots that are not fully applied → the first element that is not."""
     undo: Undo | None = None
@@ -150,7 +150,7 @@ class Table:
         self.conflict: KVStoreError | None = None
         """Why the table cannot be used any more: ranks declared different keys, or an update failed midway."""
         self.held: HeldRound | None = None
-        self.begun: Begun | None = None
+        self.pipelined: PipelinedRound | None = None
         self.undo_nbytes = 0
         """Bytes claimed for the copy that a pipelined round needs."""
         self.is_tight = False
@@ -179,7 +179,7 @@ class Table:
         states = {
             "in conflict": self.conflict is not None,
             "held": self.held is not None,
-            "begun": self.begun is not None,
+            "begun": self.pipelined is not None,
         }
         state = ", ".join([name for name, holds in states.items() if holds]) or (
             "ready" if self.is_initialised else "not initialised"

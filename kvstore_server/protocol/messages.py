@@ -103,9 +103,9 @@ class Register:
     WANTS_HALF,
     DISCARD_EAGER,
     MAPS_WEIGHTS,
-    KNOWS_PLACES,
-    ANNOUNCES,
-    MAY_CHANGE,
+    PLACES_CACHED,
+    DECLARES_INTENT,
+    TENTATIVE,
 ) = (1 << at for at in range(11))
 ALL_FLAGS = (1 << 11) - 1
 """Flags of a commit.
@@ -116,10 +116,10 @@ runs; every rank must set it. HAS_JOINED: this rank has no more data, and contri
 joined. WANTS_DELTA: send only what has changed since this rank's version: rows, or changes in the table's form.
 WANTS_HALF: new weights may be sent as bfloat16. DISCARD_EAGER: ignore slices of generation 0, which this rank pushed
 before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the places of slices that can be
-mapped (synchronous rounds). KNOWS_PLACES: it still maps all slices that ever had a place, at the places it was told.
-ANNOUNCES: this is not a commit but declares one in advance, with the generations of slices that will not be replaced:
+mapped (synchronous rounds). PLACES_CACHED: it still maps all slices that ever had a place, at the places it was told.
+DECLARES_INTENT: this is not a commit but declares one in advance, with the generations of slices that will not be replaced:
 the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
-MAY_CHANGE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
+TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
 """
 
 PART = 32
@@ -127,7 +127,7 @@ PART = 32
 (exclusive).
 """
 PUSH_WORDS, COMMIT_WORDS, PART_WORDS, PLACE_WORDS = 4, 6, 4, 3
-STILL = -1
+SAME_PLACE = -1
 """Stands for the known place of slices that have not moved."""
 
 

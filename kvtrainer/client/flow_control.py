@@ -146,10 +146,10 @@ class Window:
         return True
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
-        if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.ANNOUNCES:
+        if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.DECLARES_INTENT:
             # An announced round begins. Others are not answered in parts, so nothing is held back for them.
             self._is_on = not self._stalls.skips()
-            self._is_computing = bool(body.commits[0, 5] & m.MAY_CHANGE)
+            self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
             self.until = None
             self._most = _WITH_EAGER if self._ahead else _UNDER_WAY
             self._longest = self._longest if self._ahead else 0

@@ -157,7 +157,7 @@ class IncomingWeights:
         finished = list[int]()
         for slot, version, place in places.tolist():
             at = self._layout.slots.get(slot)
-            if at is not None and place == m.STILL and self._layout.mapped is not None:
+            if at is not None and place == m.SAME_PLACE and self._layout.mapped is not None:
                 finished += self._receive_unmoved(self._layout.table[at], version)
             elif at is not None and self._is_pending[at]:
                 table = self._layout.table[at]

@@ -105,7 +105,7 @@ class ServerRequest:
         flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
         flags |= m.WANTS_HALF * layout.takes_half
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
-            flags |= m.MAPS_WEIGHTS | m.KNOWS_PLACES * (layout.mapped is not None)
+            flags |= m.MAPS_WEIGHTS | m.PLACES_CACHED * (layout.mapped is not None)
         if flags or not wants:
             commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         return commits
@@ -136,7 +136,7 @@ class ServerRequest:
             return None
         self.incoming.is_announced = True
         commits, pushes = self.commits.copy(), layout.pushes[kept]
-        commits[:, 5] |= m.ANNOUNCES | m.MAY_CHANGE * may_change
+        commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * may_change
         pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[kept]], 0
         return m.Contribute(
             pushes,

@@ -93,12 +93,12 @@ class Commit(NamedTuple):
     @property
     def terms(self) -> tuple[To, int, float | None, bytes]:
         """All that it says but for its slices, and whether that may change."""
-        flags = self.flags & ~(m.ANNOUNCES | m.MAY_CHANGE)
+        flags = self.flags & ~(m.DECLARES_INTENT | m.TENTATIVE)
         return self.to, flags, self.said.rescale, self.said.hyper
 
     @property
     def is_firm(self) -> bool:
-        return not self.flags & m.MAY_CHANGE
+        return not self.flags & m.TENTATIVE
 
     def announced(self, slot: int) -> int:
         """The generation in which a slice is to come, be it given or not."""
@@ -118,7 +118,7 @@ class Commit(NamedTuple):
         return is_all
 
 
-class Given(NamedTuple):
+class RankInputs(NamedTuple):
     """A contribution that counts, with the generation of each slot."""
 
     commit: Commit
@@ -187,7 +187,7 @@ class Model:
         lacking = [slot for slot in self.slots if slot not in arrived] if is_short else self.slots
         return [(commit.to, [m.Missing(self.table, commit.round, tuple(lacking))])]
 
-    def value(self, given: Given, slot: int) -> Array:
+    def value(self, given: RankInputs, slot: int) -> Array:
         """What a slice means: rows that are not given are zero."""
         process, round_ = given.identity
         values = self._options.values(process, (self._server, slot), round_, given.slots[slot])
@@ -198,7 +198,7 @@ class Model:
         only.reshape(ROWS, -1)[list(rows)] = values.reshape(ROWS, -1)[list(rows)]
         return only
 
-    def rows(self, given: Given, slot: int) -> tuple[int, ...] | None:
+    def rows(self, given: RankInputs, slot: int) -> tuple[int, ...] | None:
         if self.table != BY_ROWS or given.flags & m.ASSIGNS:
             return None
         process, round_ = given.identity
@@ -249,7 +249,7 @@ class SyncModel(Model):
         """Rank → the hyper-parameters that it sent last."""
         self.arrived: dict[int, dict[int, int]] = {}
         """Rank → slot → highest generation that its present process delivered for the open round."""
-        self.committed: dict[int, Given] = {}
+        self.committed: dict[int, RankInputs] = {}
         self.waiting: dict[int, To] = {}
         """Rank → the request that is to be answered: as was committed, whoever asks again."""
         self.deadline = float("inf")
@@ -324,7 +324,7 @@ class SyncModel(Model):
         if not ready:
             return []
         committed, beliefs = self.committed, self.beliefs
-        self.committed = {rank: Given(c, self.arrived[rank]) for rank, c in self.begun.items()}
+        self.committed = {rank: RankInputs(c, self.arrived[rank]) for rank, c in self.begun.items()}
         self.beliefs = beliefs | {rank: c.said.hyper for rank, c in self.begun.items() if c.said.hyper}
         updated = self._updated(UNCHANGED).weights
         self.committed, self.beliefs = committed, beliefs
@@ -378,7 +378,7 @@ class SyncModel(Model):
             return self.missing(commit, arrived)
         self._seen["replaced generation"] += commit.generations > 0
         self._seen["begun anew"] += bool(commit.flags & m.DISCARD_EAGER)
-        self.committed[rank], self.waiting[rank] = Given(commit, dict(arrived)), commit.to
+        self.committed[rank], self.waiting[rank] = RankInputs(commit, dict(arrived)), commit.to
         if commit.said.hyper:
             self.beliefs[rank] = commit.said.hyper
         self.deadline = min(self.deadline, now + commit.said.timeout)
@@ -429,7 +429,7 @@ class SyncModel(Model):
 
     # ---------------------------------------------------------------- how a round ends
 
-    def active(self) -> dict[int, Given]:
+    def active(self) -> dict[int, RankInputs]:
         """The contributions of the ranks that have data, in rank order."""
         return {
             rank: given for rank, given in sorted(self.committed.items()) if not given.flags & m.HAS_JOINED
@@ -585,7 +585,7 @@ class SyncModel(Model):
                 weights[slot] = np.where(touched, weights[slot] - rate * memory[slot], weights[slot])
         return Stored(weights, memory, residuals)
 
-    def _givers(self, slot: int) -> list[Given]:
+    def _givers(self, slot: int) -> list[RankInputs]:
         return [given for given in self.active().values() if slot in given.slots]
 
     def _touched(self, slot: int) -> npt.NDArray[np.bool_]:
@@ -686,9 +686,9 @@ class AsyncModel(Model):
         self.joined: set[int] = set()
         self.turns: dict[int, Turn] = {}
         self.waiting: dict[To, Waiting] = {}
-        self.ledger: dict[tuple[int, int], Given] = {}
+        self.ledger: dict[tuple[int, int], RankInputs] = {}
         """(process, round) → what it gave, as long as that stands."""
-        self.undoable: Given | None = None
+        self.undoable: RankInputs | None = None
         """The contribution that can be taken back: the very last change, unless its rank went on."""
         mode = options.mode
         self.limit = mode.staleness if mode.name == "ssp" else float("inf")
@@ -755,7 +755,7 @@ class AsyncModel(Model):
 
     def _take(self, rank: int, turn: Turn, commit: Commit, now: float) -> None:
         """Count a contribution."""
-        given = Given(commit, dict(turn.arrived))
+        given = RankInputs(commit, dict(turn.arrived))
         self.counted += 1
         self.undoable = None
         self.clocks[rank] += 1
@@ -892,7 +892,7 @@ class AsyncModel(Model):
                 weights[slot] += (_scale(given) * self.value(given, slot)).astype(np.int64)
         return {slot: weight.astype(np.float32) for slot, weight in weights.items()}
 
-    def _add(self, given: Given, sign: float) -> None:
+    def _add(self, given: RankInputs, sign: float) -> None:
         self.version += 1
         factor = np.float32(sign * _scale(given))
         self.weights = self.weights | {
@@ -900,5 +900,5 @@ class AsyncModel(Model):
         }
 
 
-def _scale(given: Given) -> float:
+def _scale(given: RankInputs) -> float:
     return given.commit.said.rescale or 1.0

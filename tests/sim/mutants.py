@@ -20,7 +20,14 @@ from kvstore_server.engine import pipelined
 from kvstore_server.engine.agreed import AgreedOptions
 from kvstore_server.engine.engine import Engine
 from kvstore_server.engine.membership import Membership, RankSession, Sessions
-from kvstore_server.engine.rounds import _HERE, CommitStatus, Given, NamespaceRounds, RoundTracker, Waits
+from kvstore_server.engine.rounds import (
+    _ARRIVED,
+    CommitStatus,
+    NamespaceRounds,
+    RankInputs,
+    RoundTracker,
+    Waits,
+)
 from kvstore_server.engine.table import ALL, Table
 from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
@@ -334,19 +341,19 @@ def count_based_round(real: Any, self: Any, rank: int, commits: m.Matrix, *args:
 def mixed_generation(real: Any, self: Any, rank: int, commits: m.Matrix, *args: Any) -> Any:
     """A commit is accepted with whatever generation of a slice is there."""
     commits = commits.copy()
-    commits[:, 3] = self.of(rank).sums[commits[:, 0]] - commits[:, 2] * _HERE
+    commits[:, 3] = self.of(rank).sums[commits[:, 0]] - commits[:, 2] * _ARRIVED
     return real(self, rank, commits, *args)
 
 
-@replaces(Given, "discard_eager")
+@replaces(RankInputs, "discard_eager")
 def left_out_and_summed(real: Any, self: Any, table: int) -> None:
     """What a rank pushed, and then left out, counts all the same."""
-    marks, buffers = self.marks.copy(), [*self._buffers]
+    marks, buffers = self.arrivals.copy(), [*self._buffers]
     real(self, table)
-    self.marks, self._buffers = marks, buffers
+    self.arrivals, self._buffers = marks, buffers
 
 
-@replaces(Given, "discard_eager")
+@replaces(RankInputs, "discard_eager")
 def all_forgotten(real: Any, self: Any, table: int) -> None:
     """A rank that begins anew has to push again what it pushed after that."""
     self.clear(np.array([table]), self._slots.of(np.array([table])))
@@ -359,7 +366,7 @@ def no_dedup(real: Any, self: Any, rank: int, pushes: m.Matrix, sources: Any, wh
     for row, source, start in zip(pushes.tolist(), which, starts, strict=True):
         slot, round_, generation, size = row
         is_open = round_ == self.number(self._slots.table[slot])
-        if is_open and given.marks[slot] == generation + _HERE and torch.is_tensor(sources[source]):
+        if is_open and given.arrivals[slot] == generation + _ARRIVED and torch.is_tensor(sources[source]):
             known, at = given.payload(slot)
             mine = known[at : at + size].view(torch.float32)
             mine += sources[source][start : start + size].view(torch.float32)
@@ -371,7 +378,7 @@ def arrival_order_sum(real: Any, self: Any, rank: int, *args: Any) -> Any:
     """Contributions are summed as they came."""
     verdicts = real(self, rank, *args)
     if self.number(0) and self.number(1):
-        self.given[rank] = self.given.pop(rank)
+        self.inputs[rank] = self.inputs.pop(rank)
     return verdicts
 
 
@@ -505,12 +512,12 @@ def norm_of_one_rank(real: Any, self: Any, contributions: Any, *args: Any) -> An
 @replaces(pipelined, "roll_back")
 def taken_back_in_silence(real: Any, space: Any, table: Any) -> None:
     """Weights that were sent of a round that is taken back are not superseded."""
-    was_changed = table.begun is not None and table.begun.undo is not None
+    was_changed = table.pipelined is not None and table.pipelined.undo is not None
     real(space, table)
     table.version -= was_changed
 
 
-@replaces(pipelined, "take_back_broken")
+@replaces(pipelined, "roll_back_broken")
 def begun_by_one_process_and_ended_by_another(real: Any, space: Any) -> None:
     """Slices that were applied stay so when the process of a rank is replaced that has not committed."""
 
@@ -518,9 +525,9 @@ def begun_by_one_process_and_ended_by_another(real: Any, space: Any) -> None:
 @replaces(pipelined, "finish")
 def applied_again_with_the_commits(real: Any, space: Any, table: Any) -> Any:
     """With the commits all of a round is applied, also what had been."""
-    if table.begun.undo is not None:
+    if table.pipelined.undo is not None:
         unit = table.unit
-        table.begun.left = dict.fromkeys(range(unit.first, unit.end), 0)
+        table.pipelined.left = dict.fromkeys(range(unit.first, unit.end), 0)
     return real(space, table)
 
 
@@ -530,29 +537,29 @@ def applied_before_it_was_replaced(real: Any, *_: Any) -> bool:
     return True
 
 
-@replaces(pipelined, "_go_on")
+@replaces(pipelined, "_resume")
 def kept_with_other_terms(real: Any, space: Any, table: Any, rank: int) -> None:
     """What was applied stays when a rank announces the same slices with another factor, or other numbers."""
-    if table.begun is not None:
-        news = space.rounds.shared.given[rank].announced[table.number]
-        table.begun.said = {**table.begun.said, rank: news}
-        if not pipelined._fits(table, table.begun, table.begun.said[rank], news.marks):
+    if table.pipelined is not None:
+        news = space.rounds.shared.inputs[rank].intents[table.number]
+        table.pipelined.intents = {**table.pipelined.intents, rank: news}
+        if not pipelined._fits(table, table.pipelined, table.pipelined.intents[rank], news.arrivals):
             pipelined.roll_back(space, table)
 
 
 @hears(SYNC)
 def generations_unnamed(self: Any, body: Any) -> Any:
     """Of an announcement the slices that it names are not looked at."""
-    is_announcement = isinstance(body, m.Contribute) and (body.commits[:, 5] & m.ANNOUNCES).any()
+    is_announcement = isinstance(body, m.Contribute) and (body.commits[:, 5] & m.DECLARES_INTENT).any()
     return replace(body, pushes=body.pushes[:0]) if is_announcement else body
 
 
-@replaces(RoundTracker, "announce")
+@replaces(RoundTracker, "declare_intent")
 def expected_instead_of_known(real: Any, self: Any, rank: int, commit: Any, said: Any, waiter: Any) -> Any:
     """What a rank expected and what it knows count alike, whichever came last."""
-    known = self.of(rank).announced.get(commit[0])
+    known = self.of(rank).intents.get(commit[0])
     if known is not None:
-        self.of(rank).announced[commit[0]] = known._replace(is_firm=False)
+        self.of(rank).intents[commit[0]] = known._replace(is_firm=False)
     return real(self, rank, commit, said, waiter)
 
 

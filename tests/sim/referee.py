@@ -162,7 +162,7 @@ class Referee:
     def _contribute(self, sender: Worker, to: To, body: m.Contribute, now: float) -> Told | None:
         codec = b"" if body.form == PACKED_ROWS else body.form
         told: Told = []
-        is_announcement = len(body.commits) > 0 and body.commits[0, 5] & m.ANNOUNCES
+        is_announcement = len(body.commits) > 0 and body.commits[0, 5] & m.DECLARES_INTENT
         pushes = [] if is_announcement else body.pushes.tolist()
         for slot, round_, generation, _ in pushes:
             self._model_of[slot].push(sender.rank, round_, slot, generation, codec)
@@ -176,7 +176,7 @@ class Referee:
                 meant = {slot: g for (server, slot), g in lane.generations.items() if server == self.server}
             commit = Commit(to, round_, count, generations, flags, body, meant)
             counted = model.counted
-            if flags & m.ANNOUNCES:
+            if flags & m.DECLARES_INTENT:
                 told += model.announce(sender.rank, commit)
                 continue
             found = model.commit(sender.rank, commit, now)

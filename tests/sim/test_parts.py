@@ -84,7 +84,7 @@ class Schedule:
 
     def _messages(self, rank: int, round_: int, value: float) -> list[m.Contribute]:
         """An announcement and all slices, some of them whole, as they come out of a bad network."""
-        flags, out = m.ANNOUNCES | m.WANTS_WEIGHTS, list[m.Contribute]()
+        flags, out = m.DECLARES_INTENT | m.WANTS_WEIGHTS, list[m.Contribute]()
         if self.rng.random() < 0.9:
             out.append(contribution([], round_, 0, 8, flags=flags))
         else:

@@ -591,7 +591,7 @@ class Worker:
             return
         others = rng.choice(list(given.values()))
         rows = [(slot, lane.round, one, 0) for slot, one in given.items() if one != others]
-        flags = lane.flags | m.ANNOUNCES | m.MAY_CHANGE * may_change
+        flags = lane.flags | m.DECLARES_INTENT | m.TENTATIVE * may_change
         is_wrong = may_change and self.options.expects_wrongly
         body = m.Contribute(
             m.matrix(rows, m.PUSH_WORDS), (),

@@ -33,7 +33,7 @@ def test_a_commit_is_announced_to_every_server_before_its_slices() -> None:
         assert isinstance(last, m.Contribute)
         assert not len(first.pushes)
         assert first.commits[:, :5].tolist() == last.commits[:, :5].tolist()
-        assert (first.commits[:, 5] ^ last.commits[:, 5]).tolist() == [m.ANNOUNCES]
+        assert (first.commits[:, 5] ^ last.commits[:, 5]).tolist() == [m.DECLARES_INTENT]
         assert (first.rescale, first.hyper) == (last.rescale, last.hyper) == (0.5, b"numbers")
 
 

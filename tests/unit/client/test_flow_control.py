@@ -30,7 +30,7 @@ from tests.support.switchboard import Line, connected, play
 LENGTH = 32 * 1024
 """Elements of a part."""
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
-ANNOUNCEMENT = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS)
+ANNOUNCEMENT = contribution([], 3, 0, 8, flags=m.DECLARES_INTENT | m.WANTS_WEIGHTS)
 
 
 def part(number: int, numel: int = LENGTH, slot: int = 0, round_: int = 3) -> m.Contribute:
@@ -327,7 +327,7 @@ def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(w
 
 def test_a_round_that_waits_while_gradients_are_computed_does_not_have_the_next_go_as_a_whole() -> None:
     window = Window()
-    expected = contribution([], 3, 0, 8, flags=m.ANNOUNCES | m.WANTS_WEIGHTS | m.MAY_CHANGE)
+    expected = contribution([], 3, 0, 8, flags=m.DECLARES_INTENT | m.WANTS_WEIGHTS | m.TENTATIVE)
     window.sent(expected, 0)
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     assert sent(window, 3, 4, now=STALL) == [3, 4]

@@ -69,7 +69,7 @@ def test_a_server_shows_who_is_missing_from_a_round() -> None:
     space = job.engine.namespaces["j"]
     shared = space.rounds.shared
     assert re.search(r"of 2 members: round 1 of table 0 waits for ranks \[1\]>", repr(shared))
-    assert re.search(r"committed tables \[0\], 1 slices are here", repr(shared.given[0]))
+    assert re.search(r"committed tables \[0\], 1 slices are here", repr(shared.inputs[0]))
     assert re.search(r"'j', sync, 2 workers, 1 tables: round 1 of 't' waits for ranks \[1\]>", repr(space))
     assert re.search(r"<Table 0 't', version 0: ready>", repr(space.tables[0]))
     job.commit(1, 1, 1.0)

@@ -150,7 +150,7 @@ def test_a_barrier_ends_for_all_at_the_first_deadline_or_when_a_missing_rank_is_
 MAPPED_SHAPE = (140_000,)
 """Eight slices of more than 64 KiB."""
 MAPS = m.WANTS_WEIGHTS | m.MAPS_WEIGHTS
-KNOWS = MAPS | m.KNOWS_PLACES
+KNOWS = MAPS | m.PLACES_CACHED
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_a_rank_that_knows_all_places_is_told_of_one_slice_that_they_are_still_t
         for told in commit_by_both(job, flags, round_):
             [shown] = told
             assert isinstance(shown, m.Weights)
-            assert shown.places.tolist() == [[0, round_, m.STILL]]
+            assert shown.places.tolist() == [[0, round_, m.SAME_PLACE]]
             assert not len(shown.parts)
 
 

@@ -83,7 +83,7 @@ def test_a_reply_comes_out_as_it_went_in(body: Any) -> None:
 WEIGHTS = m.Weights(
     m.matrix([(1, 2, m.WHOLE, 64)], m.PART_WORDS),
     (torch.arange(16.0),),
-    places=m.matrix([(2, 2, 1 << 40), (3, 2, m.STILL)], m.PLACE_WORDS),
+    places=m.matrix([(2, 2, 1 << 40), (3, 2, m.SAME_PLACE)], m.PLACE_WORDS),
 )
 CONTRIBUTE = m.Contribute(
     m.matrix([(3, 7, 0, 64), (4, 7, 2, 0), (9, 8, 1, 16)], m.PUSH_WORDS),

@@ -31,7 +31,7 @@ class Job(EngineJob):
     def __init__(self, mode: Mode | None = None) -> None:
         super().__init__(2, mode or Mode("sync"), shape=SHAPE)
 
-    def say(self, rank: int, *, flags: int = m.WANTS_WEIGHTS | m.ANNOUNCES, **said: float) -> None:
+    def say(self, rank: int, *, flags: int = m.WANTS_WEIGHTS | m.DECLARES_INTENT, **said: float) -> None:
         """Announce, or with other flags commit, that all slices are given."""
         self.ask(rank, contribution([], 1, 0, 8, flags=flags, **said), SAYS)
 
@@ -76,7 +76,7 @@ def job() -> Job:
 
 def test_a_rank_that_announces_that_it_gives_nothing_keeps_no_slice_waiting(job: Job) -> None:
     job.say(0)
-    job.ask(1, contribution([], 1, 0, 0, flags=m.ANNOUNCES), SAYS)
+    job.ask(1, contribution([], 1, 0, 0, flags=m.DECLARES_INTENT), SAYS)
     job.give(0, SLICES[:4])
     assert job.came(0) == [([0, 1, 2, 3], {1}, {1.0})]
     job.give(0, SLICES[4:])
@@ -97,7 +97,7 @@ def test_the_last_slices_come_with_the_commits_and_no_slice_comes_twice(job: Job
 
 
 def test_a_rank_that_wants_no_weights_is_only_told_that_the_round_is_over(job: Job) -> None:
-    job.say(0, flags=m.ANNOUNCES)
+    job.say(0, flags=m.DECLARES_INTENT)
     job.say(1)
     for rank in range(2):
         job.give(rank, SLICES)
@@ -131,7 +131,7 @@ def test_nobody_reads_a_table_of_which_some_slices_are_of_the_next_version(job: 
     assert {one[0].item() for one in read.payloads} == {2.0}
 
 
-EXPECTS = m.WANTS_WEIGHTS | m.ANNOUNCES | m.MAY_CHANGE
+EXPECTS = m.WANTS_WEIGHTS | m.DECLARES_INTENT | m.TENTATIVE
 
 
 def expecting(job: Job) -> None:
@@ -167,7 +167,7 @@ def test_an_announcement_that_names_no_slice_of_its_table_or_brings_bytes_is_ref
     assert told.code == "ProtocolError"
 
 
-@pytest.mark.parametrize("said", [{"hold": 2.0}, {"flags": m.WANTS_WEIGHTS | m.ANNOUNCES | m.VETOES}])
+@pytest.mark.parametrize("said", [{"hold": 2.0}, {"flags": m.WANTS_WEIGHTS | m.DECLARES_INTENT | m.VETOES}])
 def test_a_round_that_is_held_or_vetoed_is_not_pipelined(job: Job, said: dict[str, float]) -> None:
     for rank in range(2):
         job.say(rank, **said)  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ def test_parts_of_another_generation_than_was_announced_do_not_count(parts: Part
 
 def test_a_rank_that_wants_rounded_weights_gets_parts_of_them(parts: Parts) -> None:
     parts.say(0)
-    parts.say(1, flags=m.WANTS_WEIGHTS | m.WANTS_HALF | m.ANNOUNCES)
+    parts.say(1, flags=m.WANTS_WEIGHTS | m.WANTS_HALF | m.DECLARES_INTENT)
     for rank in range(2):
         parts.part(rank, 0)
         parts.part(rank, 1)

@@ -76,7 +76,7 @@ def commit(
 def given(tracker: RoundTracker, rank: int, table: int = W) -> list[tuple[int, Any]]:
     first, end = tracker._slots.first[table : table + 2].tolist()
     mine = tracker.of(rank)
-    return [(slot, mine.payload(slot)[0]) for slot in range(first, end) if mine.marks[slot]]
+    return [(slot, mine.payload(slot)[0]) for slot in range(first, end) if mine.arrivals[slot]]
 
 
 def finish(tracker: RoundTracker, *tables: int) -> None:
