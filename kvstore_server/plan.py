@@ -115,7 +115,7 @@ def row_numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape[1:]) if spec.shape else 1
 
 
-class Deal(NamedTuple):
+class RoundRobin(NamedTuple):
     """Round-robin assignment of rows to slices: consecutive rows are in consecutive slices.
 
     Rows that are used often tend to be adjacent: a vocabulary sorted by frequency has all of them at the beginning. If
@@ -145,7 +145,7 @@ class Deal(NamedTuple):
 
     def rows(self, places: Ints) -> Ints:
         """Return the rows at these places, the inverse of `places`."""
-        return places if self.is_plain else Deal(self.length, self.slices).places(places)
+        return places if self.is_plain else RoundRobin(self.length, self.slices).places(places)
 
     def in_order(self, rows: Ints) -> tuple[Ints, Ints]:
         """Return the ascending places of ascending rows, and the index of the row at each."""
@@ -161,7 +161,7 @@ class RowBlock(NamedTuple):
     """The rows of a key on one server, in order, in adjacent slices."""
 
     server: int
-    pieces: tuple[Slice, ...]
+    slices: tuple[Slice, ...]
     position: int
     """Position of the key's segment in each slice."""
     starts: Ints
@@ -179,7 +179,7 @@ class RowBlock(NamedTuple):
         Yields for each part the first slice and the end, by position, and which of the rows it has; all slices are
         covered.
         """
-        last, first, most = len(self.pieces), 0, self.most
+        last, first, most = len(self.slices), 0, self.most
         if len(ids) <= most and self.starts[last] <= MAX_ROWS:
             yield 0, last, slice(None)
             return
@@ -201,7 +201,7 @@ class RowBlock(NamedTuple):
 class RowPlaces(NamedTuple):
     """Where the rows of a key, or of a row group, are."""
 
-    pieces: tuple[Slice, ...]
+    slices: tuple[Slice, ...]
     position: int
     """Position of the key's segment in each slice."""
     starts: Ints
@@ -218,7 +218,7 @@ class RowPlaces(NamedTuple):
     """The keys of the row group, in order."""
     bounds: list[int]
     """The row with which each key begins."""
-    deals: tuple[Deal, ...]
+    round_robins: tuple[RoundRobin, ...]
     """The interleaving of each key."""
 
     def by_server(self, ids: Ints) -> Iterator[tuple[RowBlock, Ints | slice, Ints]]:
@@ -240,13 +240,13 @@ class RowPlaces(NamedTuple):
 
     def _in_order(self, ids: Ints) -> tuple[Ints, Ints | None]:
         """Return the ascending places of (ascending) rows, and the index of the row at each; None: unchanged."""
-        if all([deal.is_plain for deal in self.deals]):
+        if all([deal.is_plain for deal in self.round_robins]):
             return ids, None
-        if len(self.deals) == 1:
-            return self.deals[0].in_order(ids)
+        if len(self.round_robins) == 1:
+            return self.round_robins[0].in_order(ids)
         cuts = [*ids.searchsorted(self.bounds).tolist(), len(ids)]
         places, order = np.empty_like(ids), np.empty_like(ids)
-        for deal, bound, (first, end) in zip(self.deals, self.bounds, pairwise(cuts), strict=True):
+        for deal, bound, (first, end) in zip(self.round_robins, self.bounds, pairwise(cuts), strict=True):
             own, of = deal.in_order(ids[first:end] - bound)
             places[first:end], order[first:end] = own + bound, of + first
         return places, order
@@ -302,7 +302,7 @@ class _Arena:
         self.end += length
 
 
-def _run_length(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
+def _slices_per_page(drafts: Sequence[Slice], pieces: Sequence[int], num_servers: int) -> int:
     """Return the number of adjacent slices of a key that are placed together."""
     # Mapped slices must start at the same offset in a page as on workers, so as many are kept together as fill whole
     # pages; if that would leave each server few such groups, a server's whole share is kept together.
@@ -322,18 +322,18 @@ def _placed(
 ) -> tuple[Slice, ...]:
     units: list[list[int]] = [list(range(len(slices)))] if one_server else []
     # A bucket contains whole keys, so it is placed on its own.
-    keys = [piece.segments[-1].key for piece in slices]
+    keys = [slice_.segments[-1].key for slice_ in slices]
     for key, of_key in itertools.groupby(range(len(slices)), keys.__getitem__) if not one_server else ():
         pieces, most = list(of_key), 1
         if whole_keys:
             most = len(pieces)
         elif not specs[key].row_sparse:
-            most = _run_length(slices, pieces, num_servers)
+            most = _slices_per_page(slices, pieces, num_servers)
         units += [pieces[at : at + most] for at in range(0, len(pieces), most)]
-    sizes = [piece.nbytes for piece in slices]
+    sizes = [slice_.nbytes for slice_ in slices]
     servers = _place(sizes, units, num_servers, zlib.crc32(specs[0].key.encode()))
     rows = zip(slices, servers, strict=True)
-    return tuple([piece if piece.server == at else replace(piece, server=at) for piece, at in rows])
+    return tuple([slice_ if slice_.server == at else replace(slice_, server=at) for slice_, at in rows])
 
 
 def _place(sizes: Sequence[int], units: Sequence[Sequence[int]], num_servers: int, seed: int) -> list[int]:
@@ -407,7 +407,7 @@ class Plan:
 
     @cached_property
     def _by_server(self) -> dict[int, tuple[Slice, ...]]:
-        return grouped([(piece.server, piece) for piece in self.slices])
+        return grouped([(slice_.server, slice_) for slice_ in self.slices])
 
     @cached_property
     def _resident(self) -> dict[int, tuple[Slice, ...]]:
@@ -423,12 +423,12 @@ class Plan:
     @cached_property
     def _split_rows(self) -> frozenset[int]:
         """Keys that are cut within a row."""
-        segments = [segment for piece in self.slices for segment in piece.segments if segment.key_start]
+        segments = [segment for slice_ in self.slices for segment in slice_.segments if segment.key_start]
         return frozenset(s.key for s in segments if s.key_start % max(row_numel(self.specs[s.key]), 1))
 
     @cached_property
     def _by_key(self) -> dict[int, tuple[Slice, ...]]:
-        return grouped([(segment.key, piece) for piece in self.slices for segment in piece.segments])
+        return grouped([(segment.key, slice_) for slice_ in self.slices for segment in slice_.segments])
 
     def slices_of(self, server: int) -> tuple[Slice, ...]:
         return self._by_server.get(server, ())
@@ -436,12 +436,12 @@ class Plan:
     @cached_property
     def keys_alone(self) -> frozenset[int]:
         """Keys (by index) that share no slice with others."""
-        shared = {s.key for piece in self.slices if len(piece.segments) > 1 for s in piece.segments}
+        shared = {s.key for slice_ in self.slices if len(slice_.segments) > 1 for s in slice_.segments}
         return frozenset(range(len(self.specs))) - shared
 
-    def is_resident(self, piece: Slice) -> bool:
+    def is_resident(self, slice_: Slice) -> bool:
         """Return whether workers hold a copy of a slice, because its keys are not row-sparse."""
-        return not self.specs[piece.segments[0].key].row_sparse
+        return not self.specs[slice_.segments[0].key].row_sparse
 
     def resident_slices_of(self, server: int) -> tuple[Slice, ...]:
         """Return the slices on one server that workers hold a copy of, in arena order."""
@@ -479,7 +479,9 @@ class Plan:
         """
         takes = [key for key in self.keys_alone if self.takes_rows(key) and row_numel(self.specs[key])]
         groups: list[list[int]] = []
-        former: tuple[object, ...] = ()  # what the next key must have, and where it must begin, to join the last group
+        former: tuple[
+            object, ...
+        ] = ()  # what the next key must have, and where it must begin, to join the last group
         for key in sorted(takes, key=lambda key: (self.specs[key].dtype, self.key_offsets[key])):
             spec, at = self.specs[key], self.key_offsets[key]
             kind = spec.dtype, row_numel(spec), spec.row_sparse
@@ -493,22 +495,25 @@ class Plan:
 
 def grouped(pairs: Iterable[tuple[int, Slice]]) -> dict[int, tuple[Slice, ...]]:
     found: dict[int, list[Slice]] = {}
-    for number, piece in pairs:
-        found.setdefault(number, []).append(piece)
+    for number, slice_ in pairs:
+        found.setdefault(number, []).append(slice_)
     return {number: tuple(pieces) for number, pieces in found.items()}
 
 
 def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
     # 1. The pieces of all keys, and how many rows each has.
     key, width = keys[0], max(row_numel(plan.specs[keys[0]]), 1)
-    pieces = tuple([piece for key in keys for piece in plan.slices_with(key)])
+    pieces = tuple([slice_ for key in keys for slice_ in plan.slices_with(key)])
     positions = [0] * len(pieces)
     if len(keys) == 1:
-        positions = [[segment.key for segment in piece.segments].index(key) for piece in pieces]
-    segments = [piece.segments[at] for piece, at in zip(pieces, positions, strict=True)]
+        positions = [[segment.key for segment in slice_.segments].index(key) for slice_ in pieces]
+    segments = [slice_.segments[at] for slice_, at in zip(pieces, positions, strict=True)]
     counts = np.array([segment.numel // width for segment in segments], np.int64)
     starts = np.append(0, np.cumsum(counts))
-    servers, shifts = np.array([piece.server for piece in pieces], np.int64), np.zeros(len(pieces), np.int64)
+    servers, shifts = (
+        np.array([slice_.server for slice_ in pieces], np.int64),
+        np.zeros(len(pieces), np.int64),
+    )
     # 2. The block of each server: which pieces are there, and how its rows are numbered.
     blocks, position = {}, max(positions, default=0)
     most = max(MAX_SLICE // (4 + width * SIZES[plan.specs[key].dtype]), 1)
@@ -522,16 +527,16 @@ def _row_places(plan: Plan, keys: tuple[int, ...]) -> RowPlaces:
         blocks[server] = RowBlock(server, here, position, own, shifts[mine], order, most)
     # 3. The bounds of keys, and their interleaving.
     bounds = list(accumulate([plan.specs[key].numel // width for key in keys[:-1]], initial=0))
-    deals = tuple([_deal(plan, key) for key in keys])
-    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, deals)
+    round_robins = tuple([_round_robin(plan, key) for key in keys])
+    return RowPlaces(pieces, position, starts, servers, shifts, blocks, width, keys, bounds, round_robins)
 
 
-def _deal(plan: Plan, key: int) -> Deal:
+def _round_robin(plan: Plan, key: int) -> RoundRobin:
     """Return how the rows of a key are interleaved: only row-sparse keys of a store that may cut keys are."""
     if plan.whole_keys or not plan.specs[key].row_sparse:
-        return Deal(1, 0)
-    numels, width = [piece.used for piece in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)
-    return Deal(numels.count(numels[0]), numels[0] // width) if numels else Deal(0, 0)
+        return RoundRobin(1, 0)
+    numels, width = [slice_.used for slice_ in plan.slices_with(key)], max(row_numel(plan.specs[key]), 1)
+    return RoundRobin(numels.count(numels[0]), numels[0] // width) if numels else RoundRobin(0, 0)
 
 
 def make_plan(

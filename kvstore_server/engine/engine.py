@@ -857,8 +857,8 @@ class Engine:
         table = sender.space.table(body.table)
         pipelined.roll_back_for_read(sender.space, sender.rank, [table.number])
         table.shard.slot_of(table.unit, body.index)
-        piece = table.plan.slices[body.index]
-        table.shard.put_state(table.unit, body.index, unpack_states(piece, body.summary, body.data))
+        slice_ = table.plan.slices[body.index]
+        table.shard.put_state(table.unit, body.index, unpack_states(slice_, body.summary, body.data))
         return _info(sender)
 
     def _gather(self, sender: Sender, gather: m.Gather) -> list[m.Outgoing]:

@@ -118,15 +118,15 @@ def footprint(plan: Plan, server: int, num_workers: int, mode: Mode, optimizer: 
     them.
     """
     total = _TABLE + KEY * len(plan.specs) + _SLICE * len(plan.slices) + 8 * num_workers
-    for piece in plan.slices_of(server):
-        weights = piece.length * SIZES[piece.dtype]
+    for slice_ in plan.slices_of(server):
+        weights = slice_.length * SIZES[slice_.dtype]
         state = 0.0
         # Measured once per optimizer and dtype, by one update of a small key.
-        if optimizer is not None and piece.dtype in ITEM_SIZE:  # integers have no optimizer state
-            state = weights * _state_bytes(pack_control(optimizer.spec()), piece.dtype)
+        if optimizer is not None and slice_.dtype in ITEM_SIZE:  # integers have no optimizer state
+            state = weights * _state_bytes(pack_control(optimizer.spec()), slice_.dtype)
             state += (weights + state) * optimizer.may_raise  # the copy that a failed update restores
             state += weights * num_workers * (optimizer.delay_state is not None and not mode.is_sync)
-        total += weights + int(state) + weights * plan.is_resident(piece)
+        total += weights + int(state) + weights * plan.is_resident(slice_)
     return total
 
 
@@ -136,19 +136,21 @@ def size_of_deltas(plan: Plan, server: int) -> int:
     These are the weights that workers have, the stored changes (half as long as the weights in the dtype of
     computation), and scratch memory.
     """
-    pieces = plan.resident_slices_of(server)
-    weights = sum([piece.length * SIZES[piece.dtype] for piece in pieces])
-    computed = [piece.length * compute_dtype(piece.dtype).itemsize for piece in pieces]
+    slices = plan.resident_slices_of(server)
+    weights = sum([slice_.length * SIZES[slice_.dtype] for slice_ in slices])
+    computed = [slice_.length * compute_dtype(slice_.dtype).itemsize for slice_ in slices]
     return weights + sum(computed) // 2 + 4 * max(computed, default=0)
 
 
 def size_of_copy(plan: Plan, server: int, optimizer: Optimizer | None) -> int:
     total = 0.0
     spec = None if optimizer is None else pack_control(optimizer.spec())
-    for piece in plan.slices_of(server):
-        has_state = spec is not None and piece.dtype in ITEM_SIZE
+    for slice_ in plan.slices_of(server):
+        has_state = spec is not None and slice_.dtype in ITEM_SIZE
         total += (
-            piece.length * SIZES[piece.dtype] * (1 + (_state_bytes(spec, piece.dtype) if has_state else 0.0))
+            slice_.length
+            * SIZES[slice_.dtype]
+            * (1 + (_state_bytes(spec, slice_.dtype) if has_state else 0.0))
         )
     return int(total)
 

@@ -293,10 +293,10 @@ class Namespace:
         self.tables.append(table)
         # 5. Number its slices, and open its first round.
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
-        sizes = [piece.length * SIZES[piece.dtype] for piece in table.unit.slices]
+        sizes = [slice_.length * SIZES[slice_.dtype] for slice_ in table.unit.slices]
         self.rounds.add(sizes, [slot > 0 and storage.is_next(slot - 1, slot) for slot in slots])
-        self._dtypes += [torch_dtype(piece.dtype) for piece in table.unit.slices]
-        self._is_resident += [plan.is_resident(piece) for piece in table.unit.slices]
+        self._dtypes += [torch_dtype(slice_.dtype) for slice_ in table.unit.slices]
+        self._is_resident += [plan.is_resident(slice_) for slice_ in table.unit.slices]
         self._footprints += needed
         self._numbers[register.table] = number
         self._registered_by[register.table] = rank
@@ -474,7 +474,7 @@ class Namespace:
             rows = zip(slots.tolist(), which.tolist(), starts.tolist(), sizes.tolist(), strict=True)
             sources = [
                 read_payload(
-                    places[slot].unit.plan, places[slot].piece, sources[at][start : start + size], codec
+                    places[slot].unit.plan, places[slot].slice, sources[at][start : start + size], codec
                 )
                 for slot, at, start, size in rows
             ]
@@ -516,11 +516,11 @@ class Namespace:
 
     def _part(self, slot: int, end: int, body: m.Contribute) -> SlicePart | None:
         (table, at), codec = self.place(slot), None
-        piece = table.unit.slices[at]
-        numel, itemsize = piece.length, SIZES[piece.dtype]
+        slice_ = table.unit.slices[at]
+        numel, itemsize = slice_.length, SIZES[slice_.dtype]
         if body.form:
             codec = None if body.form == PACKED_ROWS else _codec_of(body.form)
-            numel, itemsize = piece.used, 0 if codec is None else codec.itemsize(piece.dtype) or 0
+            numel, itemsize = slice_.used, 0 if codec is None else codec.itemsize(slice_.dtype) or 0
         data = body.payloads[0].view(torch.uint8) if len(body.payloads) == 1 else NO_BYTES
         nbytes = data.numel()
         begin = end * itemsize - nbytes
@@ -567,11 +567,11 @@ class Namespace:
 
     def _refuse_slice(self, slot: int, nbytes: int, dtype: torch.dtype) -> NoReturn:
         table, at = self.place(slot)
-        piece = table.unit.slices[at]
-        names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in piece.segments[:3])
+        slice_ = table.unit.slices[at]
+        names = ", ".join(repr(table.plan.specs[segment.key].key) for segment in slice_.segments[:3])
         got = f"{nbytes} bytes" if dtype is torch.uint8 else f"{dtype}[{nbytes // dtype.itemsize}]"
         raise ShapeMismatchError(
-            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.length}], padding included, got {got}"
+            f"slice {slice_.index} (of {names}) takes {slice_.dtype}[{slice_.length}], padding included, got {got}"
         )
 
     def place(self, slot: int) -> tuple[Table, int]:
@@ -690,7 +690,7 @@ class Namespace:
         """Return the places of a table's slices that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
-        here = [at for at, piece in enumerate(unit.slices) if not table.plan.is_resident(piece)]
+        here = [at for at, slice_ in enumerate(unit.slices) if not table.plan.is_resident(slice_)]
         places = [
             (first + at, table.version, storage.place(unit.slots[unit.slices[at].index])) for at in here
         ]
@@ -710,7 +710,7 @@ class Namespace:
     def _note_pulled(self, table: Table, rank: int) -> None:
         def has_room(more: int) -> bool:
             copies = max(more - table.more_reads, 0)
-            nbytes = sum([piece.length * SIZES[piece.dtype] for piece in table.unit.slices])
+            nbytes = sum([slice_.length * SIZES[slice_.dtype] for slice_ in table.unit.slices])
             try:
                 self.claim(copies * nbytes, f"what workers of table {table.name!r} have pulled")
             except ConfigurationError:

@@ -223,7 +223,7 @@ def _apply(space: Namespace, table: Table, portions: Sequence[SlotRange]) -> boo
             table.shard.update_some(given, *how)
         for one in portions:
             if not one.is_whole:
-                place = space.shard.storage.slots[one.slot].piece.dtype, one.begin, one.end
+                place = space.shard.storage.slots[one.slot].slice.dtype, one.begin, one.end
                 at = one.slot - table.unit.first
                 given = [
                     space.contribution(

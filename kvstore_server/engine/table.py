@@ -307,7 +307,7 @@ class Table:
         # After round 0, values of row-sparse keys may be left out: only servers have them.
         needed = self.plan.resident_slices_of(self.unit.server) if round_ else self.unit.slices
         here = {slot for run in first.given.runs for slot in range(run.first, run.end)}
-        missing = [piece.index for piece in needed if self.unit.slots[piece.index] not in here]
+        missing = [slice_.index for slice_ in needed if self.unit.slots[slice_.index] not in here]
         if missing:
             raise ProtocolError(
                 f"rank {rank} gave table {self.name!r} values without its slices {missing[:8]}"
@@ -476,17 +476,17 @@ class Table:
         if self._changed is not None and self._changed[0] == versions:
             return self._changed[1]
         unit, parts, packed = self.unit, list[RowPart](), set[int]()
-        changed = {key: self._changed_rows(key, held) for key in unit.stacks}
+        changed = {key: self._changed_rows(key, held) for key in unit.key_slices}
         if self.deltas is not None:
-            firsts = {key: unit.slots[pieces[0].index] for key, pieces in unit.stacks.items()}
+            firsts = {key: unit.slots[slices[0].index] for key, slices in unit.key_slices.items()}
             changed |= {key: None for key, first in firsts.items() if not self.deltas.has_exact(first, held)}
         # 2. Pack them: encoded changes, a row group in common parts, whole slices, or rows.
-        for key, pieces in unit.stacks.items():
-            first, rows = unit.slots[pieces[0].index], changed[key]
+        for key, slices in unit.key_slices.items():
+            first, rows = unit.slots[slices[0].index], changed[key]
             if key in packed:
                 continue
             if self.deltas is not None and first in self.deltas:
-                slots = range(first, first + len(pieces))
+                slots = range(first, first + len(slices))
                 found = [(slot, *self.deltas.parts(slot, held)) for slot in slots]
                 parts += [
                     RowPart(slot, own, m.DELTA if is_delta else m.WHOLE) for slot, own, is_delta in found
@@ -497,20 +497,20 @@ class Table:
                 packed.update(keys)
                 parts += self._pack_joined(keys, changed)
             elif rows is None:
-                slots = range(first, first + len(pieces))
+                slots = range(first, first + len(slices))
                 parts += [RowPart(slot, self.shard.storage.padded[slot], m.WHOLE) for slot in slots]
             elif not rows:
                 parts.append(RowPart(first, torch.empty(0, dtype=torch.uint8, device="cpu"), m.ROWS))
             else:
-                parts += self._pack(pieces, rows)
+                parts += self._pack(slices, rows)
         # 3. Keep them for the next worker, which probably has the same version.
         self._changed = versions, parts
         return parts
 
     def _follow(self, deltas: Deltas) -> None:
         """Bring the copy of workers' weights up to date; keys that changed by rows are sent as rows from now on."""
-        for key, pieces in self.unit.stacks.items():
-            own = [slot for piece in pieces if (slot := self.unit.slots[piece.index]) in deltas]
+        for key, slices in self.unit.key_slices.items():
+            own = [slot for slice_ in slices if (slot := self.unit.slots[slice_.index]) in deltas]
             rows = self._changed_rows(key, deltas.version) if own else None
             if rows and any(ids is not None for ids in rows.values()):  # otherwise whole keys have changed
                 deltas.leave(own, self.version)
@@ -520,8 +520,8 @@ class Table:
         """Return the rows of a key to send; None if sending the whole key is not longer."""
         # Recording starts with the first request for changes; it costs time in every update.
         self.shard.notes_changes = True
-        pieces, rows = self.unit.stacks[stack], self.unit.changes.since(stack, held, self.version)
-        if rows and _bytes_of(self.plan, pieces, rows) >= sum([piece.nbytes for piece in pieces]):
+        slices, rows = self.unit.key_slices[stack], self.unit.changes.since(stack, held, self.version)
+        if rows and _bytes_of(self.plan, slices, rows) >= sum([slice_.nbytes for slice_ in slices]):
             return None
         return rows
 
@@ -550,11 +550,11 @@ class Table:
                 f"a pull names rows of key {pull.key} twice, not in ascending order, or beyond its {num_rows} here"
             )
         found = self.shard.take_rows(self.unit, pull.key, torch.from_numpy(ids.astype(np.int64)))
-        return RowPart(block.pieces[0].index, found.view(-1), m.VALUES)
+        return RowPart(block.slices[0].index, found.view(-1), m.VALUES)
 
-    def _pack(self, pieces: Sequence[Slice], rows: Rows) -> list[RowPart]:
+    def _pack(self, slices: Sequence[Slice], rows: Rows) -> list[RowPart]:
         unit, plan = self.unit, self.plan
-        first, parts = pieces[0], dict[int, RowSet | Tensor]()
+        first, parts = slices[0], dict[int, RowSet | Tensor]()
         for position, ids in rows.items():
             segment = first.segments[position]
             if ids is None:
@@ -563,7 +563,7 @@ class Table:
             else:
                 parts[position] = RowSet(ids, self.shard.rows_of(unit, segment.key).index_select(0, ids))
         only = parts.get(0)
-        if len(pieces) == 1 or not isinstance(only, RowSet):
+        if len(slices) == 1 or not isinstance(only, RowSet):
             return [RowPart(unit.slots[first.index], encode_rows(plan, first, parts), m.ROWS)]
         return self._cut(plan.rows(first.segments[0].key).blocks[unit.server], only)
 
@@ -573,16 +573,16 @@ class Table:
         for key in keys:
             own = (changed[key] or {}).get(0, _NO_IDS)
             assert own is not None
-            of_keys.append(own + int(block.starts[block.order[unit.stacks[key][0].index]]))
+            of_keys.append(own + int(block.starts[block.order[unit.key_slices[key][0].index]]))
         ids = torch.cat(of_keys)
         return self._cut(block, RowSet(ids, self.shard.take_rows(unit, keys[0], ids)))
 
     def _cut(self, block: RowBlock, rows: RowSet) -> list[RowPart]:
         found = []
         for at, end, part in block.cut(rows.ids.numpy()):
-            piece, some = block.pieces[at], RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
-            data = encode_rows(self.plan, piece, {0: some}, end - at)
-            found.append(RowPart(self.unit.slots[piece.index], data, m.ROWS))
+            slice_, some = block.slices[at], RowSet(rows.ids[part] - int(block.starts[at]), rows.values[part])
+            data = encode_rows(self.plan, slice_, {0: some}, end - at)
+            found.append(RowPart(self.unit.slots[slice_.index], data, m.ROWS))
         return found
 
 
@@ -603,12 +603,12 @@ def _described(hold: float) -> str:
     return f"wants its norm of type {hold:g}" if hold else "wants nothing to be checked"
 
 
-def _bytes_of(plan: Plan, pieces: Sequence[Slice], rows: Rows) -> int:
+def _bytes_of(plan: Plan, slices: Sequence[Slice], rows: Rows) -> int:
     total = 0
     for position, ids in rows.items():
-        spec = plan.specs[pieces[0].segments[position].key]
+        spec = plan.specs[slices[0].segments[position].key]
         if ids is None:
-            total += sum([piece.segments[position].numel for piece in pieces]) * SIZES[spec.dtype]
+            total += sum([slice_.segments[position].numel for slice_ in slices]) * SIZES[spec.dtype]
         else:
             total += len(ids) * (row_numel(spec) * SIZES[spec.dtype] + 4)
     return total

@@ -24,8 +24,8 @@ from kvstore_server.errors import OptimizerError
 from kvstore_server.optimizer.base import Hyper, Optimizer, StateValue, Values
 from kvstore_server.optimizer.rows import (
     CACHED,
+    GradFragments,
     Gradient,
-    Pieces,
     bound_of,
     joined,
     lengthened,
@@ -78,7 +78,7 @@ def apply_update(
             zero. A key has its own shape, is contiguous, and was accepted by `optimizer.check_key`.
         grad: Of the same shape, rescaled, with zero padding; float64 for float64 weights, otherwise float32. May be
             overwritten, unless the optimizer `takes_pieces` and nothing is clipped. May be a coalesced sparse tensor
-            with one sparse dimension if `optimizer.takes_sparse(hyper)`, and `Pieces` if it `takes_pieces`.
+            with one sparse dimension if `optimizer.takes_sparse(hyper)`, and `GradFragments` if it `takes_pieces`.
         state: Of these elements or this key, updated in place: plain values, and tensors with one number per element,
             or of any shape for a key. Trees are stored as by `flatten`.
         hyper: The options with multipliers applied; no tensors. A key has its name as 'key'; an optimizer that is
@@ -117,7 +117,7 @@ def apply_update(
             _update_in_blocks(optimizer, target, given, state, numbers, scale, bound)
         else:
             if is_here and optimizer.takes_pieces:
-                given = grad if isinstance(grad, Pieces) else Pieces([grad])
+                given = grad if isinstance(grad, GradFragments) else GradFragments([grad])
                 given = given._replace(scale=scale, bound=bound)
             else:
                 given = given if scale == 1.0 else given * scale

@@ -21,7 +21,7 @@ CACHED = 256 * 1024
 """Elements processed at a time in operations with several passes, so that they stay in the cache."""
 
 
-class Cuts:
+class ViewCache:
     """Caches views of flat memory: the next update splits it in the same way, and creating views takes longer than a
     small sum.
 
@@ -45,7 +45,7 @@ class Cuts:
         return known[1]
 
 
-class Pieces(NamedTuple):
+class GradFragments(NamedTuple):
     """A gradient that is still to be scaled and clipped.
 
     Args:
@@ -58,10 +58,10 @@ class Pieces(NamedTuple):
     tensors: Sequence[Tensor]
     scale: float = 1.0
     bound: float | None = None
-    cuts: Cuts | None = None
+    cuts: ViewCache | None = None
 
 
-Gradient = Tensor | Pieces
+Gradient = Tensor | GradFragments
 """Flat and ready to use, or in fragments."""
 
 
@@ -78,7 +78,7 @@ def aligned_fragments(
     If the gradient can be used unchanged, there is one item with all fragments. Otherwise it is computed block by
     block in memory that the next block overwrites, so that it is still in the cache when it is read.
     """
-    tensors, scale, bound, cuts = grad if isinstance(grad, Pieces) else Pieces([grad])
+    tensors, scale, bound, cuts = grad if isinstance(grad, GradFragments) else GradFragments([grad])
     cut: Callable[[Tensor, list[int]], Sequence[Tensor]] = torch.split if cuts is None else cuts.of
     if scale == factor == 1.0 and bound is None:
         sizes = list(map(Tensor.numel, tensors))
@@ -103,7 +103,7 @@ def aligned_fragments(
 
 
 def joined(grad: Gradient, factor: float) -> Tensor:
-    tensors = grad.tensors if isinstance(grad, Pieces) else [grad]
+    tensors = grad.tensors if isinstance(grad, GradFragments) else [grad]
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(factor)
 
 
@@ -126,7 +126,7 @@ _MANY = 512
 """From this many ids for each 16 bits of them, a radix sort is fastest."""
 
 
-class Ordered(NamedTuple):
+class SortedIds(NamedTuple):
     ids: Tensor
     """The distinct ids, int64."""
     order: npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class Ordered(NamedTuple):
         return total
 
 
-def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
+def sort_ids(given: npt.NDArray[np.int64], num_rows: int) -> SortedIds:
     """Sort ids of rows, each from 0 up to `num_rows`.
 
     For 8,192 and 65,536 ids of 1,000,000 rows, uniform and Zipf-distributed (1.1), no hashing was faster on the
@@ -187,7 +187,7 @@ def put_in_order(given: npt.NDArray[np.int64], num_rows: int) -> Ordered:
         ascending, order = packed >> shift, packed & ((1 << shift) - 1)
     is_first = np.ones(len(given), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    return Ordered(torch.from_numpy(ascending[is_first]), order, is_first)
+    return SortedIds(torch.from_numpy(ascending[is_first]), order, is_first)
 
 
 def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def coalesce_rows(ids: Tensor, values: Tensor, num_rows: int) -> tuple[Tensor, T
             raise ShapeMismatchError(f"a row-sparse gradient has row {end}, but its key has {num_rows} rows")
     if (given[1:] > given[:-1]).all():
         return ids, values
-    ordered = put_in_order(given, num_rows)
+    ordered = sort_ids(given, num_rows)
     return ordered.ids.to(ids.device), ordered.sums(values)
 
 
@@ -236,10 +236,10 @@ def taken(whole: Tensor, rows: Tensor, length: int) -> Tensor:
 def put(whole: Tensor, rows: Tensor, values: Tensor) -> None:
     """Scatter what `taken` has gathered, converted to the target's dtype."""
     shape = (rows.numel(), *whole.shape[1:])
-    put_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
+    scatter_rows(whole, rows, values.view(-1)[: math.prod(shape)].view(shape).to(whole.dtype))
 
 
-def put_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
+def scatter_rows(whole: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Copy rows to distinct ids, like `index_copy_`."""
     if whole.device.type != "cpu" or not whole.is_contiguous():
         whole.index_copy_(0, ids, rows)

@@ -86,8 +86,8 @@ class States:
         self.add(segments)
 
     @classmethod
-    def of_slice(cls, piece: Slice, device: torch.device | str = "cpu") -> States:
-        return cls(piece.dtype, piece.length, [(s.start, s.numel) for s in piece.segments], device)
+    def of_slice(cls, slice_: Slice, device: torch.device | str = "cpu") -> States:
+        return cls(slice_.dtype, slice_.length, [(s.start, s.numel) for s in slice_.segments], device)
 
     def add(self, segments: Sequence[tuple[int, int]]) -> None:
         self.segments += segments
@@ -273,17 +273,17 @@ def pack_states(states: States) -> tuple[dict[str, Any], bytes]:
     return {"steps": states.steps.tolist(), "entries": rows, "tensors": named}, data
 
 
-def unpack_states(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+def unpack_states(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:
     """Decode the state of a slice. Raises ProtocolError unless summary and data describe such a state."""
     try:
-        return _unpacked(piece, summary, data)
+        return _unpacked(slice_, summary, data)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise ProtocolError(f"this is not the optimizer state of slice {piece.index}: {error}") from None
+        raise ProtocolError(f"this is not the optimizer state of slice {slice_.index}: {error}") from None
 
 
-def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
+def _unpacked(slice_: Slice, summary: Mapping[str, Any], data: bytes) -> States:
     # 1. The plain values of each segment.
-    found, count = States.of_slice(piece), len(piece.segments)
+    found, count = States.of_slice(slice_), len(slice_.segments)
     steps = [int(step) for step in summary["steps"]]
     rows = [{str(name): _unpack(value) for name, value in row.items()} for row in summary["entries"]]
     if len(steps) != count or len(rows) != count:
@@ -295,10 +295,10 @@ def _unpacked(piece: Slice, summary: Mapping[str, Any], data: bytes) -> States:
         at += tensor.nbytes
         if 0 <= index < count:
             rows[index][str(name)] = tensor
-        elif tuple(shape) == (piece.length,):
+        elif tuple(shape) == (slice_.length,):
             found.tensors[str(name)] = tensor
         else:
-            raise ValueError(f"{name!r} has the shape {list(shape)}, the slice {piece.length} elements")
+            raise ValueError(f"{name!r} has the shape {list(shape)}, the slice {slice_.length} elements")
     if at != len(data):
         raise ValueError(f"it has {len(data)} bytes, its tensors need {at}")
     # 3. Every value that names a tensor must have one.

@@ -34,7 +34,7 @@ from kvstore_server.optimizer.base import (
     count_dtype,
     plain_value,
 )
-from kvstore_server.optimizer.rows import lengthened, put, put_rows, taken
+from kvstore_server.optimizer.rows import lengthened, put, scatter_rows, taken
 from kvstore_server.plan import ALIGNMENT
 
 TorchClass = type[optim.Optimizer]
@@ -283,7 +283,7 @@ class TorchOptimizer(Optimizer):
             assert isinstance(kept, Tensor)
             rate /= 1 + (number - 1) * group["lr_decay"]
             total = kept.index_select(0, ids).add_(rows * rows)
-            put_rows(kept, ids, total)
+            scatter_rows(kept, ids, total)
             rows = rows / total.sqrt_().add_(group["eps"])
         # In full vectors torch uses multiply-add, in the remainder it does not; so pad to full vectors.
         count, unit = rows.numel(), ALIGNMENT // rows.element_size()

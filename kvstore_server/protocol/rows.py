@@ -73,7 +73,7 @@ _PLAIN = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Unsigned integers by size, as which numpy reads elements for torch: it has no bfloat16."""
 
 
-def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tensor:
+def encode_rows(plan: Plan, slice_: Slice, parts: Parts, slices: int = 1) -> Tensor:
     """Encode parts of a slice, or rows of `slices` slices from it on (of one row group), as one uint8 tensor."""
     head = [len(parts), slices]
     body: list[np.ndarray[Any, Any]] = []
@@ -83,8 +83,8 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
             body.append(_raw(part))
             # A bit for each row is shorter than int32 ids if more than 1/32 of the rows are listed.
             continue
-        block, ids = plan.joined_rows(piece.segments[position].key).blocks[piece.server], part.ids.numpy()
-        first, count = block.order[piece.index], len(ids)
+        block, ids = plan.joined_rows(slice_.segments[position].key).blocks[slice_.server], part.ids.numpy()
+        first, count = block.order[slice_.index], len(ids)
         num_rows = int(block.starts[first + slices] - block.starts[first])
         form = _BITS if 4 * count > num_rows // 8 else _IDS
         head += [position, count, form, 0]
@@ -95,13 +95,13 @@ def encode_rows(plan: Plan, piece: Slice, parts: Parts, slices: int = 1) -> Tens
         else:
             body.append(ids.astype("<i4"))
         body.append(_raw(part.values))
-    pieces: list[Any] = [struct.pack(f"<{len(head)}i", *head)]
+    buffers: list[Any] = [struct.pack(f"<{len(head)}i", *head)]
     for raw in body:
-        pieces += [raw, bytes(-raw.nbytes % 8)]
-    return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
+        buffers += [raw, bytes(-raw.nbytes % 8)]
+    return torch.frombuffer(bytearray().join(buffers), dtype=torch.uint8)
 
 
-def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = False) -> tuple[Parts, int]:
+def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = False) -> tuple[Parts, int]:
     """Decode what `encode_rows` wrote; values are views.
 
     Args:
@@ -116,26 +116,26 @@ def decode_rows(plan: Plan, piece: Slice, data: memoryview, is_joined: bool = Fa
     # 1. The head.
     reader = _Reader(data)
     count, slices = reader.take(_INT, 2).tolist()
-    if not 0 < count <= len(piece.segments):
-        raise ProtocolError(f"a slice of {len(piece.segments)} segments cannot have rows of {count}")
+    if not 0 < count <= len(slice_.segments):
+        raise ProtocolError(f"a slice of {len(slice_.segments)} segments cannot have rows of {count}")
     # 2. Each segment, checked against the plan before anything is read.
     parts: dict[int, RowSet | Tensor] = {}
     for position, size, form, _ in reader.take(_INT, 4 * count).reshape(-1, 4).tolist():
-        if not 0 <= position < len(piece.segments) or position in parts:
-            raise ProtocolError(f"a row-sparse slice names segment {position} of {len(piece.segments)}")
+        if not 0 <= position < len(slice_.segments) or position in parts:
+            raise ProtocolError(f"a row-sparse slice names segment {position} of {len(slice_.segments)}")
         if form == _ALL:
-            if size != piece.segments[position].numel or slices != 1:
+            if size != slice_.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
-            parts[position] = reader.numbers(piece.dtype, size)
+            parts[position] = reader.numbers(slice_.dtype, size)
         elif form in (_IDS, _BITS):
-            num_rows = _num_rows(plan, piece, position, slices, is_joined)
-            width = plan.rows(piece.segments[position].key).width
+            num_rows = _num_rows(plan, slice_, position, slices, is_joined)
+            width = plan.rows(slice_.segments[position].key).width
             if not 0 <= size <= num_rows:
                 raise ProtocolError(
                     f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
                 )
             ids = reader.ids(size, num_rows, form == _BITS)
-            parts[position] = RowSet(ids, reader.numbers(piece.dtype, size * width).view(size, width))
+            parts[position] = RowSet(ids, reader.numbers(slice_.dtype, size * width).view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
     # 3. Nothing may be left over.
@@ -148,7 +148,9 @@ def num_slices(data: Tensor) -> int:
     return max(int(data[4:8].numpy().view("<i4")[0]), 1) if len(data) >= 8 else 1
 
 
-def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None) -> CompressedPayload | Parts:
+def read_payload(
+    plan: Plan, slice_: Slice, payload: Tensor, codec: Codec | None
+) -> CompressedPayload | Parts:
     """Interpret bytes as a codec's payload, or as rows if there is no codec. Values are views.
 
     Raises:
@@ -156,15 +158,15 @@ def read_payload(plan: Plan, piece: Slice, payload: Tensor, codec: Codec | None)
         ShapeMismatchError: The size is not that of the compressed slice.
     """
     if codec is None:
-        return decode_rows(plan, piece, payload.numpy().data)[0]
-    if payload.nbytes != codec.encoded_nbytes(piece.used, piece.dtype):
-        names = ", ".join(repr(plan.specs[segment.key].key) for segment in piece.segments[:3])
+        return decode_rows(plan, slice_, payload.numpy().data)[0]
+    if payload.nbytes != codec.encoded_nbytes(slice_.used, slice_.dtype):
+        names = ", ".join(repr(plan.specs[segment.key].key) for segment in slice_.segments[:3])
         raise ShapeMismatchError(
-            f"slice {piece.index} (of {names}) takes {piece.dtype}[{piece.used}], got {payload.nbytes} bytes "
+            f"slice {slice_.index} (of {names}) takes {slice_.dtype}[{slice_.used}], got {payload.nbytes} bytes "
             f"compressed by {codec.spec()}"
         )
     # Now, because during an update it would be too late.
-    codec.check_payload(payload, piece.dtype, piece.used)
+    codec.check_payload(payload, slice_.dtype, slice_.used)
     return CompressedPayload(codec, payload)
 
 
@@ -174,18 +176,18 @@ def payload_nbytes(payload: Payload) -> int:
     return payload.data.nbytes if isinstance(payload, CompressedPayload) else payload.nbytes
 
 
-def _num_rows(plan: Plan, piece: Slice, position: int, slices: int, is_joined: bool) -> int:
+def _num_rows(plan: Plan, slice_: Slice, position: int, slices: int, is_joined: bool) -> int:
     """Return the rows of a segment and its key's next slices. Raises ProtocolError if it has none, or fewer slices."""
-    segment = piece.segments[position]
+    segment = slice_.segments[position]
     spec = plan.specs[segment.key]
     places = plan.joined_rows(segment.key) if is_joined else plan.rows(segment.key)
-    block = places.blocks.get(piece.server)
+    block = places.blocks.get(slice_.server)
     if block is None:
         raise ProtocolError(f"key {spec.key!r} of shape {list(spec.shape)} has no rows to give")
-    first = block.order[piece.index]
-    if not 0 < slices <= len(block.pieces) - first:
+    first = block.order[slice_.index]
+    if not 0 < slices <= len(block.slices) - first:
         raise ProtocolError(
-            f"{slices} slices from {piece.index} on are not all on this server, or not all of {spec.key!r}"
+            f"{slices} slices from {slice_.index} on are not all on this server, or not all of {spec.key!r}"
         )
     return int(block.starts[first + slices] - block.starts[first])
 
@@ -254,8 +256,8 @@ def split_rows(plan: Plan, rows: Mapping[int, RowSet]) -> dict[int, dict[int, Ro
     for key, (ids, values) in rows.items():
         places = plan.rows(key)
         parts = cut_rows(RowSet(ids, values.reshape(len(ids), places.width)), places.starts[:-1].tolist())
-        for piece, part in zip(places.pieces, parts, strict=True):
-            found.setdefault(piece.index, {})[places.position] = part
+        for slice_, part in zip(places.slices, parts, strict=True):
+            found.setdefault(slice_.index, {})[places.position] = part
     return found
 
 
@@ -285,18 +287,18 @@ def pack_rows(
             here = given if isinstance(where, slice) else given.index_select(0, torch.from_numpy(where))
             for first, end, part in block.cut(own):
                 some = RowSet(torch.from_numpy(own[part] - block.starts[first]), here[part])
-                found.setdefault(block.pieces[first].index, ({}, end - first))[0][block.position] = some
+                found.setdefault(block.slices[first].index, ({}, end - first))[0][block.position] = some
     # 2. Add the elements of dense keys in the same slices, and encode.
     packed = {}
     for index, (parts, slices) in found.items():
-        piece = plan.slices[index]
-        for position, segment in enumerate(piece.segments):
+        slice_ = plan.slices[index]
+        for position, segment in enumerate(slice_.segments):
             if position not in parts and segment.key not in absent:
                 flat, start = overrides.get(index), segment.start
                 if flat is None:
-                    flat, start = arenas[piece.dtype], piece.offset + start
+                    flat, start = arenas[slice_.dtype], slice_.offset + start
                 parts[position] = flat[start : start + segment.numel]
-        packed[index] = encode_rows(plan, piece, parts, slices)
+        packed[index] = encode_rows(plan, slice_, parts, slices)
     return packed
 
 

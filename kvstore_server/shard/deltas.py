@@ -47,8 +47,8 @@ class Deltas:
         self.codec, self._storage = codec, storage
         self.weights: dict[int, Tensor] = {}
         """Slot → the weights of workers, with padding, if its changes are sent."""
-        pieces = [piece for own in unit.stacks.values() for piece in own if piece.dtype in ITEM_SIZE]
-        self._pieces = {unit.slots[piece.index]: piece for piece in pieces}
+        pieces = [slice_ for own in unit.key_slices.values() for slice_ in own if slice_.dtype in ITEM_SIZE]
+        self._pieces = {unit.slots[slice_.index]: slice_ for slice_ in pieces}
         self._still: frozenset[int] | None = None
         """Keys (by index) that no round has updated since the last change; None if there was no round."""
         self._exact: dict[int, int] = {}

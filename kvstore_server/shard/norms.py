@@ -180,14 +180,14 @@ def measure(
     split = split_rows(plan, {key: some for key, some in rows.items() if present[key]})
     partials: list[float] = []
     finite = True
-    for piece in plan.slices:
-        sparse = split.get(piece.index, {})
+    for slice_ in plan.slices:
+        sparse = split.get(slice_.index, {})
         # A slice may contain several keys: those that are absent or given as rows are masked.
-        dense = [present[s.key] and s.key not in rows for s in piece.segments]
+        dense = [present[s.key] and s.key not in rows for s in slice_.segments]
         body = None
         if any(dense):
-            body = arenas[piece.dtype][piece.offset : piece.offset + piece.used]
-            body = body if all(dense) else only_segments(body, piece, dense)
+            body = arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.used]
+            body = body if all(dense) else only_segments(body, slice_, dense)
         if body is not None or sparse:
             if scale != 1.0:
                 body = None if body is None else _scaled(body, scale)
@@ -216,10 +216,10 @@ def partial_of_slice(
     return combine(partials, norm_type), finite
 
 
-def only_segments(body: Tensor, piece: Slice, wanted: Sequence[bool]) -> Tensor:
+def only_segments(body: Tensor, slice_: Slice, wanted: Sequence[bool]) -> Tensor:
     """Return a copy of a slice's elements with zeros outside the wanted segments."""
     copy = torch.zeros_like(body)
-    for segment, is_wanted in zip(piece.segments, wanted, strict=True):
+    for segment, is_wanted in zip(slice_.segments, wanted, strict=True):
         if is_wanted:
             end = segment.start + segment.numel
             copy[segment.start : end] = body[segment.start : end]

@@ -27,7 +27,7 @@ from kvstore_server.memo import BoundedCache
 from kvstore_server.optimizer import coalesce_rows
 from kvstore_server.optimizer.rows import CACHED
 from kvstore_server.protocol.rows import CompressedPayload, Payload, RowSet, cut_rows, payload_nbytes
-from kvstore_server.shard.storage import Block, Home, Storage
+from kvstore_server.shard.storage import Block, KeyLayout, Storage
 
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -74,7 +74,7 @@ class RankContribution(NamedTuple):
         return sum([payload_nbytes(run.payload) for run in self.runs]) + payload_nbytes(self.rows)
 
 
-class Outline(NamedTuple):
+class ContributionShape(NamedTuple):
     """What a rank contributes to, without payloads."""
 
     bounds: tuple[tuple[int, int], ...]
@@ -84,7 +84,7 @@ class Outline(NamedTuple):
     """The keys that it gives rows of."""
 
 
-class SpanSource(NamedTuple):
+class SpanInput(NamedTuple):
     """Where the elements of a span are in a contribution."""
 
     number: int
@@ -100,8 +100,8 @@ class Span(NamedTuple):
 
     first: int
     end: int
-    given: list[SpanSource]
-    sparse: Sequence[Home] = ()
+    given: list[SpanInput]
+    sparse: Sequence[KeyLayout] = ()
     """Keys with rows that count as dense elements."""
     start: int = 0
     """Offset in its chunk, in elements."""
@@ -111,7 +111,7 @@ class Span(NamedTuple):
     """End in its chunk with that padding."""
 
 
-class Chunk(NamedTuple):
+class ReduceChunk(NamedTuple):
     """Adjacent slots that are summed at once, from `first` up to `end`."""
 
     first: int
@@ -141,7 +141,7 @@ def left_out_by_all(contributions: Sequence[RankContribution]) -> frozenset[int]
 class Sums:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._chunks = BoundedCache[list[Chunk]](storage.slots)
+        self._chunks = BoundedCache[list[ReduceChunk]](storage.slots)
         self._memory: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def given_as_rows(self, contributions: Sequence[RankContribution]) -> list[int]:
@@ -153,62 +153,62 @@ class Sums:
         return keys
 
     def _has_run(self, given: RankContribution, key: int) -> bool:
-        slot = self._storage.homes[key].slot
+        slot = self._storage.layouts[key].slot
         at = bisect_right(given.runs, slot, key=lambda run: run.first) - 1
         return at >= 0 and slot < given.runs[at].end
 
     def side_by_side(
         self, keys: Sequence[int], contributions: Sequence[RankContribution]
-    ) -> list[list[Home]]:
+    ) -> list[list[KeyLayout]]:
         """Group (ascending) keys whose rows, from the same ranks, are adjacent in memory, gaps of whole rows aside."""
-        joined: list[list[Home]] = []
-        for home in map(self._storage.homes.__getitem__, keys):
-            before = joined[-1][-1] if joined else home
-            is_next = before.block is home.block and before.last == home.first
-            is_next = is_next and before.width == home.width
-            is_next = is_next and not (home.part.start - before.part.stop) % home.width
-            if is_next and all((home.key in one.rows) == (before.key in one.rows) for one in contributions):
-                joined[-1].append(home)
+        joined: list[list[KeyLayout]] = []
+        for layout in map(self._storage.layouts.__getitem__, keys):
+            before = joined[-1][-1] if joined else layout
+            is_next = before.block is layout.block and before.last == layout.first
+            is_next = is_next and before.width == layout.width
+            is_next = is_next and not (layout.part.start - before.part.stop) % layout.width
+            if is_next and all((layout.key in one.rows) == (before.key in one.rows) for one in contributions):
+                joined[-1].append(layout)
             else:
-                joined.append([home])
+                joined.append([layout])
         return joined
 
-    def sum_of_rows(self, homes: Sequence[Home], contributions: Sequence[RankContribution]) -> RowSet:
+    def sum_of_rows(self, layouts: Sequence[KeyLayout], contributions: Sequence[RankContribution]) -> RowSet:
         """Sum rows; as in dense sums, equal scales are applied once. May return the rows of a scratch contribution.
 
         Args:
             homes: Of one key, or of a group from `side_by_side`: ids count from the first row of the first key.
         """
         # 1. Collect the rows of each rank, in the compute dtype.
-        home, parts = homes[0], [one for one in contributions if homes[0].key in one.rows]
+        layout, parts = layouts[0], [one for one in contributions if layouts[0].key in one.rows]
         common = parts[0].scale if len({one.scale for one in parts}) == 1 else None
-        of_keys = [one.rows[home.key] for one in parts]
-        if len(homes) > 1:
-            starts = [(one.part.start - home.part.start) // home.width for one in homes]
-            of_keys = [_joined([one.rows[here.key] for here in homes], starts) for one in parts]
-        values = [rows.values.to(compute_dtype(home.block.dtype)) for rows in of_keys]
+        of_keys = [one.rows[layout.key] for one in parts]
+        if len(layouts) > 1:
+            starts = [(one.part.start - layout.part.start) // layout.width for one in layouts]
+            of_keys = [_joined([one.rows[here.key] for here in layouts], starts) for one in parts]
+        values = [rows.values.to(compute_dtype(layout.block.dtype)) for rows in of_keys]
         if common is None:
             values = [value * one.scale for value, one in zip(values, parts, strict=True)]
         # 2. Sum rows with equal ids, in rank order.
         ids, total = of_keys[0].ids, values[0]
         if len(parts) > 1:
             ids, total = torch.cat([rows.ids for rows in of_keys]), torch.cat(values)
-        ids, total = coalesce_rows(ids, total, (homes[-1].part.stop - home.part.start) // home.width)
+        ids, total = coalesce_rows(ids, total, (layouts[-1].part.stop - layout.part.start) // layout.width)
         if common not in (None, 1.0):
             total = total * common
         # 3. Never return memory that the caller of this process still uses.
-        is_given = len(homes) == 1 and total is of_keys[0].values and not parts[0].is_scratch
+        is_given = len(layouts) == 1 and total is of_keys[0].values and not parts[0].is_scratch
         return RowSet(ids, total.clone() if is_given else total)
 
     def by_slot(self, rows: Mapping[int, RowSet]) -> dict[int, dict[int, RowSet]]:
         """Return slot → position of a segment → its rows."""
         found: dict[int, dict[int, RowSet]] = {}
         for key, own in rows.items():
-            home = self._storage.homes[key]
-            segments = home.block.states.segments[home.first : home.last]
-            parts = cut_rows(own, [(start - home.part.start) // home.width for start, _ in segments])
-            for at, (slot, part) in enumerate(zip(range(home.slot, home.end_slot), parts, strict=True)):
-                found.setdefault(slot, {})[home.first + at - self._storage.slots[slot].first] = part
+            layout = self._storage.layouts[key]
+            segments = layout.block.states.segments[layout.first : layout.last]
+            parts = cut_rows(own, [(start - layout.part.start) // layout.width for start, _ in segments])
+            for at, (slot, part) in enumerate(zip(range(layout.slot, layout.end_slot), parts, strict=True)):
+                found.setdefault(slot, {})[layout.first + at - self._storage.slots[slot].first] = part
         return found
 
     def chunks(
@@ -217,7 +217,7 @@ class Sums:
         by_rows: Sequence[int],
         whole_keys: bool,
         are_whole: bool = False,
-    ) -> list[Chunk]:
+    ) -> list[ReduceChunk]:
         """Divide the slots into chunks that are summed at once; with `whole_keys`, chunks end at the end of a key.
 
         Args:
@@ -230,11 +230,11 @@ class Sums:
             named.append((tuple(map(_bounds_of, one.runs)), one.absent, frozenset(one.rows)))
         return self._chunks.get(tuple(named), self._divide, *named)
 
-    def part(self, slot: int, begin: int, end: int, contributions: Sequence[RankContribution]) -> Chunk:
+    def part(self, slot: int, begin: int, end: int, contributions: Sequence[RankContribution]) -> ReduceChunk:
         """Return a chunk of whole lines of a slot, to which dense elements are contributed."""
         one = self._storage.slots[slot]
-        given = [SpanSource(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
-        used = min(end, one.piece.used) - begin
+        given = [SpanInput(number, 0, 0) for number, own in enumerate(contributions) if own.runs]
+        used = min(end, one.slice.used) - begin
         place = slice(one.start + begin, one.start + end)
         ends = one.block.ends
         # An empty segment belongs to the part at whose end it is; those at the start of the slot, to its first part.
@@ -242,17 +242,17 @@ class Sums:
         last = bisect_left(ends, place.stop, first, one.last - 1) + 1
         last = max(last, bisect_right(ends, place.stop, first, one.last))
         span = Span(slot, slot + 1, given, (), 0, used, end - begin)
-        return Chunk(slot, slot + 1, [span], one.block, place, range(first, last), None)
+        return ReduceChunk(slot, slot + 1, [span], one.block, place, range(first, last), None)
 
     def _divide(
         self, by_rows: tuple[int, ...], whole_keys: bool, are_whole: bool, *given: tuple[Any, ...]
-    ) -> list[Chunk]:
+    ) -> list[ReduceChunk]:
         slots, ends, chunks = self._storage.slots, self._storage.ends, []
-        outlines = [Outline(*one) for one in given]
-        for spans in self._span_groups(outlines, by_rows, whole_keys, are_whole):
+        shapes = [ContributionShape(*one) for one in given]
+        for spans in self._span_groups(shapes, by_rows, whole_keys, are_whole):
             first, last = slots[spans[0].first], slots[spans[-1].end - 1]
             # A segment is present unless it is updated by rows, or all ranks left its key out.
-            absent = [[outlines[source.number].absent for source in span.given] for span in spans]
+            absent = [[shapes[source.number].absent for source in span.given] for span in spans]
             found: list[bool] = []
             if by_rows or any(all(some) for some in absent):
                 for span, some in zip(spans, absent, strict=True):
@@ -264,21 +264,23 @@ class Sums:
             present = None if all(found) else np.array(found)
             placed = [self._placed(span, first.start) for span in spans]
             segments = range(first.first, last.last)
-            chunks.append(Chunk(spans[0].first, spans[-1].end, placed, first.block, place, segments, present))
+            chunks.append(
+                ReduceChunk(spans[0].first, spans[-1].end, placed, first.block, place, segments, present)
+            )
         return chunks
 
     def _placed(self, span: Span, begin: int) -> Span:
         last, stop = self._storage.slots[span.end - 1], self._storage.ends[span.end - 1] - begin
-        start, used = self._storage.slots[span.first].start - begin, last.start + last.piece.used - begin
+        start, used = self._storage.slots[span.first].start - begin, last.start + last.slice.used - begin
         return span._replace(start=start, used=used, stop=stop)
 
     def _span_groups(
-        self, outlines: Sequence[Outline], by_rows: Collection[int], whole_keys: bool, are_whole: bool
+        self, shapes: Sequence[ContributionShape], by_rows: Collection[int], whole_keys: bool, are_whole: bool
     ) -> Iterator[list[Span]]:
         """Yield groups of spans, cut and merged to what is summed at once."""
         group: list[Span] = []
         begin, storage = 0, self._storage
-        for span in self._spans(outlines, by_rows):
+        for span in self._spans(shapes, by_rows):
             first, weights = span.first, storage.slots[span.first].block.weights
             is_cut = weights.device.type == "cpu" and not (are_whole and weights.dtype not in _HALF)
             at_once = CACHED if is_cut else sys.maxsize
@@ -301,32 +303,34 @@ class Sums:
         if group:
             yield group
 
-    def _spans(self, outlines: Sequence[Outline], by_rows: Collection[int]) -> Iterator[Span]:
+    def _spans(self, shapes: Sequence[ContributionShape], by_rows: Collection[int]) -> Iterator[Span]:
         """Split what was given at every change of ranks, runs or keys with rows."""
-        keys = frozenset().union(*(one.rows for one in outlines))
-        homes, slots = (
-            [self._storage.homes[key] for key in sorted(keys.difference(by_rows))],
+        keys = frozenset().union(*(one.rows for one in shapes))
+        layouts, slots = (
+            [self._storage.layouts[key] for key in sorted(keys.difference(by_rows))],
             self._storage.slots,
         )
-        pairs = [(home.slot, home.end_slot) for home in homes]
-        pairs += [pair for one in outlines for pair in one.bounds]
+        pairs = [(layout.slot, layout.end_slot) for layout in layouts]
+        pairs += [pair for one in shapes for pair in one.bounds]
         cuts = sorted({edge for pair in pairs for edge in pair})
-        at = [0] * len(outlines)
+        at = [0] * len(shapes)
         for first, end in pairwise(cuts):
-            sparse = [home for home in homes if home.slot <= first < home.end_slot]
-            given: list[SpanSource] = []
-            for number, one in enumerate(outlines):
+            sparse = [layout for layout in layouts if layout.slot <= first < layout.end_slot]
+            given: list[SpanInput] = []
+            for number, one in enumerate(shapes):
                 while at[number] < len(one.bounds) and one.bounds[at[number]][1] <= first:
                     at[number] += 1
                 begin = one.bounds[at[number]][0] if at[number] < len(one.bounds) else end
                 if begin <= first:
-                    given.append(SpanSource(number, at[number], slots[first].start - slots[begin].start))
-                elif any(home.key in one.rows for home in sparse):
-                    given.append(SpanSource(number, -1, 0))
+                    given.append(SpanInput(number, at[number], slots[first].start - slots[begin].start))
+                elif any(layout.key in one.rows for layout in sparse):
+                    given.append(SpanInput(number, -1, 0))
             if given:
                 yield Span(first, end, given, sparse)
 
-    def alone(self, chunk: Chunk, contributions: Sequence[RankContribution]) -> tuple[Tensor, float] | None:
+    def alone(
+        self, chunk: ReduceChunk, contributions: Sequence[RankContribution]
+    ) -> tuple[Tensor, float] | None:
         """Return one rank's scratch memory and factor for a chunk if they can replace its sum; otherwise None."""
         length = chunk.place.stop - chunk.place.start
         [span, *others], [source, *more] = chunk.spans, chunk.spans[0].given
@@ -340,7 +344,7 @@ class Sums:
         return (own, one.scale) if len(own) == length else None
 
     def total(
-        self, chunk: Chunk, contributions: Sequence[RankContribution], out: Tensor | None = None
+        self, chunk: ReduceChunk, contributions: Sequence[RankContribution], out: Tensor | None = None
     ) -> Tensor:
         """Return the sum of scale * elements of a chunk over ranks, in the compute dtype, with zero padding.
 
@@ -380,7 +384,7 @@ class Sums:
         return kept if room == numel else kept[:numel]
 
     def _numbers(
-        self, body: Tensor, span: Span, one: RankContribution, source: SpanSource, is_further: bool
+        self, body: Tensor, span: Span, one: RankContribution, source: SpanInput, is_further: bool
     ) -> Tensor:
         """Return what a rank gave to a span, in the dtype of `body`, possibly in `body` itself for the first rank."""
         # 1. Plain elements without rows are used in place.
@@ -401,20 +405,22 @@ class Sums:
             run.payload.codec.decode(run.payload.data, slot.block.dtype, values)
             # Some codecs cannot represent zero, and a residual may add something where the rank gave nothing.
             end = 0
-            for segment in slot.piece.segments:
+            for segment in slot.slice.segments:
                 values[end : segment.start].zero_()
                 end = segment.start + segment.numel
                 if slot.unit.first_key + segment.key in one.absent:
                     values[segment.start : end].zero_()
         # 3. Replace the keys that the rank gave as rows.
-        for home in span.sparse:
-            found = one.rows.get(home.key)
-            low, high = max(home.part.start, slot.start), min(home.part.stop, slot.start + len(body))
+        for layout in span.sparse:
+            found = one.rows.get(layout.key)
+            low, high = max(layout.part.start, slot.start), min(layout.part.stop, slot.start + len(body))
             if found is not None and low < high:
-                edges = [(edge - home.part.start) // home.width for edge in (home.part.start, low, high)]
+                edges = [
+                    (edge - layout.part.start) // layout.width for edge in (layout.part.start, low, high)
+                ]
                 [_, (ids, rows), _] = cut_rows(found, edges)
                 part = values[low - slot.start : high - slot.start].zero_()
-                part.view(-1, home.width)[ids] = rows.to(body.dtype)
+                part.view(-1, layout.width)[ids] = rows.to(body.dtype)
         return values
 
 

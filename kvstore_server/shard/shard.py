@@ -34,22 +34,22 @@ from kvstore_server.codec import compute_dtype, torch_dtype
 from kvstore_server.errors import ConfigurationError, OptimizerError, ProtocolError
 from kvstore_server.optimizer import Optimizer, State, States, apply_update, update_rows
 from kvstore_server.optimizer.apply import moves_only_rows, takes_rows
-from kvstore_server.optimizer.rows import Cuts, Gradient, Pieces, put_rows
+from kvstore_server.optimizer.rows import GradFragments, Gradient, ViewCache, scatter_rows
 from kvstore_server.optimizer.state import aligned_zeros
 from kvstore_server.plan import Plan, Slice
 from kvstore_server.protocol.rows import Parts, RowSet, cut_rows
 from kvstore_server.shard.norms import UNCHANGED, Decision, apply_decision, only_segments, partial_of_slice
 from kvstore_server.shard.reduction import (
     NO_KEYS,
-    Chunk,
     Present,
     RankContribution,
+    ReduceChunk,
     Run,
     Sums,
     left_out_by_all,
     part_of,
 )
-from kvstore_server.shard.storage import Block, Home, Hypers, Read, Storage, Undo, Unit
+from kvstore_server.shard.storage import Block, Hypers, KeyLayout, Read, Storage, Undo, Unit
 from kvstore_server.transport.arena import Leases
 
 __all__ = ["HeldSum", "Leases", "Partial", "Shard", "Unit", "Updater"]
@@ -86,7 +86,7 @@ class Shard:
         self.units: list[Unit] = []
         self.storage = Storage(leases)
         self._sums = Sums(self.storage)
-        self._cuts = Cuts()
+        self._cuts = ViewCache()
         self._counts = np.zeros(0, np.int64)
         """Updates of each key since the optimizer was set, also of keys that are on other servers."""
         self.notes_changes = False
@@ -127,16 +127,16 @@ class Shard:
         """Collect the rows of a slice in `found`, numbered as in their block; return its dense elements, if any."""
         one, dense = self.storage.slots[slot], None
         for position, part in parts.items():
-            segment = one.piece.segments[position]
+            segment = one.slice.segments[position]
             if isinstance(part, RowSet):
-                home = self.storage.homes[one.unit.first_key + segment.key]
-                first = (one.start + segment.start - home.part.start) // home.width
-                found.setdefault(home.key, []).append(
+                layout = self.storage.layouts[one.unit.first_key + segment.key]
+                first = (one.start + segment.start - layout.part.start) // layout.width
+                found.setdefault(layout.key, []).append(
                     part if not first else RowSet(part.ids + first, part.values)
                 )
                 continue
             if dense is None:
-                dense = torch.zeros(one.piece.used, dtype=part.dtype, device="cpu")
+                dense = torch.zeros(one.slice.used, dtype=part.dtype, device="cpu")
             dense[segment.start : segment.start + segment.numel] = part
         return dense
 
@@ -146,9 +146,9 @@ class Shard:
         Args:
             without: Keys to leave out; only those that have their slices to themselves are.
         """
-        homes = [home for home in map(self.storage.homes.get, without) if home is not None]
+        layouts = [layout for layout in map(self.storage.layouts.get, without) if layout is not None]
         alone = sorted(
-            (h.slot, h.end_slot) for h in homes if len(self.storage.slots[h.slot].piece.segments) == 1
+            (h.slot, h.end_slot) for h in layouts if len(self.storage.slots[h.slot].slice.segments) == 1
         )
         runs: list[Run] = []
         slots = self.storage.slots
@@ -159,7 +159,7 @@ class Shard:
             for number in range(first, end):
                 block, after = slots[number].block, number + 1
                 if after == end or slots[after].block is not block:
-                    runs.append(Run(begin, after, arenas[block.dtype][slots[begin].piece.offset :]))
+                    runs.append(Run(begin, after, arenas[block.dtype][slots[begin].slice.offset :]))
                     begin = after
         return runs
 
@@ -177,11 +177,13 @@ class Shard:
         """Copy rows (ascending ids) of a key, or of its row group (`Plan.joined_rows`). Raises like `rows_of`."""
         first = self.rows_of(unit, key)
         keys = [one for one in unit.plan.joined_rows(key).keys if one in unit.keys]
-        homes = [self.storage.homes[unit.first_key + one] for one in keys]
-        if all([after.part.start == one.part.stop for one, after in pairwise(homes)]):
-            return self.storage.rows(homes[0].key, homes[-1].key).index_select(0, ids)
+        layouts = [self.storage.layouts[unit.first_key + one] for one in keys]
+        if all([after.part.start == one.part.stop for one, after in pairwise(layouts)]):
+            return self.storage.rows(layouts[0].key, layouts[-1].key).index_select(0, ids)
         # Some keys of the group start on a page boundary of their own, so the group is not contiguous in memory.
-        starts = list(accumulate([(one.part.stop - one.part.start) // one.width for one in homes], initial=0))
+        starts = list(
+            accumulate([(one.part.stop - one.part.start) // one.width for one in layouts], initial=0)
+        )
         parts = zip(keys, cut_rows(RowSet(ids, ids), starts[:-1]), strict=True)
         rows = [
             (first if one == key else self.rows_of(unit, one)).index_select(0, own) for one, (own, _) in parts
@@ -197,10 +199,10 @@ class Shard:
         has_rows = any([given.rows for given in contributions])
         by_rows = self._sums.given_as_rows(contributions) if has_rows else ()
         for key in by_rows:
-            home = self.storage.homes[key]
-            rows = self._sums.sum_of_rows([home], contributions)
-            with self.storage.borrowed_key(home) as weight:
-                put_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
+            layout = self.storage.layouts[key]
+            rows = self._sums.sum_of_rows([layout], contributions)
+            with self.storage.borrowed_key(layout) as weight:
+                scatter_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
             self._note_rows(key, rows.ids)
         # 2. All others. A single unscaled contribution is copied in its own dtype: a wider one could change NaN bits.
         is_sum = len(contributions) != 1 or contributions[0].scale != 1.0
@@ -343,13 +345,13 @@ class Shard:
         by_rows = self._updated_by_rows(contributions, optimizer) if has_rows else ()
         whole = not optimizer.elementwise
         joined = self._sums.side_by_side(by_rows, contributions) if by_rows else ()
-        for homes in [[home] for some in joined for home in some] if whole else joined:
-            rows = self._sums.sum_of_rows(homes, contributions)
+        for layouts in [[layout] for some in joined for layout in some] if whole else joined:
+            rows = self._sums.sum_of_rows(layouts, contributions)
             if decision != UNCHANGED:
                 # In process, the rows of a single contribution may be the gradient that the loop still uses.
                 rows = rows._replace(values=rows.values.clone())
                 apply_decision(rows.values, decision)
-            self._update_rows(optimizer, homes, rows)
+            self._update_rows(optimizer, layouts, rows)
         # 3. All others, chunk by chunk. In process, a single contribution can be used without copying it.
         is_plain = not whole and decision == UNCHANGED
         is_alone = len(contributions) == 1 and contributions[0].is_scratch
@@ -377,7 +379,7 @@ class Shard:
     def _update_runs(
         self,
         optimizer: Optimizer,
-        chunk: Chunk,
+        chunk: ReduceChunk,
         weight: Tensor,
         grad: Tensor,
         scale: float,
@@ -391,7 +393,7 @@ class Shard:
             # The chunk may contain only a part of its first and last segment.
             start, stop = max(states.segments[i][0], place.start), min(block.ends[j - 1], place.stop)
             if optimizer.positioned:
-                name, skipped = self.storage.homes[block.keys[i]].spec.key, start - states.segments[i][0]
+                name, skipped = self.storage.layouts[block.keys[i]].spec.key, start - states.segments[i][0]
                 hyper = {**hyper, "key": name, "first": block.key_starts[i] + skipped}
 
             def padding(i: int = i, j: int = j, start: int = start, stop: int = stop) -> list[slice]:
@@ -405,7 +407,7 @@ class Shard:
                 where = slice(start - place.start, stop - place.start)
                 own, given = weight[where], grad[where]
             if borrowed:
-                gradient: Gradient = Pieces(self._pieces(chunk, i, j, grad, borrowed), cuts=self._cuts)
+                gradient: Gradient = GradFragments(self._pieces(chunk, i, j, grad, borrowed), cuts=self._cuts)
             else:
                 gradient = given
             state = states.view(i, part)
@@ -413,29 +415,29 @@ class Shard:
             states.keep(i, j, part, state)
 
     def _pieces(
-        self, chunk: Chunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
+        self, chunk: ReduceChunk, first: int, end: int, grad: Tensor, borrowed: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """Return the gradient of adjacent segments as fragments, in order; those of borrowed keys are views."""
         block, begin = chunk.block, chunk.place.start
         keys = list(dict.fromkeys(block.keys[first:end]))
         # The common case: every key is borrowed as a whole.
         if all(map(borrowed.__contains__, keys)):
-            ends_there = self.storage.homes[keys[0]].first, self.storage.homes[keys[-1]].last
+            ends_there = self.storage.layouts[keys[0]].first, self.storage.layouts[keys[-1]].last
             if ends_there == (first, end):
                 return list(map(borrowed.__getitem__, keys))
         # Otherwise alternate between borrowed keys and the ranges between them.
         starts, ends = block.states.segments, block.ends
-        homes = [home for key in borrowed if (home := self.storage.homes[key]).block is block]
+        layouts = [layout for key in borrowed if (layout := self.storage.layouts[key]).block is block]
         found: list[Tensor] = []
         at = first
-        for home in sorted(homes, key=attrgetter("first")):
-            low, high = max(home.first, first), min(home.last, end)
+        for layout in sorted(layouts, key=attrgetter("first")):
+            low, high = max(layout.first, first), min(layout.last, end)
             if low >= high:
                 continue
             if at < low:
                 found.append(grad[starts[at][0] - begin : ends[low - 1] - begin])
-            start = home.part.start
-            flat = borrowed[home.key].view(-1)
+            start = layout.part.start
+            flat = borrowed[layout.key].view(-1)
             found.append(part_of(flat, starts[low][0] - start, ends[high - 1] - start))
             at = high
         if at < end:
@@ -468,52 +470,55 @@ class Shard:
                 runs.append((i, j))
         return runs
 
-    def _update_keys(self, optimizer: Optimizer, chunk: Chunk, weight: Tensor, grad: Tensor) -> None:
+    def _update_keys(self, optimizer: Optimizer, chunk: ReduceChunk, weight: Tensor, grad: Tensor) -> None:
         block, place, present = chunk.block, chunk.place, chunk.present
         for at, i in enumerate(chunk.segments):
-            home = self.storage.homes[block.keys[i]]
-            if home.last != i + 1 or not (present is None or present[at]):
+            layout = self.storage.layouts[block.keys[i]]
+            if layout.last != i + 1 or not (present is None or present[at]):
                 continue
-            spec = home.spec
-            own = slice(home.part.start - place.start, home.part.stop - place.start)
-            state, hyper = self._key_state(home, optimizer, spec.shape), {**block.hypers[i], "key": spec.key}
+            spec = layout.spec
+            own = slice(layout.part.start - place.start, layout.part.stop - place.start)
+            state, hyper = (
+                self._key_state(layout, optimizer, spec.shape),
+                {**block.hypers[i], "key": spec.key},
+            )
             apply_update(optimizer, weight[own].view(spec.shape), grad[own].view(spec.shape), state, hyper)
-            block.states.keep_key(home.first, home.last, home.part, state)
+            block.states.keep_key(layout.first, layout.last, layout.part, state)
 
-    def _update_rows(self, optimizer: Optimizer, homes: Sequence[Home], rows: RowSet) -> None:
+    def _update_rows(self, optimizer: Optimizer, layouts: Sequence[KeyLayout], rows: RowSet) -> None:
         """Update some rows of a key, or of a row group that is contiguous in memory."""
         # 1. Treat a row group as one long key.
-        home, last = homes[0], homes[-1]
-        part = slice(home.part.start, last.part.stop)
-        home = home._replace(end_slot=last.end_slot, last=last.last, part=part)
-        block, states, begin = home.block, home.block.states, home.part.start
-        keep, runs = states.keep_key, [(home.first, home.last)]
+        layout, last = layouts[0], layouts[-1]
+        part = slice(layout.part.start, last.part.stop)
+        layout = layout._replace(end_slot=last.end_slot, last=last.last, part=part)
+        block, states, begin = layout.block, layout.block.states, layout.part.start
+        keep, runs = states.keep_key, [(layout.first, layout.last)]
         if optimizer.elementwise:  # one call, unless options or state differ
-            keep, runs = states.keep, self._runs(block, home.first, home.last, None, False)
+            keep, runs = states.keep, self._runs(block, layout.first, layout.last, None, False)
         # 2. Update each run of rows with equal options and state.
-        with self.storage.borrowed_key(home) as weight:
-            starts = [(states.segments[i][0] - begin) // home.width for i, _ in runs]
+        with self.storage.borrowed_key(layout) as weight:
+            starts = [(states.segments[i][0] - begin) // layout.width for i, _ in runs]
             for (i, j), own in zip(runs, cut_rows(rows, starts), strict=True):
                 part = slice(states.segments[i][0], sum(states.segments[j - 1]))
-                shape = ((part.stop - part.start) // home.width, *home.spec.shape[1:])
-                state = self._key_state(home._replace(first=i, last=j, part=part), optimizer, shape)
+                shape = ((part.stop - part.start) // layout.width, *layout.spec.shape[1:])
+                state = self._key_state(layout._replace(first=i, last=j, part=part), optimizer, shape)
 
                 def room(name: str, like: Tensor, part: slice = part) -> Tensor:
                     return states.cleared(name, like, part)
 
                 of_run = weight[part.start - begin : part.stop - begin].view(shape)
-                hyper = {**block.hypers[i], "key": home.spec.key}
+                hyper = {**block.hypers[i], "key": layout.spec.key}
                 update_rows(optimizer, of_run, *own, state, hyper, room)
                 keep(i, j, part, state)
         # 3. Record the changed rows of each key. Some optimizers change rows without gradient, too.
-        starts = [(one.part.start - begin) // home.width for one in homes]
-        for one, (ids, _) in zip(homes, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
+        starts = [(one.part.start - begin) // layout.width for one in layouts]
+        for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
             self._note_rows(one.key, None if is_all else ids)
 
-    def _key_state(self, home: Home, optimizer: Optimizer, shape: Sequence[int]) -> State:
-        states = home.block.states
-        state = states.view(home.first, home.part)
+    def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
+        states = layout.block.states
+        state = states.view(layout.first, layout.part)
         if state.master is not None:
             state.master = state.master.view(tuple(shape))
         if optimizer.elementwise:
@@ -544,8 +549,8 @@ class Shard:
         if any(given.rows for given in contributions):
             by_rows = self._updated_by_rows(contributions, optimizer)
             given_as_rows = self._sums.given_as_rows(contributions)
-            homes = self.storage.homes
-            rows = {key: self._sums.sum_of_rows([homes[key]], contributions) for key in given_as_rows}
+            layouts = self.storage.layouts
+            rows = {key: self._sums.sum_of_rows([layouts[key]], contributions) for key in given_as_rows}
             measured = self._sums.by_slot(rows)
         # 2. Sum everything else into memory that stays until the decision, and measure it slice by slice.
         runs, partials = [], dict[int, Partial]()
@@ -561,15 +566,15 @@ class Shard:
             for slot in range(runs[-1].first, runs[-1].end):
                 one = self.storage.slots[slot]
                 here = None if present is None else present[one.first - first : one.last - first]
-                own = total[one.start - place.start :][: one.piece.used]
+                own = total[one.start - place.start :][: one.slice.used]
                 sparse = measured.pop(slot, {})
                 if here is None or here.any() or sparse:
-                    body = own if here is None and not sparse else _only_dense(own, one.piece, here, sparse)
-                    partials[slot] = Partial(one.piece.index, *partial_of_slice(body, sparse, norm_type))
+                    body = own if here is None and not sparse else _only_dense(own, one.slice, here, sparse)
+                    partials[slot] = Partial(one.slice.index, *partial_of_slice(body, sparse, norm_type))
         # 3. Measure the slices that consist of rows only.
         for slot, sparse in measured.items():
             partials[slot] = Partial(
-                self.storage.slots[slot].piece.index, *partial_of_slice(None, sparse, norm_type)
+                self.storage.slots[slot].slice.index, *partial_of_slice(None, sparse, norm_type)
             )
         updated = {key: rows[key] for key in by_rows}
         held = RankContribution(runs, 1.0, left_out_by_all(contributions), updated, is_scratch=True)
@@ -586,8 +591,8 @@ class Shard:
             place = chunk.place
             total = self._sums.total(chunk, contributions).to(torch_dtype(chunk.block.dtype), copy=True)
             for slot in self.storage.slots[chunk.first : chunk.end]:
-                for key in {unit.first_key + segment.key for segment in slot.piece.segments}:
-                    part = self.storage.homes[key].part
+                for key in {unit.first_key + segment.key for segment in slot.slice.segments}:
+                    part = self.storage.layouts[key].part
                     sums[key] = total[part.start - place.start : part.stop - place.start]
         # 2. Call it for each key. Keys without elements are not in memory, but the function gets them, too.
         try:
@@ -595,11 +600,11 @@ class Shard:
                 key = unit.first_key + at
                 if key in left_out:
                     continue
-                if key not in self.storage.homes:  # it has no elements
+                if key not in self.storage.layouts:  # it has no elements
                     empty = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
                     updater(spec.key, empty, empty.clone())
                     continue
-                with self.storage.borrowed_key(self.storage.homes[key]) as weight:
+                with self.storage.borrowed_key(self.storage.layouts[key]) as weight:
                     merged = sums.get(key)
                     merged = torch.zeros_like(weight) if merged is None else merged
                     updater(spec.key, merged.view(spec.shape), weight.view(spec.shape))
@@ -613,15 +618,15 @@ class Shard:
 
     def restore(self, unit: Unit, former: Undo) -> None:
         unit.changes.note_all()
-        rows = zip(range(unit.first, unit.end), former.weights, former.states, former.marks, strict=True)
+        rows = zip(range(unit.first, unit.end), former.weights, former.states, former.counters, strict=True)
         for slot, weight, state, before in rows:
             self.storage.make_writable(slot)
             self.storage.padded[slot].copy_(weight)
             self._replace_state(slot, state)
-            marks = self.storage.slots[slot].block.marks
-            if marks is not None and before is not None:
+            counters = self.storage.slots[slot].block.counters
+            if counters is not None and before is not None:
                 # Peers that map the weights see those of the round before again.
-                marks[:, self.storage.lines[slot]] = before
+                counters[:, self.storage.lines[slot]] = before
         self._counts[unit.first_key : unit.first_key + len(former.counts)] = former.counts
 
     def get_state(self, unit: Unit, index: int) -> States:
@@ -700,14 +705,14 @@ class Shard:
         slots = range(unit.first, unit.end)
         counts = self._counts[unit.first_key : unit.first_key + len(unit.plan.specs)]
         weights = [self.storage.padded[slot].clone() for slot in slots]
-        lines = [(self.storage.slots[slot].block.marks, self.storage.lines[slot]) for slot in slots]
-        marks = [None if own is None else own[:, where].copy() for own, where in lines]
-        return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), marks)
+        lines = [(self.storage.slots[slot].block.counters, self.storage.lines[slot]) for slot in slots]
+        counters = [None if own is None else own[:, where].copy() for own, where in lines]
+        return Undo(weights, [self._copied_state(slot) for slot in slots], counts.copy(), counters)
 
     def _set_hypers(self, unit: Unit, hypers: Hypers) -> None:
         unit.hypers = hypers
         for slot in self.storage.slots[unit.first : unit.end]:
-            own = [hypers[segment.key] for segment in slot.piece.segments]
+            own = [hypers[segment.key] for segment in slot.slice.segments]
             before = slot.block.hypers[slot.first - 1] if slot.first else None
             # Adjacent segments with equal values share one mapping, so that updates compare by identity.
             if before is not None and own[0] == before:
@@ -720,13 +725,13 @@ class Shard:
             key
             for key in self._sums.given_as_rows(contributions)
             if not optimizer.elementwise
-            or takes_rows(optimizer, self.storage.homes[key].block.hypers[self.storage.homes[key].first])
+            or takes_rows(optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first])
         ]
 
-    def _note_dense(self, chunk: Chunk) -> None:
+    def _note_dense(self, chunk: ReduceChunk) -> None:
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.first : chunk.end]:
-            changes, stack = slot.unit.changes, slot.piece.segments[0].key
+            changes, stack = slot.unit.changes, slot.slice.segments[0].key
             here = None if present is None else present[slot.first - first : slot.last - first]
             if here is None or here.all():
                 changes.note(stack)
@@ -737,9 +742,9 @@ class Shard:
     def _note_rows(self, key: int, ids: Tensor | None) -> None:
         if not self.notes_changes:
             return
-        home = self.storage.homes[key]
-        slot = self.storage.slots[home.slot]
-        home.unit.changes.note(slot.piece.segments[0].key, home.first - slot.first, ids)
+        layout = self.storage.layouts[key]
+        slot = self.storage.slots[layout.slot]
+        layout.unit.changes.note(slot.slice.segments[0].key, layout.first - slot.first, ids)
 
 
 def _joined(parts: Sequence[RowSet]) -> RowSet:
@@ -759,9 +764,9 @@ def _same_options_and_state(block: Block, a: int, b: int) -> bool:
     )
 
 
-def _only_dense(body: Tensor, piece: Slice, present: Present, rows: Mapping[int, RowSet]) -> Tensor | None:
+def _only_dense(body: Tensor, slice_: Slice, present: Present, rows: Mapping[int, RowSet]) -> Tensor | None:
     """Return a slice's dense elements, with zeros for segments given as rows or not at all; None if there are none."""
-    dense = [(present is None or present[at]) and at not in rows for at in range(len(piece.segments))]
+    dense = [(present is None or present[at]) and at not in rows for at in range(len(slice_.segments))]
     if not any(dense):
         return None
-    return body if all(dense) else only_segments(body, piece, dense)
+    return body if all(dense) else only_segments(body, slice_, dense)

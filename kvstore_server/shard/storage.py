@@ -45,7 +45,7 @@ Rows = Mapping[int, Tensor | None]
 rows.
 """
 
-MARK = 16
+COUNTER_BYTES = 16
 """Bytes of write counters for each LONG bytes of mapped weights."""
 _WORTH_A_GAP = 4 * LONG
 """From this size a slice is moved to a page boundary if needed: the gap costs one more call, less than copying the
@@ -67,8 +67,8 @@ class RowChanges:
         stacks: The slices here that workers hold copies of, by first key.
     """
 
-    def __init__(self, stacks: Mapping[int, Sequence[Slice]]) -> None:
-        self._rooms = {key: sum([piece.used for piece in pieces]) for key, pieces in stacks.items()}
+    def __init__(self, key_slices: Mapping[int, Sequence[Slice]]) -> None:
+        self._rooms = {key: sum([slice_.used for slice_ in pieces]) for key, pieces in key_slices.items()}
         """Key → its elements, which is also the most ids that are stored."""
         self._is_wanted = False
         self._pending: dict[int, list[Rows] | None] = {}
@@ -137,9 +137,9 @@ def _union(parts: Sequence[Rows]) -> Rows:
     return {at: None if some is None else torch.unique(torch.cat(some)) for at, some in found.items()}
 
 
-def marks_in(memory: Tensor) -> Counts:
+def write_counters_in(memory: Tensor) -> Counts:
     """Return the (begun, ended) write counters of each LONG bytes, a seqlock stored behind the weights."""
-    lines = memory.nbytes // (LONG + MARK)
+    lines = memory.nbytes // (LONG + COUNTER_BYTES)
     return memory.view(torch.uint8).numpy()[lines * LONG :].view(np.int64).reshape(2, lines)
 
 
@@ -148,7 +148,7 @@ class Block:
     dtype: str
     weights: Tensor
     states: States
-    marks: Counts | None = None
+    counters: Counts | None = None
     """Write counters (begun, ended) of weights that peers can map, one column for each LONG bytes."""
     used: int = 0
     """Elements given to slots, or in gaps between them."""
@@ -165,8 +165,8 @@ class Block:
     """Memory for held sums."""
 
 
-class Slot(NamedTuple):
-    piece: Slice
+class SliceLayout(NamedTuple):
+    slice: Slice
     unit: Unit
     block: Block
     start: int
@@ -181,7 +181,7 @@ class Undo(NamedTuple):
     weights: list[Tensor]
     states: list[States]
     counts: Counts
-    marks: list[Counts | None]
+    counters: list[Counts | None]
 
 
 class Read(NamedTuple):
@@ -204,7 +204,7 @@ class Unit:
     slices: tuple[Slice, ...]
     slots: dict[int, int]
     """Slice → slot."""
-    stacks: Mapping[int, Sequence[Slice]]
+    key_slices: Mapping[int, Sequence[Slice]]
     """First key → its slices here, or one slice of several keys; only what workers hold copies of."""
     keys: frozenset[int]
     """The keys (by index in the plan) with elements on this server."""
@@ -220,7 +220,7 @@ class Unit:
         return self.first + len(self.slices)
 
 
-class Home(NamedTuple):
+class KeyLayout(NamedTuple):
     """Where a key is: adjacent segments of one block, in adjacent slots."""
 
     key: int
@@ -249,7 +249,7 @@ class Storage:
     """
 
     def __init__(self, leases: Leases | None = None) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[SliceLayout] = []
         self.ends: list[int] = []
         """For each slot, its end in its block."""
         self.lines: list[slice] = []
@@ -258,7 +258,7 @@ class Storage:
         """For each slot, its weights with padding."""
         self.visible: list[Tensor] = []
         """For each slot, its weights without padding."""
-        self.homes: dict[int, Home] = {}
+        self.layouts: dict[int, KeyLayout] = {}
         """Where each key is."""
         self.num_keys = 0
         """Keys of all units, including those on other servers."""
@@ -274,13 +274,13 @@ class Storage:
     def add(self, plan: Plan, server: int, memory: Mapping[str, Tensor] | None) -> Unit:
         """Add the slices of a plan that belong to `server`, with weights of zero; see `Shard.add`."""
         slices, first_key = plan.slices_of(server), self.num_keys
-        keys = frozenset(segment.key for piece in slices for segment in piece.segments)
-        slots = {piece.index: len(self.slots) + at for at, piece in enumerate(slices)}
-        own = grouped([(piece.segments[0].key, piece) for piece in plan.resident_slices_of(server)])
+        keys = frozenset(segment.key for slice_ in slices for segment in slice_.segments)
+        slots = {slice_.index: len(self.slots) + at for at, slice_ in enumerate(slices)}
+        own = grouped([(slice_.segments[0].key, slice_) for slice_ in plan.resident_slices_of(server)])
         unit = Unit(plan, server, len(self.slots), first_key, slices, slots, own, keys, RowChanges(own))
         blocks = self._blocks_for(plan, slices, memory)
-        for piece in slices:
-            self._add_slot(unit, piece, blocks[piece.dtype])
+        for slice_ in slices:
+            self._add_slot(unit, slice_, blocks[slice_.dtype])
         for block in blocks.values():
             new = len(block.keys) - len(block.hypers)
             block.hyper_ids = np.concatenate([block.hyper_ids, np.zeros(new, np.int64)])
@@ -293,11 +293,11 @@ class Storage:
     ) -> dict[str, Block]:
         """Return the memory for a plan's slices, by dtype: free space of the last block, or a new one."""
         sizes: dict[str, int] = {}
-        for piece in slices:
+        for slice_ in slices:
             # Slices that workers map may start on a page boundary, so leave room for a gap before each.
-            may_part = piece.nbytes >= LONG or not plan.is_resident(piece)
-            gap = PAGE // SIZES[piece.dtype] if may_part else 0
-            sizes[piece.dtype] = sizes.get(piece.dtype, 0) + piece.length + gap
+            may_part = slice_.nbytes >= LONG or not plan.is_resident(slice_)
+            gap = PAGE // SIZES[slice_.dtype] if may_part else 0
+            sizes[slice_.dtype] = sizes.get(slice_.dtype, 0) + slice_.length + gap
         found = {}
         for dtype, size in sizes.items():
             block = self._blocks.get(dtype) if memory is None else None
@@ -310,63 +310,63 @@ class Storage:
                 else:
                     weights = aligned_zeros(numel, torch_dtype(dtype)) if shared is None else shared[0]
                 states = States(dtype, weights.numel(), device=weights.device)
-                marks = None if shared is None else shared[1]
-                block = self._blocks[dtype] = Block(dtype, weights, states, marks)
+                counters = None if shared is None else shared[1]
+                block = self._blocks[dtype] = Block(dtype, weights, states, counters)
             found[dtype] = block
         return found
 
     def _shared_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Counts] | None:
         """Allocate shared memory that peers can map, if it is large enough and possible; and its write counters."""
         nbytes = -(-numel * dtype.itemsize // LONG) * LONG
-        room = nbytes + nbytes // LONG * MARK
+        room = nbytes + nbytes // LONG * COUNTER_BYTES
         shared = self._leases.shared(room) if numel * dtype.itemsize >= LONG and self._leases else None
         if shared is None:
             return None
-        return shared[: numel * dtype.itemsize].view(dtype), marks_in(shared)
+        return shared[: numel * dtype.itemsize].view(dtype), write_counters_in(shared)
 
-    def _add_slot(self, unit: Unit, piece: Slice, block: Block) -> None:
+    def _add_slot(self, unit: Unit, slice_: Slice, block: Block) -> None:
         number, first = len(self.slots), len(block.keys)
         # 1. Align it. Workers map the whole range of a key that they keep no copy of, otherwise the slice.
-        key, _, begin, _ = piece.segments[0]
+        key, _, begin, _ = slice_.segments[0]
         nbytes = unit.plan.specs[key].nbytes
-        if unit.plan.is_resident(piece):
-            begin, nbytes = piece.offset, piece.nbytes
-        is_mapped = block.marks is not None and nbytes >= LONG
-        gap = (begin - block.used) % (PAGE // SIZES[piece.dtype])
-        may_part = nbytes >= _WORTH_A_GAP and unit.first_key + key not in self.homes
+        if unit.plan.is_resident(slice_):
+            begin, nbytes = slice_.offset, slice_.nbytes
+        is_mapped = block.counters is not None and nbytes >= LONG
+        gap = (begin - block.used) % (PAGE // SIZES[slice_.dtype])
+        may_part = nbytes >= _WORTH_A_GAP and unit.first_key + key not in self.layouts
         if is_mapped and may_part:
             block.used, gap = block.used + gap, 0  # it starts at the same offset in its page as on workers
         # 2. Append its segments to the block.
         start = block.used
-        block.states.add([(start + s.start, s.numel) for s in piece.segments])
-        starts = [start + s.start for s in piece.segments]
-        block.ends += [*starts[1:], start + piece.length]
+        block.states.add([(start + s.start, s.numel) for s in slice_.segments])
+        starts = [start + s.start for s in slice_.segments]
+        block.ends += [*starts[1:], start + slice_.length]
         # 3. A key's home grows with each of its segments, here or in slots before.
-        for at, segment in enumerate(piece.segments):
+        for at, segment in enumerate(slice_.segments):
             key = unit.first_key + segment.key
             block.keys.append(key)
             block.key_starts.append(segment.key_start)
-            begin, home = start + segment.start, self.homes.get(key)
-            if home is not None:
-                begin = home.part.start
-            self.homes[key] = Home(
+            begin, layout = start + segment.start, self.layouts.get(key)
+            if layout is not None:
+                begin = layout.part.start
+            self.layouts[key] = KeyLayout(
                 key,
                 unit,
-                number if home is None else home.slot,
+                number if layout is None else layout.slot,
                 number + 1,
                 block,
-                first + at if home is None else home.first,
+                first + at if layout is None else layout.first,
                 first + at + 1,
                 slice(begin, start + segment.start + segment.numel),
                 max(row_numel(unit.plan.specs[segment.key]), 1),
             )
         # 4. Append the slot.
-        block.used += piece.length
-        self.slots.append(Slot(piece, unit, block, start, first, len(block.keys)))
+        block.used += slice_.length
+        self.slots.append(SliceLayout(slice_, unit, block, start, first, len(block.keys)))
         self.ends.append(block.used)
-        size = SIZES[piece.dtype]
+        size = SIZES[slice_.dtype]
         self.lines.append(slice(start * size // LONG, -(-block.used * size // LONG)))
-        self.visible.append(block.weights[start : start + piece.used])
+        self.visible.append(block.weights[start : start + slice_.used])
         self.padded.append(block.weights[start : block.used])
         place = self._leases.place_of(self.padded[-1]) if is_mapped and not gap and self._leases else None
         self.places.append(-1 if place is None else place)
@@ -391,7 +391,7 @@ class Storage:
 
     def continues_key(self, slot: int) -> bool:
         """Return whether a slot continues the key of the slot before."""
-        return slot > 0 and self.slots[slot].piece.segments[0].key_start > 0
+        return slot > 0 and self.slots[slot].slice.segments[0].key_start > 0
 
     def borrow(self, first: int, end: int, to_write: bool = True) -> Tensor:
         """Return the weights of adjacent slots as one tensor; a copy if some have moved.
@@ -399,21 +399,21 @@ class Storage:
         Args:
             to_write: The caller writes them, and then calls `settle`; False: it only reads.
         """
-        marks = self.slots[first].block.marks if to_write else None
+        counters = self.slots[first].block.counters if to_write else None
         if to_write and (self._moved or (self._leases and self._leases.held)):
             for slot in range(first, end):
                 self.make_writable(slot)
-        if marks is not None:
-            marks[0, self.lines[first].start : self.lines[end - 1].stop] += 1
+        if counters is not None:
+            counters[0, self.lines[first].start : self.lines[end - 1].stop] += 1
         if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             return torch.cat(self.padded[first:end])
         return self.slots[first].block.weights[self.slots[first].start : self.ends[end - 1]]
 
     def settle(self, first: int, end: int, joined: Tensor) -> None:
         """End a write begun by `borrow`; a copy is written back."""
-        marks = self.slots[first].block.marks
-        if marks is not None:
-            marks[1, self.lines[first].start : self.lines[end - 1].stop] += 1
+        counters = self.slots[first].block.counters
+        if counters is not None:
+            counters[1, self.lines[first].start : self.lines[end - 1].stop] += 1
         if self._moved and not self._moved.keys().isdisjoint(range(first, end)):
             own = self.padded[first:end]
             for target, source in zip(own, torch.split(joined, list(map(len, own))), strict=True):
@@ -427,18 +427,18 @@ class Storage:
         self.settle(first, end, joined)
 
     @contextmanager
-    def borrowed_key(self, home: Home) -> Iterator[Tensor]:
+    def borrowed_key(self, layout: KeyLayout) -> Iterator[Tensor]:
         """Like `borrowed`, for the weights of one key."""
-        start = self.slots[home.slot].start
-        with self.borrowed(home.slot, home.end_slot) as weights:
-            yield weights[home.part.start - start : home.part.stop - start]
+        start = self.slots[layout.slot].start
+        with self.borrowed(layout.slot, layout.end_slot) as weights:
+            yield weights[layout.part.start - start : layout.part.stop - start]
 
     def rows(self, key: int, last: int) -> Tensor:
         """Return the rows of a key, or of adjacent keys up to `last`, as one matrix; may be a copy."""
-        home, end = self.homes[key], self.homes[last]
-        start = self.slots[home.slot].start
-        weights = self.borrow(home.slot, end.end_slot, to_write=False)
-        return weights[home.part.start - start : end.part.stop - start].view(-1, home.width)
+        layout, end = self.layouts[key], self.layouts[last]
+        start = self.slots[layout.slot].start
+        weights = self.borrow(layout.slot, end.end_slot, to_write=False)
+        return weights[layout.part.start - start : end.part.stop - start].view(-1, layout.width)
 
     def make_writable(self, slot: int) -> None:
         """Copy-on-write: while a slow peer reads this slot's buffer, continue on a copy."""
@@ -447,15 +447,15 @@ class Storage:
             return
         # Return to the block as soon as it is free; otherwise use a copy that is not being read.
         one = self.slots[slot]
-        home, own = one.block.weights[one.start : self.ends[slot]], self._moved.pop(slot, None)
-        if own is not None and not leases.is_busy(home):
-            home.copy_(own)
-            own = home
+        layout, own = one.block.weights[one.start : self.ends[slot]], self._moved.pop(slot, None)
+        if own is not None and not leases.is_busy(layout):
+            layout.copy_(own)
+            own = layout
         else:
             if own is None or leases.is_busy(own):
-                own = (home if own is None else own).clone()
+                own = (layout if own is None else own).clone()
             self._moved[slot] = own
-        self.padded[slot], self.visible[slot] = own, own[: one.piece.used]
+        self.padded[slot], self.visible[slot] = own, own[: one.slice.used]
 
     def half(self, slot: int, version: int) -> Tensor:
         """Return a slot's weights rounded to bfloat16, once for each version; narrower dtypes unchanged."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvstore_server.codec import Codec, torch_dtype
 from kvstore_server.errors import ProtocolError
-from kvstore_server.optimizer.rows import put_rows
+from kvstore_server.optimizer.rows import scatter_rows
 from kvstore_server.plan import LONG, Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.rows import RowSet, cut_rows, decode_rows
@@ -338,7 +338,7 @@ def _write_staged(
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
         rows = _rounded(values.values) if table.takes_half else values.values
         whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
-        put_rows(whole.view(-1, places.width), ids, rows)
+        scatter_rows(whole.view(-1, places.width), ids, rows)
         if len(piece.segments) == 1:
             own = cut_rows(RowSet(ids, rows), places.bounds)
             written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}

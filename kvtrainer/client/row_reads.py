@@ -26,10 +26,10 @@ from torch import Tensor
 
 from kvstore_server.codec import torch_dtype
 from kvstore_server.engine.rounds import Ints
-from kvstore_server.optimizer.rows import put_rows
+from kvstore_server.optimizer.rows import scatter_rows
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, row_numel
 from kvstore_server.protocol import messages as m
-from kvstore_server.shard.storage import marks_in
+from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import put_pages
 from kvtrainer.client.incoming_weights import parts_of
@@ -122,7 +122,7 @@ class RowPulls:
             assert isinstance(answer, m.Weights)
             [(_, version, _, source, start, nbytes)] = parts_of(answer)
             values = source[start : start + nbytes].view(out.dtype)
-            put_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
+            scatter_rows(out, torch.from_numpy(where), values.view(-1, out.shape[1]))
             read[server, table.index] = min(version, read.get((server, table.index), version))
         return RowsTaken(asked.outs, read)
 
@@ -301,12 +301,12 @@ class MappedRows:
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)
         # 2. The write counters of the slices.
         self._marks = [
-            marks_in(memory.numbers)[:, first // LONG : -(-end // LONG)]
+            write_counters_in(memory.numbers)[:, first // LONG : -(-end // LONG)]
             for memory, first, end in spans.values()
         ]
         """By memory, how often a write to these slices was begun, and ended."""
         width = plan.rows(key).width
-        [self._deal] = plan.rows(key).deals
+        [self._round_robin] = plan.rows(key).round_robins
         self._rows = torch.from_numpy(room).view(torch_dtype(spec.dtype))[: spec.numel].view(-1, width)
         self._process = os.getpid()
 
@@ -316,6 +316,6 @@ class MappedRows:
             return None
         # A seqlock: the copy is good if no write had begun that was not ended before it.
         ended = [marks[1].copy() for marks in self._marks]
-        rows = self._rows.index_select(0, torch.from_numpy(self._deal.places(ids.numpy())))
+        rows = self._rows.index_select(0, torch.from_numpy(self._round_robin.places(ids.numpy())))
         is_still = [(marks[0] == own).all() for marks, own in zip(self._marks, ended, strict=True)]
         return rows if all(is_still) else None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvstore_server.engine.memory import available_memory
 from kvstore_server.plan import LONG, PAGE, SIZES, Plan, Slice
-from kvstore_server.shard.storage import marks_in
+from kvstore_server.shard.storage import write_counters_in
 from kvstore_server.transport.arena import SharedArena
 from kvstore_server.transport.pages import _MOVED, _neighbours, _System
 from kvtrainer.types import Arenas
@@ -173,7 +173,7 @@ class MappedSink(WeightSink):
         source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
         self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
-        marks = marks_in(memory.numbers)
+        marks = write_counters_in(memory.numbers)
         self._marks.setdefault(base, (marks, marks.copy()))
         self._note_change()
 

@@ -89,7 +89,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
 
 def _by_row(plan: Plan, key: int, state: State, is_interleaved: bool = True) -> State:
     """Reorder rows of state from interleaved slices to table order, or back. Leaves other entries as they are."""
-    [deal] = plan.rows(key).deals
+    [deal] = plan.rows(key).round_robins
     if deal.is_plain:
         return state
     shape = plan.specs[key].shape

@@ -516,7 +516,7 @@ class StoreExchange(Exchange):
 
 def _interleaved(plan: Plan, key: int, source: Source) -> Source:
     """Return a source of a key's values in the order of its slices, over which rows are interleaved."""
-    [deal] = plan.rows(key).deals
+    [deal] = plan.rows(key).round_robins
     if deal.is_plain:
         return source
     width = row_numel(plan.specs[key])

@@ -35,7 +35,7 @@ class Job:
     def write(self, key: int, value: float) -> None:
         """Have the servers write all rows of a key, as they do in a round."""
         for storage in self.servers:
-            with storage.borrowed_key(storage.homes[key]) as weights:
+            with storage.borrowed_key(storage.layouts[key]) as weights:
                 weights.fill_(value)
 
 
@@ -57,10 +57,10 @@ def _job(shapes: tuple[tuple[int, ...], ...] = _SHAPES, num_servers: int = 2) ->
         memory = SharedArena(os.dup(fd), number, is_ours=False)
         job.servers.append(storage)
         for at, slot in enumerate(storage.slots):
-            key, _, begin, numel = slot.piece.segments[0]
+            key, _, begin, numel = slot.slice.segments[0]
             storage.visible[at].copy_(laid[key][begin : begin + numel])
             if (place := storage.place(at)) >= 0:
-                job.shown[slot.piece.index] = (memory, place & ((1 << 40) - 1))
+                job.shown[slot.slice.index] = (memory, place & ((1 << 40) - 1))
     return job
 
 
@@ -94,7 +94,7 @@ def test_rows_are_what_servers_wrote_last() -> None:
 def test_rows_that_a_server_is_writing_or_died_writing_are_not_used() -> None:
     job, ids = _job(), torch.arange(4)
     rows, storage = job.rows(0), job.servers[1]
-    with storage.borrowed_key(storage.homes[0]):
+    with storage.borrowed_key(storage.layouts[0]):
         assert rows.take(ids) is None
     assert rows.take(ids) is not None
 
@@ -102,7 +102,7 @@ def test_rows_that_a_server_is_writing_or_died_writing_are_not_used() -> None:
 def test_writing_another_table_does_not_matter() -> None:
     job = _job()
     rows, storage = job.rows(0), job.servers[0]
-    with storage.borrowed_key(storage.homes[2]):
+    with storage.borrowed_key(storage.layouts[2]):
         assert rows.take(torch.arange(4)) is not None
 
 
@@ -116,7 +116,7 @@ def test_a_forked_process_reads_no_rows_in_their_place() -> None:
 
 def test_slices_that_do_not_end_where_pages_do_are_refused() -> None:
     job = _job(((60_000, 50),))  # as many whole rows of 200 bytes as there are in a slice
-    assert any(slot.piece.nbytes % PAGE for slot in job.servers[0].slots[:-1])
+    assert any(slot.slice.nbytes % PAGE for slot in job.servers[0].slots[:-1])
     with pytest.raises(OSError, match="cannot be mapped"):
         job.rows(0)
 

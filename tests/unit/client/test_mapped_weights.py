@@ -46,13 +46,13 @@ class Job:
         """Have the servers write new weights in place."""
         for storage in self.servers:
             for slot, own in zip(storage.slots, storage.visible, strict=True):
-                own.copy_(values[slot.piece.offset : slot.piece.offset + slot.piece.used])
+                own.copy_(values[slot.slice.offset : slot.slice.offset + slot.slice.used])
 
     def show(self) -> None:
         for server, (storage, memory) in enumerate(zip(self.servers, self.memories, strict=True)):
             for at, slot in enumerate(storage.slots):
                 if (place := storage.place(at)) >= 0:
-                    self.mapped.map(slot.piece, server, place, memory, place & ((1 << 40) - 1))
+                    self.mapped.map(slot.slice, server, place, memory, place & ((1 << 40) - 1))
         self.mapped.commit()
 
 
@@ -156,7 +156,7 @@ def test_released_weights_stay_as_they_are(job: Job) -> None:
 
 @pytest.mark.parametrize("shift", [64, PAGE * 10**6])
 def test_a_place_that_does_not_fit_is_refused_and_nothing_is_mapped(job: Job, shift: int) -> None:
-    storage, piece = job.servers[0], job.servers[0].slots[0].piece
+    storage, piece = job.servers[0], job.servers[0].slots[0].slice
     begin = storage.place(0) & ((1 << 40) - 1)
     with pytest.raises(OSError, match="slice 0 is at"):
         job.mapped.map(piece, 0, storage.place(0), job.memories[0], begin + shift)
@@ -170,7 +170,7 @@ def test_slices_that_only_some_servers_have_written_are_told(job: Job) -> None:
             with storage.borrowed(at, at + 1) as weights:
                 weights.neg_()
         told.append(job.mapped.roll_back())
-    assert told == [set(), {slot.piece.index for slot in job.servers[0].slots}, set()]
+    assert told == [set(), {slot.slice.index for slot in job.servers[0].slots}, set()]
 
 
 def test_a_slice_whose_server_has_begun_to_write_it_and_not_ended_is_told(job: Job) -> None:
@@ -196,7 +196,7 @@ def test_weights_that_somebody_reads_have_no_place_as_long_as_that_takes(job: Jo
         weights.fill_(2.5)
     job.mapped.commit()
     assert storage.place(0) == place
-    assert (job.parameter.detach().view(-1)[: storage.slots[0].piece.used] == 2.5).all()
+    assert (job.parameter.detach().view(-1)[: storage.slots[0].slice.used] == 2.5).all()
 
 
 def test_a_fork_keeps_what_it_writes_to_itself(job: Job) -> None:
@@ -237,6 +237,6 @@ def test_long_slices_begin_in_their_page_where_they_do_on_workers(
     for server in plan.servers:
         storage, _, _ = _server_memory(plan, server)
         for at, slot in enumerate(storage.slots):
-            is_mapped, is_long = storage.place(at) >= 0, slot.piece.nbytes >= 256 << 10
+            is_mapped, is_long = storage.place(at) >= 0, slot.slice.nbytes >= 256 << 10
             assert is_mapped or not is_long
-            assert not is_mapped or 4 * (slot.start - slot.piece.offset) % PAGE == 0
+            assert not is_mapped or 4 * (slot.start - slot.slice.offset) % PAGE == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvstore_server.errors import OptimizerError, ShapeMismatchError
 from kvstore_server.optimizer import Optimizer, coalesce_rows, create
-from kvstore_server.optimizer.rows import CACHED, Cuts, Pieces, aligned_fragments, put_in_order
+from kvstore_server.optimizer.rows import CACHED, GradFragments, ViewCache, aligned_fragments, sort_ids
 from tests.support.lazy_runs import GOLDEN, START, TOUCHED, gradient
 from tests.support.optimizer_slices import Key, numbers
 
@@ -223,7 +223,7 @@ def test_equal_ids_are_put_in_order_as_they_were_given(num_rows: int, count: int
     drawn = np.random.default_rng(0)
     given = drawn.integers(0, num_rows, count) // drawn.integers(1, 1000, count)
     given = np.concatenate([given[:0], *[np.sort(part) for part in np.array_split(given, runs)]])
-    ordered = put_in_order(given, num_rows)
+    ordered = sort_ids(given, num_rows)
     assert ordered.order.tolist() == sorted(range(count), key=given.tolist().__getitem__)
     assert ordered.ids.tolist() == sorted(set(given.tolist()))
     assert torch.equal(ordered.ids[ordered.places()], torch.from_numpy(given))
@@ -274,7 +274,9 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
     want = given * scale
     want = (want if bound is None else want.clamp(-bound, bound)) * factor
     flats = torch.arange(float(len(given))), torch.zeros(len(given))
-    for tensors, (places, outs) in aligned_fragments(Pieces(pieces, scale, bound), *flats, factor=factor):
+    for tensors, (places, outs) in aligned_fragments(
+        GradFragments(pieces, scale, bound), *flats, factor=factor
+    ):
         for tensor, place, out in zip(tensors, places, outs, strict=True):
             assert out.tolist() == [0.0] * len(tensor)
             assert place[0] == out.storage_offset()
@@ -285,13 +287,13 @@ def test_each_element_is_multiplied_clipped_and_multiplied_and_meets_what_lies_b
 
 def test_pieces_of_several_dimensions_are_multiplied_as_they_lie() -> None:
     pieces, flat = [torch.ones(4, 8), torch.full((2, 2, 8), 2.0)], torch.zeros(64)
-    for [tensor], [[place]] in aligned_fragments(Pieces(pieces, 0.5), flat):
+    for [tensor], [[place]] in aligned_fragments(GradFragments(pieces, 0.5), flat):
         place.copy_(tensor)
     assert flat.tolist() == [0.5] * 32 + [1.0] * 32
 
 
 def test_memory_that_is_cut_again_alike_gives_the_same_parts() -> None:
-    cuts, flat = Cuts(), torch.arange(48.0)
+    cuts, flat = ViewCache(), torch.arange(48.0)
     parts = cuts.of(flat, [16, 32])
     cuts.begin()
     assert all(one is other for one, other in zip(cuts.of(flat[:], [16, 32]), parts, strict=True))
@@ -299,7 +301,7 @@ def test_memory_that_is_cut_again_alike_gives_the_same_parts() -> None:
 
 
 def test_memory_that_an_update_did_not_cut_is_let_go_by_the_next_one() -> None:
-    cuts, flat = Cuts(), torch.zeros(48)
+    cuts, flat = ViewCache(), torch.zeros(48)
     gone = weakref.ref(flat.untyped_storage())
     cuts.of(flat, [16, 32])
     del flat
@@ -311,7 +313,7 @@ def test_memory_that_an_update_did_not_cut_is_let_go_by_the_next_one() -> None:
 
 def test_what_is_used_as_it_lies_is_not_copied() -> None:
     pieces = random_pieces(SIZES["longer than a block"])
-    [(tensors, _)] = aligned_fragments(Pieces(pieces), torch.zeros(sum(map(len, pieces))))
+    [(tensors, _)] = aligned_fragments(GradFragments(pieces), torch.zeros(sum(map(len, pieces))))
     assert [tensor.data_ptr() for tensor in tensors] == [piece.data_ptr() for piece in pieces]
 
 
@@ -324,6 +326,6 @@ def test_a_whole_gradient_is_one_piece() -> None:
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_blocks_begin_on_lines_and_stay_in_the_cache(sizes: list[int]) -> None:
     flat = torch.zeros(sum(sizes))
-    for [tensor], [[place]] in aligned_fragments(Pieces(random_pieces(sizes), 0.5), flat):
+    for [tensor], [[place]] in aligned_fragments(GradFragments(random_pieces(sizes), 0.5), flat):
         assert 0 < len(tensor) <= CACHED
         assert place.storage_offset() % 16 == 0

@@ -17,8 +17,8 @@ from kvstore_server.plan import (
     ITEM_SIZE,
     MAX_SLICE,
     MIN_SLICE,
-    Deal,
     Plan,
+    RoundRobin,
     TensorSpec,
     check_same,
     make_plan,
@@ -286,8 +286,12 @@ def test_no_server_has_more_than_its_share_of_popular_rows_and_a_fifth(
             assert most <= 1.2 * len(ids) / servers
 
 
-@pytest.mark.parametrize("deal", [Deal(1, 7), Deal(0, 0), Deal(3, 4), Deal(4, 3), Deal(2, 1)], ids=str)
-def test_every_row_lies_in_a_place_of_its_own_and_is_found_there(deal: Deal) -> None:
+@pytest.mark.parametrize(
+    "deal",
+    [RoundRobin(1, 7), RoundRobin(0, 0), RoundRobin(3, 4), RoundRobin(4, 3), RoundRobin(2, 1)],
+    ids=str,
+)
+def test_every_row_lies_in_a_place_of_its_own_and_is_found_there(deal: RoundRobin) -> None:
     rows = np.arange(20)
     places = deal.places(rows)
     assert sorted(places.tolist()) == rows.tolist()
@@ -298,7 +302,7 @@ def test_every_row_lies_in_a_place_of_its_own_and_is_found_there(deal: Deal) -> 
 
 
 def test_rows_go_to_slices_in_turn_and_the_last_ones_to_a_short_slice() -> None:
-    places = Deal(3, 4).places(np.arange(14))
+    places = RoundRobin(3, 4).places(np.arange(14))
     assert (places // 4).tolist() == [0, 1, 2] * 4 + [3, 3]
     assert places[[0, 3, 6, 9]].tolist() == [0, 1, 2, 3]
 

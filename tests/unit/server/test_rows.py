@@ -250,7 +250,7 @@ class Job:
 
     def rows(self, *places: int) -> list[float]:
         """Read rows by where they lie on the server, to whose slices they are interleaved."""
-        [deal] = self.tables[0].plan.rows(0).deals
+        [deal] = self.tables[0].plan.rows(0).round_robins
         ids = torch.from_numpy(deal.rows(np.array(places)))
         [found] = self.client.rows.pull([(self.tables[0], 0, ids)])
         return found[:, 0].tolist()
@@ -437,7 +437,7 @@ def test_rows_of_tables_that_lie_side_by_side_are_asked_for_by_one_message(
 
     def source(key: int, first: int, numel: int) -> Tensor:
         """Return what lies there, row for row."""
-        width, [deal] = tables[key].shape[1], table.plan.rows(key).deals
+        width, [deal] = tables[key].shape[1], table.plan.rows(key).round_robins
         return tables[key][deal.rows(np.arange(first // width, (first + numel) // width))].reshape(-1)
 
     sources = {key: partial(source, key) for key in range(len(tables))}

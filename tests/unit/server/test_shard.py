@@ -211,7 +211,7 @@ def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> No
     unit = shard.add(make_plan([TensorSpec(str(at), (5000,), "float32") for at in range(3)], 1))
     first = unit.slices[0]
     sent = shard.visible(unit, first.index)
-    home, before = sent.data_ptr(), sent.clone()
+    layout, before = sent.data_ptr(), sent.clone()
 
     def step() -> None:
         ones = {p.index: torch.ones(p.used) for p in unit.slices}
@@ -221,7 +221,7 @@ def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> No
     step()
     assert torch.equal(sent, before)
     moved = shard.visible(unit, first.index)
-    assert moved.data_ptr() != home
+    assert moved.data_ptr() != layout
     leases.hold(moved)
     step()
     assert (moved == -1).all()
@@ -229,7 +229,7 @@ def test_weights_that_are_being_sent_are_left_alone_and_taken_back_later() -> No
     leases.release(sent)
     leases.release(moved)
     step()
-    assert shard.visible(unit, first.index).data_ptr() == home
+    assert shard.visible(unit, first.index).data_ptr() == layout
     assert weights(shard, unit).unique().tolist() == [-3.0]
 
 

@@ -128,9 +128,9 @@ def test_who_maps_weights_sees_that_they_are_being_replaced() -> None:
     for round_ in range(2):
         ones = {piece.index: torch.ones(piece.used) for piece in table.unit.slices}
         table.apply(ALL, round_, {0: RankCommit(given_to(table.shard, ones), m.ASSIGNS)}, None, None, ())
-        marks = table.shard.storage.slots[0].block.marks
-        assert marks is not None
-        begun, ended = marks
+        counters = table.shard.storage.slots[0].block.counters
+        assert counters is not None
+        begun, ended = counters
         assert begun.tolist() == ended.tolist()
         assert begun.min() > round_
 
