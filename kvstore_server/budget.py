@@ -58,7 +58,7 @@ class Budget:
                 what, nbytes, self._server, available,
             )  # fmt: skip
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         self.used -= nbytes
 
     def claim_shared(self, nbytes: int) -> bool:
@@ -69,7 +69,7 @@ class Budget:
         self.shared += nbytes * is_left
         return is_left
 
-    def give_back_shared(self, nbytes: int) -> None:
+    def release_shared(self, nbytes: int) -> None:
         self.shared -= nbytes
 
     def excess(self, shared: int) -> int:

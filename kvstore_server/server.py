@@ -10,7 +10,7 @@ Invariants:
 - Sends never block. What a peer does not accept is queued in its `Backlog`, so a stopped worker delays no other.
 - Queued weights are not copied. `Leases` records them, and the service does not write weights that are leased.
 - No peer gets all of the server's time or memory: turns, frames and the backlog are bounded.
-- If the server itself was stopped for a while, silent workers are not blamed for it (`excuse_silence`).
+- If the server itself was stopped for a while, silent workers are not blamed for it (`reset_liveness`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Service(Protocol):
     def num_ended(self) -> int: ...
     def handle(self, peer: bytes, request: m.Request, now: float) -> list[m.Outgoing]: ...
     def tick(self, now: float) -> list[m.Outgoing]: ...
-    def excuse_silence(self, now: float) -> None: ...
+    def reset_liveness(self, now: float) -> None: ...
     def stop(self) -> None: ...
     def is_idle(self) -> bool: ...
     def abandon(self, now: float) -> list[m.Outgoing]: ...
@@ -234,7 +234,7 @@ class Server:
             # 3. If this turn took very long, the workers' messages have not been read yet: do not call them silent.
             now = self._clock()
             if now - looked > STANDSTILL or (self._frames and now - self._incoming_since > STANDSTILL):
-                self.service.excuse_silence(now)
+                self.service.reset_liveness(now)
                 next_tick = now + STANDSTILL  # what the workers said meanwhile has yet to be read
             # 4. Housekeeping: channels, deadlines, and memory of namespaces that have ended.
             looked = now

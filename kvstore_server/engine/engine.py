@@ -167,7 +167,7 @@ class Engine:
             m.Abort: self._abort,
             m.Pull: self._read,
             m.PullRows: self._read,
-            m.ShowRows: self._show_rows,
+            m.MapRows: self._map_rows,
             m.Heartbeat: self._heartbeat,
             m.Gather: self._gather,
             m.Register: self._register,
@@ -253,7 +253,7 @@ class Engine:
             space.next_look = now + _LOOK_PER_ITEM * size if size > _SMALL else now
             if space.is_waiting():
                 out += self._fail_hopeless(space, now)
-            silence = now - space.membership.last_sign(now)
+            silence = now - space.membership.last_heartbeat(now)
             if silence > min(self.config.forget_after, self.config.dead_after):
                 self._forget_if_silent(space, silence)
         return out
@@ -316,12 +316,12 @@ class Engine:
                 continue
             if now - session.last_heard <= patience:
                 session.state = ProcessState.UNKNOWN  # it is alive
-            elif now - session.last_sign > patience:
+            elif now - session.last_heartbeat > patience:
                 session.state = processes.state((session.peer, session.token))
                 if session.state is ProcessState.RUNS:
                     session.seen_at = now
 
-    def excuse_silence(self, now: float) -> None:
+    def reset_liveness(self, now: float) -> None:
         """Reset the silence of every worker; used when it was this server that could not receive."""
         for space in self.namespaces.values():
             for member in space.membership.members.values():
@@ -641,7 +641,7 @@ class Engine:
         self, space: Namespace, tracker: RoundTracker, table: Table, error: KVStoreError
     ) -> list[m.Outgoing]:
         number = tracker.number(table.number)
-        space.note_failure(error)
+        space.record_failure(error)
         space.log_rounds("failed", tracker, [table], error=error)
         space.forget_absent([table.number])
         if tracker is space.rounds.shared:
@@ -685,7 +685,7 @@ class Engine:
         # Over already, as a rule because another rank decided first. Its decision must have been the same.
         if resolve.round < number:
             is_last = resolve.round == number - 1 and shared.was_applied(table.number, resolve.round)
-            if is_last and not table.note_decision(decision):
+            if is_last and not table.record_decision(decision):
                 _log.warning("rank %d decided differently about round %d of %r than the rank before it: %s", rank,
                              resolve.round, table.name, decision)  # fmt: skip
             return []
@@ -724,8 +724,8 @@ class Engine:
             )
         return out
 
-    def _show_rows(self, sender: Sender, show: m.ShowRows) -> list[m.Outgoing]:
-        return _reply(sender.waiter, sender.space.shown_rows(sender.space.table(show.table)))
+    def _map_rows(self, sender: Sender, show: m.MapRows) -> list[m.Outgoing]:
+        return _reply(sender.waiter, sender.space.mapped_rows(sender.space.table(show.table)))
 
     def _release(self, space: Namespace) -> list[m.Outgoing]:
         ready = space.waits.take_ready()
@@ -902,7 +902,7 @@ class Engine:
             space.begin()
         self._sessions.open(session)
         if replaced is not None:
-            self._shut_out(
+            self._fence(
                 replaced.token,
                 f"rank {hello.rank} was taken over by {hello.address}; if that is another job on the same servers, "
                 "give each its own namespace=…",
@@ -936,7 +936,9 @@ class Engine:
         """Free the longest silent namespace without weights if it missed some heartbeats; return whether it did."""
         empty = [space for space in self.namespaces.values() if not space.has_values]
         heard, space = min(
-            [(one.membership.last_sign(now), one) for one in empty], key=itemgetter(0), default=(now, None)
+            [(one.membership.last_heartbeat(now), one) for one in empty],
+            key=itemgetter(0),
+            default=(now, None),
         )
         if space is None or now - heard <= self.config.dead_after * _IDLE:
             return False
@@ -948,7 +950,7 @@ class Engine:
             "namespace %r is freed: none of its workers was heard from for %.0f s", space.name, silence
         )
         for member in space.membership.members.values():
-            self._shut_out(
+            self._fence(
                 member.token,
                 f"no worker of namespace {space.name!r} was heard from for {silence:.0f} s, so it was freed "
                 f"({option}); restart the job from its last saved states",
@@ -960,14 +962,14 @@ class Engine:
         space.end()
         self.num_ended += 1
 
-    def _shut_out(self, session: int, reason: str) -> None:
+    def _fence(self, session: int, reason: str) -> None:
         self._commands.forget(session)
         self._sessions.end(session, reason)
 
     def _leave(self, sender: Sender, leave: m.Leave) -> list[m.Outgoing]:
         space, rank = sender.space, sender.rank
         # First the session, so that no later message of it counts; then the rounds that still need the rank.
-        self._shut_out(sender.session, "it has left")
+        self._fence(sender.session, "it has left")
         space.membership.leave(rank, leave.reason[:MAX_REASON], leave.is_clean)
         space.end_process(rank, leave.is_clean)
         pipelined.roll_back_broken(space)
@@ -1035,7 +1037,7 @@ def _outcomes(
                 continue
         # 2. What is special about the round.
         if flags & m.HAS_JOINED:
-            out += _reply(waiter, m.InForce(number, round_, end.hyper, end.is_over))
+            out += _reply(waiter, m.EffectiveOptions(number, round_, end.hyper, end.is_over))
         if end.left_out:
             out += _reply(waiter, m.Absent(number, round_, end.left_out))
         if is_skipped:

@@ -72,13 +72,13 @@ class RankSession:
         )
 
     @property
-    def last_sign(self) -> float:
+    def last_heartbeat(self) -> float:
         """When the process was last heard, or seen running although it was silent."""
         return max(self.last_heard, self.seen_at)
 
     def is_dead(self, now: float) -> bool:
         """Return whether the process has ended and its last messages have arrived."""
-        return self.state is ProcessState.ENDED and now - self.last_sign >= LAST_WORDS
+        return self.state is ProcessState.ENDED and now - self.last_heartbeat >= LAST_WORDS
 
     @property
     def process(self) -> Hashable:
@@ -235,16 +235,16 @@ class Membership:
     def is_over(self) -> bool:
         return not self.members
 
-    def last_sign(self, now: float) -> float:
+    def last_heartbeat(self, now: float) -> float:
         """Return when any member was last heard or seen running; `now` without members."""
-        return max([member.last_sign for member in self.members.values()], default=now)
+        return max([member.last_heartbeat for member in self.members.values()], default=now)
 
     def lost(self, now: float, dead_after: float) -> list[int]:
         """Return the members that others no longer wait for: dead, or silent for `dead_after` seconds."""
         return [
             rank
             for rank, m in sorted(self.members.items())
-            if now - m.last_sign > dead_after or (m.is_dead(now) and not self._awaits_successors)
+            if now - m.last_heartbeat > dead_after or (m.is_dead(now) and not self._awaits_successors)
         ]
 
     def num_dead(self, now: float, dead_after: float) -> int:

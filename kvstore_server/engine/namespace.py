@@ -289,7 +289,7 @@ class Namespace:
         self.claim(needed + for_deltas, f"table {register.table!r}")
         number = len(self.tables)
         table = Table(number, register.table, plan, self.config.server, workers, self.shard, self.mode, codec)
-        self._let_note_reads([table])
+        self._let_record_reads([table])
         self.tables.append(table)
         # 5. Number its slices, and open its first round.
         slots, storage = range(table.unit.first, table.unit.end), self.shard.storage
@@ -368,7 +368,7 @@ class Namespace:
         self.claim(self.least_memory, f"namespace {self.name!r}")
 
     def end(self) -> None:
-        self.budget.give_back(self._claimed)
+        self.budget.release(self._claimed)
         self._claimed = 0
 
     def table(self, number: int) -> Table:
@@ -662,9 +662,9 @@ class Namespace:
             table.bytes_out += size * len(ranks)
             if is_pull:
                 for rank in ranks:
-                    self._note_pulled(table, rank)
+                    self._record_read(table, rank)
             else:
-                table.note_given(ranks)
+                table.record_contribution(ranks)
         return m.Weights(parts, tuple(payloads), self.mode.is_sync)
 
     def shown(self, some: TableBatch, num_ranks: int, are_known: bool) -> m.Weights:
@@ -686,7 +686,7 @@ class Namespace:
             some.named[owner].bytes_out += payload.nbytes * num_ranks
         return m.Weights(parts, payloads, self.mode.is_sync, found)
 
-    def shown_rows(self, table: Table) -> m.Weights:
+    def mapped_rows(self, table: Table) -> m.Weights:
         """Return the places of a table's slices that workers keep no copy of but can map."""
         unit, storage = table.unit, self.shard.storage
         first = int(self.rounds.slots.first[table.number])
@@ -700,14 +700,14 @@ class Namespace:
     def rows(self, rank: int, table: Table, found: Sequence[RowPart], is_pull: bool = False) -> m.Weights:
         """Return rows of a table for a rank. `is_pull`: the rank only looks at them."""
         if is_pull:
-            self._note_pulled(table, rank)
+            self._record_read(table, rank)
         else:
-            table.note_given([rank], None if table.deltas is None else table.deltas.weights)
+            table.record_contribution([rank], None if table.deltas is None else table.deltas.weights)
         parts = [(part.slot, table.version, part.kind, part.payload.nbytes) for part in found]
         table.bytes_out += sum([nbytes for _, _, _, nbytes in parts])
         return m.Weights(np.array(parts, np.int64).reshape(-1, 4), tuple([part.payload for part in found]))
 
-    def _note_pulled(self, table: Table, rank: int) -> None:
+    def _record_read(self, table: Table, rank: int) -> None:
         def has_room(more: int) -> bool:
             copies = max(more - table.more_reads, 0)
             nbytes = sum([slice_.length * SIZES[slice_.dtype] for slice_ in table.unit.slices])
@@ -718,7 +718,7 @@ class Namespace:
             table.more_reads += copies
             return True
 
-        table.note_pulled(rank, has_room, None if table.deltas is None else table.deltas.weights)
+        table.record_read(rank, has_room, None if table.deltas is None else table.deltas.weights)
 
     # ---------------------------------------------------------------- optimizer
 
@@ -736,7 +736,7 @@ class Namespace:
                 replaced,
             )
             self.shard.reset_states()
-        self._let_note_reads(self.tables)
+        self._let_record_reads(self.tables)
 
     def _make_room(self, optimizer: Optimizer) -> None:
         workers = self.membership.num_workers
@@ -747,7 +747,7 @@ class Namespace:
         self.claim(needed - self._footprints, what)
         self._footprints = needed
 
-    def _let_note_reads(self, tables: Iterable[Table]) -> None:
+    def _let_record_reads(self, tables: Iterable[Table]) -> None:
         """Let tables remember what each rank has read if the optimizer needs that (delay compensation)."""
         optimizer = None if self.mode.is_sync else self.optimizer.named
         for table in tables:
@@ -756,7 +756,7 @@ class Namespace:
             table.notes_reads = wanted
             if begins and table.is_initialised:
                 # Without an optimizer nothing has changed the first values, so every rank has these.
-                table.note_given(range(self.membership.num_workers))
+                table.record_contribution(range(self.membership.num_workers))
 
     def is_waiting(self) -> bool:
         return bool(self.membership.barrier or self.waits.all or self.rounds.shared.num_committed.any())
@@ -772,7 +772,7 @@ class Namespace:
             "tables": [{"namespace": self.name, **self._counters(table)} for table in self.tables],
         }
 
-    def note_failure(self, error: KVStoreError) -> None:
+    def record_failure(self, error: KVStoreError) -> None:
         """Record the error of a failed round; equal consecutive errors count once."""
         text = describe(error)[:ERROR_LENGTH]
         if not self.failures or self.failures[-1][1] != text:

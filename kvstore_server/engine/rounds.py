@@ -689,7 +689,7 @@ class RoundTracker:
     def fail(self, table: int, error: KVStoreError) -> list[Waiter]:
         """Close an open round as failed; return the waiters to notify now. The others are told when they ask."""
         found = [waiter for inputs in self.inputs.values() if (waiter := inputs.waiters[table]) is not None]
-        self._note_failure(table, self.number(table), error)
+        self._record_failure(table, self.number(table), error)
         tables = np.array([table])
         # What was given is dropped, also by ranks that have not committed.
         for inputs in self.inputs.values():
@@ -700,7 +700,7 @@ class RoundTracker:
 
     def undo(self, table: int, error: KVStoreError) -> None:
         """Turn the last applied round into a failed one, after its weights were restored."""
-        self._note_failure(table, self.number(table) - 1, error)
+        self._record_failure(table, self.number(table) - 1, error)
 
     def was_applied(self, table: int, round_: int) -> bool:
         """Return whether a past round was applied and not undone."""
@@ -714,7 +714,7 @@ class RoundTracker:
             inputs.clear(dropped, self._slots.of(dropped))
             inputs.waiters = [None] * len(inputs.waiters)
 
-    def _note_failure(self, table: int, round_: int, error: KVStoreError) -> None:
+    def _record_failure(self, table: int, round_: int, error: KVStoreError) -> None:
         self._failed[table] = min(self._failed[table], round_)
         failures = self._failures.setdefault(table, {})
         failures[round_] = error

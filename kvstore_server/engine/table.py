@@ -317,15 +317,15 @@ class Table:
             self.deltas.reset()
         self.is_initialised = True
         self.version += 1
-        self.note_given(range(self.num_workers))
+        self.record_contribution(range(self.num_workers))
 
-    def note_given(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
+    def record_contribution(self, ranks: Iterable[int], others: Mapping[int, Tensor] | None = None) -> None:
         """Record that ranks compute with the current weights from now on; `others` as in `Shard.copy_read`."""
         if self.notes_reads:
             read = self.shard.copy_read(self.unit, self.version, others)
             self.unit.reads |= {rank: [read] for rank in ranks}
 
-    def note_pulled(
+    def record_read(
         self, rank: int, has_room: Callable[[int], bool], others: Mapping[int, Tensor] | None = None
     ) -> None:
         """Record that a rank was sent the current weights, which it may or may not compute with.
@@ -419,7 +419,7 @@ class Table:
         self.rounds_applied += 1
         self.keys_applied += len(self.unit.keys)
         if self.deltas is not None:
-            self.deltas.note_round(())
+            self.deltas.record_round(())
         if end is None or end.version != self.version or end.hyper != hyper:
             end = RoundEnd(self.version, hyper=hyper)
         self.ends[ALL], self._last_rank = end, ALL
@@ -436,7 +436,7 @@ class Table:
         self.keys_applied += len(keys)
         left_out = () if keys is self.unit.keys else tuple(sorted(self.unit.keys - keys))
         if self.deltas is not None:
-            self.deltas.note_round(left_out)
+            self.deltas.record_round(left_out)
         return RoundEnd(self.version, left_out, (), hyper)
 
     def fail(self, whose: int) -> None:
@@ -459,7 +459,7 @@ class Table:
         self.undone += 1
         return True
 
-    def note_decision(self, decision: Decision) -> bool:
+    def record_decision(self, decision: Decision) -> bool:
         """Return whether a decision about the last round equals the applied one; count it if not."""
         is_same = same_decision(decision, self.ends[ALL].decision)
         self.decisions_differing += not is_same

@@ -245,13 +245,13 @@ _CONTROL: tuple[type[Any], ...] = (
     m.Gathered,
     m.Status,
     m.PullRows,
-    m.InForce,
+    m.EffectiveOptions,
     m.Command,
     m.Profile,
     m.JoinJob,
     m.Listening,
     m.GetStatus,
-    m.ShowRows,
+    m.MapRows,
 )
 _KIND_OF = {cls: kind for kind, cls in enumerate(_CONTROL)}
 _FIELDS = {cls: tuple((f.name, str(f.type)) for f in fields(cls)) for cls in _CONTROL}

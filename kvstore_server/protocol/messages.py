@@ -232,7 +232,7 @@ class PullRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowRows:
+class MapRows:
     """Requests the places of a table's row-sparse slices; answered by Weights, with those that can be mapped."""
 
     table: int
@@ -383,7 +383,7 @@ encoded in the table's `delta_form`.
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Answers commits that wanted weights, a Pull or PullRows; with places only, ShowRows."""
+    """Answers commits that wanted weights, a Pull or PullRows; with places only, MapRows."""
 
     parts: Matrix
     """(slot, version, kind, bytes) of each slice, or of a part of one, see `PART`. The version is the number of
@@ -442,7 +442,7 @@ class Vetoed:
 
 
 @dataclass(frozen=True, slots=True)
-class InForce:
+class EffectiveOptions:
     """Precedes the Weights or Done of a rank that joined: the effective options, and whether joining is over."""
 
     table: int
@@ -503,7 +503,7 @@ RequestBody: TypeAlias = (
     | Abort
     | Pull
     | PullRows
-    | ShowRows
+    | MapRows
     | SetOptimizer
     | Gather
     | GetState
@@ -526,7 +526,7 @@ ReplyBody: TypeAlias = (
     | Held
     | Absent
     | Vetoed
-    | InForce
+    | EffectiveOptions
     | Missing
     | Pending
     | Failed

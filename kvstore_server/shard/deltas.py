@@ -64,7 +64,7 @@ class Deltas:
         """Send whole weights next, because they were replaced."""
         self._is_reset = True
 
-    def note_round(self, left_out: Iterable[int]) -> None:
+    def record_round(self, left_out: Iterable[int]) -> None:
         """Record a round that updated all keys except those (by index) that were left out.
 
         The stored difference of a left-out key is not sent before its next update: a frozen key keeps the weights that

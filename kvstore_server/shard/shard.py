@@ -203,7 +203,7 @@ class Shard:
             rows = self._sums.sum_of_rows([layout], contributions)
             with self.storage.borrowed_key(layout) as weight:
                 scatter_rows(weight.view(-1, rows.values.shape[1]), rows.ids, rows.values.to(weight.dtype))
-            self._note_rows(key, rows.ids)
+            self._record_rows(key, rows.ids)
         # 2. All others. A single unscaled contribution is copied in its own dtype: a wider one could change NaN bits.
         is_sum = len(contributions) != 1 or contributions[0].scale != 1.0
         is_sum = is_sum or not all([isinstance(run.payload, Tensor) for run in contributions[0].runs])
@@ -221,7 +221,7 @@ class Shard:
                     weight[own].copy_(total[own])
             self.storage.settle(chunk.first, chunk.end, weight)
             if self.notes_changes:
-                self._note_dense(chunk)
+                self._record_dense(chunk)
 
     def _check_factors(self, contributions: Sequence[RankContribution]) -> None:
         for one in contributions:
@@ -327,7 +327,7 @@ class Shard:
             # The slot counts as updated only with its last element.
             states.steps[last], states.entries[last] = former
         if self.notes_changes:
-            self._note_dense(chunk)
+            self._record_dense(chunk)
 
     def _update(
         self,
@@ -374,7 +374,7 @@ class Shard:
                 self._update_runs(optimizer, chunk, weight, total, scale, borrowed)
             self.storage.settle(chunk.first, chunk.end, weight)
             if self.notes_changes:
-                self._note_dense(chunk)
+                self._record_dense(chunk)
 
     def _update_runs(
         self,
@@ -514,7 +514,7 @@ class Shard:
         starts = [(one.part.start - begin) // layout.width for one in layouts]
         for one, (ids, _) in zip(layouts, cut_rows(rows, starts), strict=True) if self.notes_changes else ():
             is_all = not moves_only_rows(optimizer, block.hypers[one.first])
-            self._note_rows(one.key, None if is_all else ids)
+            self._record_rows(one.key, None if is_all else ids)
 
     def _key_state(self, layout: KeyLayout, optimizer: Optimizer, shape: Sequence[int]) -> State:
         states = layout.block.states
@@ -584,7 +584,7 @@ class Shard:
         """Sum, and let a user's function update each key of a unit. Raises OptimizerError, after a rollback."""
         # 1. Sum. The function gets whole keys, so the sums of all chunks are collected first.
         self.undos[unit] = self.snapshot(unit)
-        unit.changes.note_all()
+        unit.changes.record_all()
         left_out = left_out_by_all(contributions)
         sums: dict[int, Tensor] = {}
         for chunk in self._sums.chunks(contributions, (), True):
@@ -617,7 +617,7 @@ class Shard:
         self.restore(unit, self.undos.pop(unit))
 
     def restore(self, unit: Unit, former: Undo) -> None:
-        unit.changes.note_all()
+        unit.changes.record_all()
         rows = zip(range(unit.first, unit.end), former.weights, former.states, former.counters, strict=True)
         for slot, weight, state, before in rows:
             self.storage.make_writable(slot)
@@ -728,23 +728,23 @@ class Shard:
             or takes_rows(optimizer, self.storage.layouts[key].block.hypers[self.storage.layouts[key].first])
         ]
 
-    def _note_dense(self, chunk: ReduceChunk) -> None:
+    def _record_dense(self, chunk: ReduceChunk) -> None:
         first, present = chunk.segments.start, chunk.present
         for slot in self.storage.slots[chunk.first : chunk.end]:
             changes, stack = slot.unit.changes, slot.slice.segments[0].key
             here = None if present is None else present[slot.first - first : slot.last - first]
             if here is None or here.all():
-                changes.note(stack)
+                changes.record(stack)
                 continue
             for position in np.flatnonzero(here).tolist():
-                changes.note(stack, position)
+                changes.record(stack, position)
 
-    def _note_rows(self, key: int, ids: Tensor | None) -> None:
+    def _record_rows(self, key: int, ids: Tensor | None) -> None:
         if not self.notes_changes:
             return
         layout = self.storage.layouts[key]
         slot = self.storage.slots[layout.slot]
-        layout.unit.changes.note(slot.slice.segments[0].key, layout.first - slot.first, ids)
+        layout.unit.changes.record(slot.slice.segments[0].key, layout.first - slot.first, ids)
 
 
 def _joined(parts: Sequence[RowSet]) -> RowSet:

@@ -80,7 +80,7 @@ class RowChanges:
         self._floors: dict[int, int] = {}
         """Key → the version before which changes are unknown."""
 
-    def note(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
+    def record(self, stack: int, position: int | None = None, ids: Tensor | None = None) -> None:
         """Record that rows of a segment have changed, `ids` as in `Rows`; without a position the whole key has."""
         if self._is_wanted and stack in self._rooms:
             before = self._pending.setdefault(stack, [])
@@ -89,9 +89,9 @@ class RowChanges:
             elif ids is None or len(ids):
                 before.append({position: ids})
 
-    def note_all(self) -> None:
+    def record_all(self) -> None:
         for stack in self._rooms:
-            self.note(stack)
+            self.record(stack)
 
     def since(self, stack: int, held: int, version: int) -> Rows | None:
         """Return the rows of a key that changed from version `held` to the current one; None: send the whole key."""

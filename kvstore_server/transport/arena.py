@@ -96,7 +96,7 @@ class Places:
                 return begin
         return None
 
-    def give_back(self, begin: int) -> None:
+    def release(self, begin: int) -> None:
         """Free a range; unknown ones are ignored, because a peer sends them."""
         end = self._given.pop(begin, None)
         if end is None:

@@ -64,8 +64,8 @@ _MESSAGE, _ATTACH, _ROOM, _REQUESTS, _REPLIES, _WEIGHTS, _STAGING_BUFFER, _WATCH
 memory of weights; a staging buffer is wanted (bytes) or was made; a worker's session without memory, only to exchange
 process ids.
 """
-_MOST_GIVEN_BACK = 1024
-_DATAGRAM = 8 * _MOST_GIVEN_BACK + (MOST_FRAMES + 1) * (16 + _INLINE)
+_MOST_RELEASED = 1024
+_DATAGRAM = 8 * _MOST_RELEASED + (MOST_FRAMES + 1) * (16 + _INLINE)
 _BURST = 64
 """Messages received from one worker before it is another one's turn."""
 _nbytes_of: Callable[[Tensor], int] = attrgetter("nbytes")
@@ -159,7 +159,7 @@ class Channel:
             self.staging_buffer.is_lost = True
         for place in list(self._read):
             while place in self._read:
-                self._take_back(place)
+                self._reclaim(place)
         self._borrowed.clear()  # they refer to this channel, which would keep its memory
         with suppress(OSError):  # the other end may be gone
             self._end.shutdown(socket.SHUT_RDWR)  # a forked child may still hold the descriptor
@@ -213,7 +213,7 @@ class Channel:
         else:
             is_sent = self._put(_MESSAGE, table, inline)
         for begin in () if is_sent else taken:
-            self._places.give_back(begin)
+            self._places.release(begin)
         if is_sent and stays is not None:
             self._read.setdefault(stays, []).append(pieces)
             if self._exports is not None:
@@ -243,7 +243,7 @@ class Channel:
         arena = self._weights.get(place >> _NUMBER)
         return None if arena is None else (arena, place & ~(-1 << _NUMBER))
 
-    def _take_back(self, place: int) -> None:
+    def _reclaim(self, place: int) -> None:
         found = self._read.pop(place, None)
         if found is not None:
             pieces = found.pop()
@@ -291,9 +291,9 @@ class Channel:
                 numbers = struct.unpack_from(f"<{num_returned + 2 * num_frames}q", data, _HEAD.size)
                 for place in numbers[:num_returned]:
                     if place >> _NUMBER == self._sends.number:
-                        self._places.give_back(place & ~(-1 << _NUMBER))
+                        self._places.release(place & ~(-1 << _NUMBER))
                     elif place >> _NUMBER > _FIRST_WEIGHTS:
-                        self._take_back(place)
+                        self._reclaim(place)
                 # 3. Handle messages about memory, and continue; return the frames of any other.
                 if kind != _MESSAGE:
                     self._change_memory(kind, value, fds)
@@ -376,7 +376,7 @@ class Channel:
         self, kind: int, table: Sequence[int], inline: Sequence[Frame], value: int = 0, fd: int | None = None
     ) -> bool:
         """Send a datagram, with places to return; return whether the socket accepted it."""
-        returned = self._returned[:_MOST_GIVEN_BACK]
+        returned = self._returned[:_MOST_RELEASED]
         words = [*returned, *table]
         head = _HEAD.pack(kind, len(table) // 2, len(returned), value)
         numbers = struct.pack(f"<{len(words)}q", *words)
@@ -467,7 +467,7 @@ class Channel:
         if may_borrow and (weights is not None or self._borrowed_bytes + nbytes <= arena.nbytes // 2):
             self._num_borrowed += 1
             self._borrowed[self._num_borrowed] = weakref.ref(
-                found, partial(self._give_back, self._num_borrowed, place, nbytes)
+                found, partial(self._release, self._num_borrowed, place, nbytes)
             )
             self._borrowed_bytes += 0 if weights is not None else nbytes
             return found
@@ -475,7 +475,7 @@ class Channel:
         self._returned_bytes += nbytes
         return bytearray(found)
 
-    def _give_back(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
+    def _release(self, number: int, place: int, nbytes: int, _: weakref.ref[Bytes]) -> None:
         self._borrowed.pop(number, None)
         self._returned.append(place)
         self._returned_bytes += nbytes
@@ -745,10 +745,10 @@ class Listener:
                 os.close(fd)
                 raise
         except BaseException:
-            self._budget.give_back_shared(nbytes)
+            self._budget.release_shared(nbytes)
             raise
         # Frames that are still referenced keep the mapping, and so the claim.
-        weakref.finalize(arena.bytes, self._budget.give_back_shared, nbytes).atexit = False
+        weakref.finalize(arena.bytes, self._budget.release_shared, nbytes).atexit = False
         return arena, fd
 
 

@@ -317,7 +317,7 @@ class Loopback(Transport):
     def sockets(self, server: int) -> tuple[bytes, ...]:
         return (self._peer,)
 
-    def last_sign(self, server: int) -> float:
+    def last_heartbeat(self, server: int) -> float:
         return self._clock()
 
     def close(self) -> None:

@@ -292,7 +292,7 @@ class Connection(Transport):
     def describe(self, server: int) -> str:
         return f"server {server} ({self._addresses[server]})"
 
-    def last_sign(self, server: int) -> float:
+    def last_heartbeat(self, server: int) -> float:
         return self._heartbeats.heard[server] if self._heartbeats is not None else 0.0
 
     def process(self, server: int) -> ProcessState:

@@ -368,7 +368,7 @@ class Rounds:
         elif isinstance(reply, m.Failed):
             self._take_failure(round_, request, reply)
         elif (
-            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.InForce | m.Missing)
+            isinstance(reply, m.Held | m.Absent | m.Vetoed | m.EffectiveOptions | m.Missing)
             and reply.table in position
         ):
             # 2. What the server says about one table.
@@ -378,7 +378,7 @@ class Rounds:
                 self._take_held(round_, request, at, reply)
             elif isinstance(reply, m.Absent):
                 round_.absent.setdefault(table.name, set()).update(reply.keys)
-            elif isinstance(reply, m.InForce):
+            elif isinstance(reply, m.EffectiveOptions):
                 round_.in_force[table.name] = reply
             elif isinstance(reply, m.Vetoed):
                 self._take_veto(round_, request, at, reply)

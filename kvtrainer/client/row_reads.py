@@ -193,7 +193,7 @@ class TableRows:
         servers = list(table.plan.rows(key).blocks)
         if not all(map(session.transport.channel, servers)):
             return None
-        answers = session.call_all([(server, m.ShowRows(table.numbers[server])) for server in servers])
+        answers = session.call_all([(server, m.MapRows(table.numbers[server])) for server in servers])
         for server, answer in zip(servers, answers, strict=True):
             assert isinstance(answer, m.Weights)
             # The server also shows slices of other keys.

@@ -245,7 +245,7 @@ class Round:
         self.error: KVStoreError | None = None
         self.absent: dict[str, set[int]] = {}
         """Table → keys that no worker contributed to."""
-        self.in_force: dict[str, m.InForce] = {}
+        self.in_force: dict[str, m.EffectiveOptions] = {}
         """Table → the options that hold, for a worker that has joined."""
         self.vetoes: dict[str, tuple[int, ...]] = {}
         """Table → the ranks whose veto kept its round from being applied; empty if that was decided by its sum."""

@@ -96,7 +96,7 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def last_sign(self, server: int) -> float:
+    def last_heartbeat(self, server: int) -> float:
         """Return when a server last answered a heartbeat, on the session's clock; 0 if it never did."""
 
     def is_far(self, server: int) -> bool:
@@ -513,7 +513,7 @@ class Session:
     def _report_slow(self, waited: float, now: float) -> None:
         """Log whom servers wait for, or which of them are silent, if a line is due."""
         # A server that is not waited for is not asked anything, so only its heartbeats count.
-        heard = [max(at, self.transport.last_sign(server)) for server, at in enumerate(self._heard)]
+        heard = [max(at, self.transport.last_heartbeat(server)) for server, at in enumerate(self._heard)]
         reasons = self._reasons or [
             f"{self.describe(server)} was last heard {now - at:.1f} s ago"
             for server, at in enumerate(heard)
@@ -531,7 +531,7 @@ class Session:
         """
         unanswered = now - max(self._heard[server], since)
         # It may have nothing to answer while a large push is still on its way to it, but it sends heartbeats.
-        silence = min(unanswered, now - self.transport.last_sign(server))
+        silence = min(unanswered, now - self.transport.last_heartbeat(server))
         is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
         if is_lost and not self._runs(server):
             self._gone.add(server)

@@ -175,11 +175,11 @@ class MappedSink(WeightSink):
         self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
         marks = write_counters_in(memory.numbers)
         self._marks.setdefault(base, (marks, marks.copy()))
-        self._note_change()
+        self._record_change()
 
     def unmap(self, piece: Slice) -> None:
         if self._slices.pop(piece.index, None) is not None:
-            self._note_change()
+            self._record_change()
 
     def commit(self) -> None:
         self._copy_ends()
@@ -240,7 +240,7 @@ class MappedSink(WeightSink):
             self._flats[one.piece.dtype][one.first : one.end].copy_(kept)
         self._slices.clear()
         self.maps, self.problem = False, None
-        self._note_change()
+        self._record_change()
 
     def _own_pages(self) -> Iterator[tuple[str, Any]]:
         for dtype, begin, end in self._runs_now():
@@ -249,7 +249,7 @@ class MappedSink(WeightSink):
             if len(own):
                 yield dtype, own
 
-    def _note_change(self) -> None:
+    def _record_change(self) -> None:
         self._edges = self._runs = None
         self.changes += 1
 

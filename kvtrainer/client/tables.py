@@ -243,7 +243,7 @@ class RemoteTable:
         self._tables.round[self.index] = round_
         self._tables.is_initialised[self.index] = is_initialised
 
-    def note_version(self, server: int, version: int) -> None:
+    def record_version(self, server: int, version: int) -> None:
         self._tables.version[server, self.index] = version
 
     def forget_held(self) -> None:

@@ -197,7 +197,7 @@ class TrainerOptimWrapper(OptimWrapper):  # type: ignore[misc]
         base = None if self.base_param_settings is None else dict(self.base_param_settings)
         return {"groups": groups, _BASE: base}
 
-    def take_notes(self, notes: Mapping[str, Any]) -> None:
+    def record_messages(self, notes: Mapping[str, Any]) -> None:
         """Restore the result of `notes`, after the Trainer has its options."""
         present = self.base_param_settings
         if present is not None:
@@ -428,7 +428,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
     def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
         parts = [(wrapper, _part(states, name)) for name, wrapper in self._optim_wrappers.items()]
         if not any("param_groups" in part for _, part in parts):
-            notes = [partial(wrapper.take_notes, part.get(_NOTES, {})) for wrapper, part in parts]
+            notes = [partial(wrapper.record_messages, part.get(_NOTES, {})) for wrapper, part in parts]
             return [*super()._fit_optimizer(states, own), *notes]
         # States that mmengine's own wrappers saved.
         for wrapper, part in parts:

@@ -164,7 +164,7 @@ class LocalCluster:
             group.close()
 
     def _run(self, servers: FollowedProcesses, packed: bytes) -> list[Any]:
-        code, papers = Paper(), [Paper() for _ in range(self.num_workers)]
+        code, papers = MemFile(), [MemFile() for _ in range(self.num_workers)]
         # 1. Start the workers, each with a memory file for its result.
         group = FollowedProcesses(self._limits.grace, self._changed)
         try:
@@ -188,7 +188,7 @@ class LocalCluster:
         return [outcome.value for outcome in outcomes if outcome is not None]
 
     def _wait(
-        self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[Paper]
+        self, servers: FollowedProcesses, workers: FollowedProcesses, papers: Sequence[MemFile]
     ) -> list[Child]:
         """Wait until all workers are done or some process fails. Return those that failed first, usually one."""
         ranks = dict(zip(workers.children, papers, strict=True))
@@ -243,7 +243,7 @@ class CallResult(NamedTuple):
     """The traceback of the exception; empty if the call returned."""
 
 
-class Paper:
+class MemFile:
     """A memfd that one process writes once and another reads."""
 
     def __init__(self, fd: int | None = None) -> None:
@@ -307,9 +307,9 @@ def _cloud() -> Callable[[Any], bytes] | None:
 def main(code: int, outcome: int) -> int:
     """Run the pickled call of one descriptor, and write its result to the other. Return an exit code."""
     end_with_parent(os.getppid())()
-    told, value, failure, trace = Paper(outcome), None, None, ""
+    told, value, failure, trace = MemFile(outcome), None, None, ""
     try:
-        sys.path[:], call = pickle.loads(Paper(code).read())
+        sys.path[:], call = pickle.loads(MemFile(code).read())
         function, args, kwargs = pickle.loads(call)
         value = function(*args, **kwargs)
     except BaseException as error:

@@ -133,7 +133,7 @@ class Scheduler:
             return self.failure is not None
         return all(worker.is_done or now - worker.heard > self._dead_after for worker in self._of(WORKER))
 
-    def excuse_silence(self, now: float) -> None:
+    def reset_liveness(self, now: float) -> None:
         """Treat every process as just heard, after a time when the scheduler itself did not listen."""
         for member in self._members.values():
             member.heard = now

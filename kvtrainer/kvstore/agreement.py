@@ -65,7 +65,7 @@ class Agreement:
         """Release what the exchange uses. Idempotent."""
 
 
-class OverRanks(Agreement):
+class RankAgreement(Agreement):
     """Exchange over the ranks of a torch.distributed group."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -86,7 +86,7 @@ class OverRanks(Agreement):
         return self._group.all_gather_bytes(mine)
 
 
-class OverServers(Agreement):
+class ServerAgreement(Agreement):
     """Exchange over parameter servers, with data attached to barriers. Owns its client."""
 
     def __init__(self, client: Client) -> None:

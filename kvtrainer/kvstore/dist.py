@@ -23,7 +23,7 @@ from kvtrainer.common import env
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ConfigurationError
 from kvtrainer.jobs.topology import find_topology
-from kvtrainer.kvstore.agreement import Agreement, OverServers
+from kvtrainer.kvstore.agreement import Agreement, ServerAgreement
 from kvtrainer.kvstore.base import ASYNC_NAMES, P3, SSP_NAMES, SYNC_NAMES, register
 from kvtrainer.kvstore.values import check_text
 from kvtrainer.kvstore.verbs import TableKVStore
@@ -155,7 +155,7 @@ class DistKVStore(TableKVStore):
         except BaseException as error:
             client.close(error)
             raise
-        return OverServers(client)
+        return ServerAgreement(client)
 
     def close(self) -> None:
         try:

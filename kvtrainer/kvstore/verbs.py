@@ -51,7 +51,7 @@ from kvtrainer.common.tensors import is_sparse
 from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import SparsePullWarning, StateMismatchError
-from kvtrainer.kvstore.agreement import Agreement, OverRanks
+from kvtrainer.kvstore.agreement import Agreement, RankAgreement
 from kvtrainer.kvstore.base import BUILT_IN, COMPRESSION, Key, KVStoreBase
 from kvtrainer.kvstore.values import (
     Entry,
@@ -505,7 +505,7 @@ class TableKVStore(KVStoreBase):
 
     def open_agreement(self) -> Agreement:
         """Open an exchange of bytes between all workers. Collective. The caller closes it."""
-        return Agreement() if self.group is None else OverRanks(self.group)
+        return Agreement() if self.group is None else RankAgreement(self.group)
 
     def _borrow(self, client: Client) -> Client:
         self._for_trainers.append(weakref.ref(client))

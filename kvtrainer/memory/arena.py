@@ -106,7 +106,7 @@ class Arena:
         self._places: list[Tensor] = []
         # The last nonempty `targets`, with the buffers of all gradients then. Kept, as a loop may alternate.
         self._redirected: tuple[Mapping[int, Tensor], list[Tensor]] = NO_TARGETS, []
-        _note_placed(self._addresses, here)
+        _record_placed(self._addresses, here)
         former.warn_of_views(list(compress(names, self._resident)))
 
     @cached_property
@@ -261,7 +261,7 @@ class Arena:
             parameter, piece = self._here[at], pieces[at]
             piece.copy_(parameter.detach())
             parameter.data = piece
-            _note_placed([piece.data_ptr()], [parameter])
+            _record_placed([piece.data_ptr()], [parameter])
 
     def _is_in_another(self, key: int) -> bool:
         parameter = self._parameters[key]
@@ -342,7 +342,7 @@ def _alias_of(flat: Tensor) -> Callable[..., Tensor]:
     return partial(torch.frombuffer, flat.view(torch.uint8).numpy().data, dtype=flat.dtype)
 
 
-def _note_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
+def _record_placed(addresses: Sequence[int], parameters: Sequence[Parameter]) -> None:
     # Eight times cheaper than a WeakValueDictionary.
     found = dict(zip(addresses, map(weakref.ref, parameters), strict=True))
     # Other threads build Trainers too, and may reuse the addresses of dead parameters.

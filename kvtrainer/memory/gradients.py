@@ -165,7 +165,7 @@ class GradientTracker:
                 self.written.append(i)
         return found
 
-    def note_zeroed(self) -> None:
+    def record_zeroed(self) -> None:
         self._cleared.update([i for i, used in enumerate(self._used) if used is not None])
 
     def gradients(self) -> Sequence[Tensor | None]:

@@ -366,9 +366,9 @@ class Memory:
     def _trackers(self) -> Iterator[tuple[Sequence[str], GradientTracker]]:
         return zip(self._labels, [device.tracker for device in self.devices], strict=True)
 
-    def note_zeroed(self) -> None:
+    def record_zeroed(self) -> None:
         for device in self.devices:
-            device.tracker.note_zeroed()
+            device.tracker.record_zeroed()
 
     def forget_gradients(self) -> None:
         """Release the gradients that `fresh` has read; `gather` reads them again."""

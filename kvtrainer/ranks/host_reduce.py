@@ -35,7 +35,7 @@ _SEPARATE = 20
 _TERMS = struct.Struct("<?16sd")
 
 
-class HostSum:
+class HierarchicalReduce:
     """The workers of this host that sum before one pushes. Used by one thread of each; unusable after an error."""
 
     def __init__(self, memory: RankMemory, rank: int, ranks: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class HostSum:
                 self._memory.broadcast(flat)
         for server_request in round_.server_requests if not self._is_leader else ():
             for at, version in server_request.applied.items():
-                server_request.layout.tables[at].note_version(server_request.server, version)
+                server_request.layout.tables[at].record_version(server_request.server, version)
 
     def close(self) -> None:
         self._memory.close()
@@ -153,7 +153,7 @@ class HostSum:
         )
 
 
-def open_host_sum(client: Client) -> HostSum | None:
+def open_host_sum(client: Client) -> HierarchicalReduce | None:
     """Share memory with the other workers of this host. Collective over all workers of the job.
 
     Returns None if this worker pushes its own gradients: it is alone on its host, memory cannot be shared, or all
@@ -167,7 +167,7 @@ def open_host_sum(client: Client) -> HostSum | None:
         options.rank, name_host, said, _hosts, client.gather, lambda: client.options.timeout
     )
     if memory is not None:
-        return HostSum(memory, options.rank, ranks)
+        return HierarchicalReduce(memory, options.rank, ranks)
     if trouble and options.rank == ranks[0]:
         _log.warning("workers of one host, %s, push their gradients separately: %s", ranks, trouble)
     elif not options.rank and not _hosts(heard):

@@ -6,7 +6,7 @@ numbers, so different calls, shapes or options raise an error that names both si
 hanging. And torch's errors become this project's.
 
 All collectives block, are called by every rank in the same order, and are limited by the process group's timeout. After
-an error the group is unusable. `SumsUnderWay` sums asynchronously, over connections of its own.
+an error the group is unusable. `PendingSums` sums asynchronously, over connections of its own.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class RankGroup:
             ) from error
 
 
-class SumsUnderWay:
+class PendingSums:
     """Asynchronous sums over ranks beside other exchanges, over connections of their own. Needs `can_overlap`.
 
     All ranks start sums of the same sizes in the same order, but may be at different sums at a time.

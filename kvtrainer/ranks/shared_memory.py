@@ -173,13 +173,13 @@ class RankMemory:
             with suppress(ConnectionError):
                 peer.end.send(mine)
         for peer in self._peers:
-            if self._hear(peer) != mine:
+            if self._receive(peer) != mine:
                 raise ProtocolError(
                     f"rank {self._rank} and rank {peer.rank} made different calls; call collective methods in the same "
                     "order on every rank"
                 )
 
-    def _hear(self, peer: _Peer) -> bytes:
+    def _receive(self, peer: _Peer) -> bytes:
         deadline, has_ended = 0.0, False
         while True:
             try:

@@ -170,7 +170,7 @@ def _naming(what: str, filename: str) -> Iterator[None]:
         raise file_error(StateFileError, f"cannot {what}: {error}", error, filename) from error
 
 
-def note_last(work_dir: str, filename: str) -> None:
+def record_last(work_dir: str, filename: str) -> None:
     """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
     with _naming(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:

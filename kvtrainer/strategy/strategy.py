@@ -355,7 +355,7 @@ class Strategy(BaseStrategy):
                     callback(found)
                 files.write_checkpoint(files.plain_copy(found, "checkpoint"), filename)
                 if save_optimizer:
-                    files.note_last(self.work_dir, filename)
+                    files.record_last(self.work_dir, filename)
 
     def _checkpoint(
         self,

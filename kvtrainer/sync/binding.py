@@ -43,7 +43,7 @@ from kvtrainer.kvstore.verbs import TableKVStore, agreement_of
 from kvtrainer.memory.arena import Arena
 from kvtrainer.memory.memory import DeviceMemory, Memory
 from kvtrainer.options.stages import GradientLimits
-from kvtrainer.ranks.host_reduce import HostSum, open_host_sum
+from kvtrainer.ranks.host_reduce import HierarchicalReduce, open_host_sum
 from kvtrainer.ranks.process_group import Buckets, RankGroup, current_group
 from kvtrainer.sync.eager_push import Overlap
 from kvtrainer.sync.exchange import (
@@ -175,7 +175,7 @@ class Binding:
         self._num_shown = 0
         """The `changes` of the sink that write detection knows of."""
         self._earlier_updates = 0
-        self._host: HostSum | None = None
+        self._host: HierarchicalReduce | None = None
         """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
         """Pushes gradients during the backward pass; None if the step sends them."""
@@ -570,7 +570,7 @@ class Binding:
             if self._group is not None and not self.selection.over_ranks:
                 raise group_too_late("the Trainer was built")
         if self._group is None and self._client is None and isinstance(self.store, TableKVStore):
-            self._client = self.store.open_client(self.selection.sums_hosts)
+            self._client = self.store.open_client(self.selection.is_hierarchical)
             self._client.tell(self.report)
 
     def _open_exchange(self, plan: Plan, optimizer: Optimizer) -> Exchange | None:
@@ -583,7 +583,7 @@ class Binding:
                 # servers know how many there were.
                 there = optimizer.without_scheduler() if is_sync else optimizer
             is_dist = isinstance(self.store, DistKVStore)
-            if self.selection.sums_hosts and not self._num_opened:
+            if self.selection.is_hierarchical and not self._num_opened:
                 self._host = open_host_sum(self._client)
             self._num_opened += 1
             name = TABLE if self._num_opened == 1 else f"{TABLE} ({self._num_opened})"

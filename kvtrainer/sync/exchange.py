@@ -38,7 +38,7 @@ from kvtrainer.common.progress import announced
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.ranks.host_reduce import HostSum
+from kvtrainer.ranks.host_reduce import HierarchicalReduce
 from kvtrainer.sync.staging import DeviceSink, SideStream, Staging
 from kvtrainer.sync.step_guard import StepGuard
 from kvtrainer.types import Arenas
@@ -156,7 +156,7 @@ class StoreExchange(Exchange):
         is_dist: bool = False,
         name: str = TABLE,
         pull_codec: Codec | None = None,
-        host: HostSum | None = None,
+        host: HierarchicalReduce | None = None,
     ) -> None:
         self._has_rows = False
         """Whether a gradient of this worker has been row-sparse."""
@@ -193,7 +193,7 @@ class StoreExchange(Exchange):
         self._looked_at: Looked | None = None
         """The weights of the store that were fetched to inspect them since the last round."""
         # 4. Workers of one host, and what this store cannot do.
-        self._host: HostSum | None = None
+        self._host: HierarchicalReduce | None = None
         """Sums gradients with other workers of this host before one of them gives the sum."""
         if host is not None and host.takes(plan):
             self._host, self.zero_copy_keys = host, frozenset()
@@ -421,7 +421,7 @@ class StoreExchange(Exchange):
         """
         if are_looked_at and self._looked_at is not None:
             for server, version in self._looked_at.versions.items():
-                self._table.note_version(server, version)
+                self._table.record_version(server, version)
         self.sink.accept(weights)
         if not self.is_sync:
             self._down(weights)

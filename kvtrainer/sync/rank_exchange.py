@@ -40,7 +40,7 @@ from kvtrainer.client.rounds import EagerPushMonitor
 from kvtrainer.errors import ProtocolError
 from kvtrainer.memory.memory import DeviceMemory
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
-from kvtrainer.ranks.process_group import Buckets, RankGroup, SumsUnderWay
+from kvtrainer.ranks.process_group import Buckets, PendingSums, RankGroup
 from kvtrainer.sync.exchange import Exchange, JoinedRound, RoundResult, keys_worth_borrowing
 from kvtrainer.sync.step_guard import StepGuard
 
@@ -334,7 +334,7 @@ class BucketOverlap:
     def __init__(self, group: RankGroup, memory: DeviceMemory) -> None:
         self._group, self._plan = group, memory.plan
         self._parameters, self._device = memory.parameters, memory.arena.device
-        self._sums = SumsUnderWay(group, self._device)
+        self._sums = PendingSums(group, self._device)
         count = len(memory.plan.specs)
         # What is known of the gradients, key by key.
         self._passes = [0] * count

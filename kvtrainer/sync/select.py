@@ -107,7 +107,7 @@ class Selection:
         over_ranks: Whether gradients are summed over the ranks of torch.distributed.
         is_alone_by_name: Whether there is no store only because the one that was named serves a single process.
         overlaps: Whether gradients go to the store during the backward pass.
-        sums_hosts: Whether workers of one host sum their gradients before one of them gives the sum to the store.
+        is_hierarchical: Whether workers of one host sum their gradients before one of them gives the sum to the store.
     """
 
     kvstore: str | KVStoreBase | None
@@ -121,7 +121,7 @@ class Selection:
     is_alone_by_name: bool = False
     pull_codec: Codec | None = None
     overlaps: bool = False
-    sums_hosts: bool = False
+    is_hierarchical: bool = False
 
 
 def select_store(
@@ -173,7 +173,7 @@ def select_store(
         reducer=_reducer_for(kvstore, replicas, devices),
         pull_codec=pull_codec,
         overlaps=overlap,
-        sums_hosts=hierarchy,
+        is_hierarchical=hierarchy,
     )
     _check_pull(wanted, store, asked)
     if store is None:

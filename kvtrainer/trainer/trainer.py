@@ -552,7 +552,7 @@ class Trainer(torch.optim.Optimizer):
             )
         self._pipeline.drop_gradients()
         if not set_to_none:
-            self._pipeline.memory.note_zeroed()
+            self._pipeline.memory.record_zeroed()
 
     zero_grad.__doc__ = torch.optim.Optimizer.zero_grad.__doc__
 

@@ -20,7 +20,7 @@ import kvtrainer
 from kvtrainer.errors import ConfigurationError, DeadlineError, WorkerLostError
 from kvtrainer.kvstore import DistKVStore
 from kvtrainer.ranks import host_reduce, shared_memory
-from kvtrainer.ranks.host_reduce import HostSum
+from kvtrainer.ranks.host_reduce import HierarchicalReduce
 from tests.support.processes import impatient
 from tests.support.stores import Servers
 
@@ -331,7 +331,9 @@ def test_servers_sum_in_memory_that_all_share_with_them(
 ) -> None:
     monkeypatch.setenv("KVSTORE_TRANSPORT", transport)
     seen = []
-    monkeypatch.setattr(host_reduce, "HostSum", lambda *of: seen.append(of) or HostSum(*of))
+    monkeypatch.setattr(
+        host_reduce, "HierarchicalReduce", lambda *of: seen.append(of) or HierarchicalReduce(*of)
+    )
 
     def body(kv: DistKVStore, rank: int) -> list[Tensor]:
         loop = Loop(kv, rank, ("a", "a"))

@@ -320,7 +320,7 @@ def test_nobody_counts_as_silent_while_a_message_of_very_many_frames_is_read() -
     looks = itertools.count()
     server = make_server(config_of_server(), ServerOptions(), clock=lambda: 0.05 * next(looks))
     excused: list[float] = []
-    server.service.excuse_silence = excused.append  # type: ignore[method-assign]
+    server.service.reset_liveness = excused.append  # type: ignore[method-assign]
     with serving(server):
         context = zmq.Context()
         peer = context.socket(zmq.DEALER)

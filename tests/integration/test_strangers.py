@@ -355,7 +355,7 @@ def _bodies() -> list[m.RequestBody]:
         m.Pull((0,)),
         m.SetOptimizer(b"\x80"),
         m.Gather(0, 1.0),
-        m.ShowRows(0),
+        m.MapRows(0),
         m.GetState(0, 0),
         m.SliceState(0, 0, {"a": 1}, b"data"),
         m.Leave("bye", True),

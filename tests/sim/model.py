@@ -522,7 +522,7 @@ class SyncModel(Model):
             told.append(m.Held(self.table, round_, self.partials.get(round_, ()), True))
         if commit.joined:
             self._seen["told new numbers after joining"] += bool(hyper)
-            told.append(m.InForce(self.table, round_, hyper, is_over))
+            told.append(m.EffectiveOptions(self.table, round_, hyper, is_over))
         if outcome == VETOED:
             told.append(m.Vetoed(self.table, round_, self.vetoes[round_]))
         elif commit.wants_weights:
@@ -799,7 +799,7 @@ class AsyncModel(Model):
         done = m.Done(m.matrix([(self.table, commit.round, self.turns[rank].version)], 3))
         told: list[m.ReplyBody] = []
         if commit.joined:
-            told.append(m.InForce(self.table, commit.round, b"", last is not None and last.joined))
+            told.append(m.EffectiveOptions(self.table, commit.round, b"", last is not None and last.joined))
         if self._is_vetoed(rank):
             return [*told, m.Vetoed(self.table, commit.round, (rank,)), done]
         return [*told, done, Weights(self.table)] if commit.wants_weights else [*told, done]

@@ -233,7 +233,10 @@ def silent_veto(self: Any, peer: bytes, request: m.Request, out: Out) -> Out:
 @says(SYNC)
 def join_without_an_end(self: Any, peer: bytes, request: m.Request, out: Out) -> Out:
     """Ranks that have joined are never told that all have."""
-    return [_said(one, replace(one.reply.body, is_over=False)) if _is(one, m.InForce) else one for one in out]
+    return [
+        _said(one, replace(one.reply.body, is_over=False)) if _is(one, m.EffectiveOptions) else one
+        for one in out
+    ]
 
 
 @says(SYNC)

@@ -244,7 +244,7 @@ class Schedule(ABC):
         server, process = self.rng.choice(full)
         queue = self.to_process[server, process]
         replies = [queue.popleft()]
-        while isinstance(replies[-1].body, m.Vetoed | m.InForce):
+        while isinstance(replies[-1].body, m.Vetoed | m.EffectiveOptions):
             replies.append(queue.popleft())  # one message after the other on one connection: all or none
         if fate < self.loses and not isinstance(replies[0].body, m.Registered):
             return

@@ -426,7 +426,7 @@ def free_before_it_was_read(real: Any, self: Any, *args: Any, **options: Any) ->
     before = set(self._places._given)
     is_sent = bool(real(self, *args, **options))
     for begin in set(self._places._given) - before:
-        self._places.give_back(begin)
+        self._places.release(begin)
     return is_sent
 
 
@@ -444,7 +444,7 @@ def weights_are_written_while_they_are_read(real: Any, self: Any, buffer: Tensor
     return False
 
 
-@replaces(Channel, "_take_back", CHANNELS)
+@replaces(Channel, "_reclaim", CHANNELS)
 def released_by_the_first_reader(real: Any, self: Any, place: int) -> None:
     """Weights that were sent twice count as read when one message was."""
     real(self, place)
@@ -487,7 +487,7 @@ def staging_buffer_is_free_once_it_was_answered(real: Any, self: Any) -> Any:
     return frames
 
 
-@replaces(Channel, "_take_back", CHANNELS)
+@replaces(Channel, "_reclaim", CHANNELS)
 def staging_buffer_is_free_once_one_message_was_read(real: Any, self: Any, place: int) -> None:
     """What was sent twice out of a staging buffer counts as read when one message was."""
     real(self, place)

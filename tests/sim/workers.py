@@ -500,7 +500,7 @@ class Worker:
                 lane.note_veto()
         elif isinstance(body, m.Held):
             lane.note_held(server, body)
-        elif isinstance(body, m.InForce):
+        elif isinstance(body, m.EffectiveOptions):
             lane.overs.update({server} if body.is_over else ())
         elif isinstance(body, m.Weights):
             self._take_weights(lane, server, body)

@@ -89,7 +89,7 @@ class Scripted(Transport):
     def is_far(self, server: int) -> bool:
         return True
 
-    def last_sign(self, server: int) -> float:
+    def last_heartbeat(self, server: int) -> float:
         return self.signs.get(server, 0.0)
 
     def process(self, server: int) -> ProcessState:

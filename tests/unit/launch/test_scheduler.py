@@ -302,7 +302,7 @@ def test_a_job_is_over_when_the_last_worker_has_been_silent_too_long(job: Job) -
 
 def test_silence_while_the_scheduler_stood_still_does_not_count(job: Job) -> None:
     job.begin()
-    job.scheduler.excuse_silence(100.0)
+    job.scheduler.reset_liveness(100.0)
     assert not job.scheduler.is_over(101.0)
 
 

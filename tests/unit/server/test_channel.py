@@ -265,10 +265,10 @@ def test_places_never_overlap_and_all_of_them_can_be_had_again_in_any_order(
             begin = list(given_out)[which % len(given_out)]
             del given_out[begin]
             for _ in range(2):  # once more does no harm, and neither does one that was never given
-                places.give_back(begin)
-                places.give_back(7)
+                places.release(begin)
+                places.release(7)
     for begin in given_out:
-        places.give_back(begin)
+        places.release(begin)
     assert (places.used, places.take(100_000 // 64 * 64)) == (0, 0)
 
 

@@ -85,7 +85,7 @@ def test_a_join_that_fails_stays_failed_when_it_is_asked_again_and_can_be_retrie
     assert (failed.code, failed.round, failed.next_round) == ("DeadlineError", 1, 2)
     assert codes(job.commit(0, 1, flags=m.HAS_JOINED, number=77)) == ["DeadlineError"]
     job.commit(1, 1, flags=m.HAS_JOINED)
-    assert kinds(job.commit(0, 2, flags=m.HAS_JOINED)) == [m.Pending, m.InForce, m.Done]
+    assert kinds(job.commit(0, 2, flags=m.HAS_JOINED)) == [m.Pending, m.EffectiveOptions, m.Done]
 
 
 def test_joins_that_fail_together_name_only_who_still_has_data() -> None:

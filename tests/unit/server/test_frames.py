@@ -31,7 +31,7 @@ REQUESTS: list[Any] = [
     m.Abort(1, 2, "because", True),
     m.Pull((0, 1, 5), 3.5),
     m.PullRows(0, 3, struct.pack("<2q", 0, 2), 3.5),
-    m.ShowRows(7),
+    m.MapRows(7),
     m.SetOptimizer(b"\x81"),
     m.Gather(4, 2.5),
     m.Gather(5, 2.5, b"mine", False),
@@ -51,7 +51,7 @@ HELLO = REQUESTS[0]
 REPLIES: list[Any] = [
     m.Welcome(1 << 61, 5),
     m.Registered(3, 7, 1),
-    m.InForce(1, 7, b"\x80", True),
+    m.EffectiveOptions(1, 7, b"\x80", True),
     m.Absent(1, 7, (3, 4)),
     m.Held(1, 7, ((0, 2.5), (3, math.inf)), False),
     m.Held(1, 7, (), True),

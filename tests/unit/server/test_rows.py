@@ -171,7 +171,7 @@ def named(changes: RowChanges, held: int, version: int) -> dict[int, list[int]] 
 
 def test_what_came_before_the_first_question_is_not_known() -> None:
     changes = RowChanges(grouped([(piece.segments[0].key, piece) for piece in PLAN.slices]))
-    changes.note(0, 0, ids(1))
+    changes.record(0, 0, ids(1))
     assert changes.since(0, 3, 4) is None
     assert changes.since(0, 4, 4) == {}
 
@@ -179,13 +179,13 @@ def test_what_came_before_the_first_question_is_not_known() -> None:
 def test_many_versions_and_many_rows_are_forgotten() -> None:
     changes = started()
     for version in range(1, VERSIONS_KEPT + 20):
-        changes.note(0, 0, ids(version % 2))
+        changes.record(0, 0, ids(version % 2))
         changes.since(0, version - 1, version)
     last = VERSIONS_KEPT + 19
     assert named(changes, last - 100, last) == {0: [0, 1]}
     assert named(changes, 0, last) is None
     for version in range(last + 1, last + 11):
-        changes.note(0, 0, torch.arange(40))
+        changes.record(0, 0, torch.arange(40))
         changes.since(0, version - 1, version)
     # 170 elements: the ids of four updates of all forty rows are worth keeping, and no more.
     assert named(changes, last + 6, last + 10) == {0: list(range(40))}
@@ -206,9 +206,9 @@ def test_a_worker_that_applies_what_it_is_told_always_has_the_table(updates: lis
         for position, (first, count) in enumerate([(0, 40), (40, 30)]):
             rows = changed[position]
             if rows is None:
-                changes.note(0)
+                changes.record(0)
             else:
-                changes.note(0, position, ids(*rows))
+                changes.record(0, position, ids(*rows))
             for row in range(count) if rows is None else rows:
                 table[first + row] = version
         if asks is not None:

@@ -132,7 +132,7 @@ def test_a_key_that_no_round_updates_stays_as_workers_saw_it_last_until_one_does
             if key not in left_out:
                 numbers = storage.padded[slot][part]
                 numbers += torch.randn(len(numbers), generator=drawn)
-        sent.note_round(left_out)
+        sent.record_round(left_out)
         sent.follow(version)
 
     for version in range(3):
@@ -162,7 +162,7 @@ def test_a_key_that_no_round_updates_stays_as_it_is_whatever_numbers_are_in_it_o
     weights[still][2:] += 1 / 64  # what a codec has kept back
     before = sent.weights[unit.first].clone()
     weights[other] += wrong + 0.5
-    sent.note_round((0,))
+    sent.record_round((0,))
     sent.follow(1)
     assert torch.equal(sent.weights[unit.first][still], before[still])
     torch.testing.assert_close(
@@ -173,8 +173,8 @@ def test_a_key_that_no_round_updates_stays_as_it_is_whatever_numbers_are_in_it_o
 def test_two_rounds_at_once_change_what_either_has_updated() -> None:
     table = Table("int8")
     table.change(noise(0))
-    table.deltas.note_round((0,))
-    table.deltas.note_round(())
+    table.deltas.record_round((0,))
+    table.deltas.record_round(())
     table.change(0.5)
     assert not torch.equal(table.workers[1], table.workers[0])
 
@@ -225,12 +225,12 @@ def test_a_key_that_no_round_updates_stays_beside_one_whose_weights_are_not_fini
     frozen, other = (slice(one.start, one.start + one.numel) for one in piece.segments)
     sent.follow(0)
     storage.padded[slot][frozen] += torch.arange(100.0)
-    sent.note_round(())
+    sent.record_round(())
     sent.follow(1)  # of which the codec leaves something out
     former = sent.weights[slot][frozen].clone()
     assert not torch.equal(former, storage.padded[slot][frozen])
     storage.padded[slot][other] = float("inf")
-    sent.note_round((0,))
+    sent.record_round((0,))
     sent.follow(2)
     assert torch.equal(sent.weights[slot][frozen], former)
     assert sent.weights[slot][other].isinf().all()

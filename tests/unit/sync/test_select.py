@@ -96,7 +96,7 @@ def test_without_synchronous_rounds_the_update_is_in_the_store_whatever_the_envi
         select_store(type, False)
 
 
-WAYS = {"overlap": "overlaps", "hierarchy": "sums_hosts"}
+WAYS = {"overlap": "overlaps", "hierarchy": "is_hierarchical"}
 """Options about the ways of gradients and weights, and where a selection says so."""
 way = pytest.mark.parametrize("option", WAYS)
 
