@@ -153,21 +153,21 @@ class Client:
             ConfigurationError: a server does not accept its numbers.
         """
         packed = pack_control(dict(spec))
-        self.settle()
+        self.wait_pending()
         for server in range(self.num_servers):
             self._session.call(server, m.SetOptimizer(packed))
 
-    def get_state(self, table: RemoteTable, piece: Slice) -> States:
+    def get_state(self, table: RemoteTable, slice_: Slice) -> States:
         """Fetch the optimizer state of one slice after this worker's last round."""
-        self.rounds.settle(table)
-        reply = self._session.call(piece.server, m.GetState(table.numbers[piece.server], piece.index))
+        self.rounds.wait_pending(table)
+        reply = self._session.call(slice_.server, m.GetState(table.numbers[slice_.server], slice_.index))
         assert isinstance(reply, m.SliceState)
-        return unpack_states(piece, reply.summary, reply.data)
+        return unpack_states(slice_, reply.summary, reply.data)
 
-    def put_state(self, table: RemoteTable, piece: Slice, state: States) -> None:
-        self.rounds.settle(table)
-        number = table.numbers[piece.server]
-        self._session.call(piece.server, m.SliceState(number, piece.index, *pack_states(state)))
+    def put_state(self, table: RemoteTable, slice_: Slice, state: States) -> None:
+        self.rounds.wait_pending(table)
+        number = table.numbers[slice_.server]
+        self._session.call(slice_.server, m.SliceState(number, slice_.index, *pack_states(state)))
 
     def barrier(self) -> None:
         """Block until every worker of the namespace has reached the same barrier.
@@ -183,7 +183,7 @@ class Client:
 
         All bytes together must fit into one message, of `MAX_PAYLOAD`. Blocks, and raises, as `barrier`.
         """
-        self.settle()
+        self.wait_pending()
         timeout = self.options.timeout + self.options.dead_after
         answer = self._session.call(0, m.Gather(self._barriers, self.options.timeout, data, reads), timeout)
         assert isinstance(answer, m.Gathered)
@@ -240,8 +240,8 @@ class Client:
         answers = self._session.ask_all(requests, self.options.dead_after)
         return [dict(answer.values) if isinstance(answer, m.Status) else None for answer in answers]
 
-    def settle(self) -> None:
-        self.rounds.settle_all()
+    def wait_pending(self) -> None:
+        self.rounds.wait_all_pending()
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; idempotent. Open rounds that still need this worker fail on the others.

@@ -116,7 +116,7 @@ class Connection(Transport):
         self._poller = zmq.Poller()
         for socket in self._sockets:
             self._poller.register(socket, _IN)
-        self._is_left = False
+        self._polls_only = False
         """The caller polls instead of blocking."""
         self._is_watching = False
         """The poller also waits for room to send."""
@@ -199,8 +199,8 @@ class Connection(Transport):
                 "this worker cannot tell servers any more that it is alive, and would be lost to the others: "
                 f"{describe(self._heartbeats.error)}"
             )
-        if self._is_left != (timeout <= 0):
-            self._leave(timeout <= 0)
+        if self._polls_only != (timeout <= 0):
+            self._set_polling(timeout <= 0)
         # 1. Return what is here already. One message of each server in turn, so that none is starved.
         deadline = time.monotonic() + timeout
         while True:
@@ -236,12 +236,12 @@ class Connection(Transport):
                     channel.tell()
                 return None
 
-    def _leave(self, is_left: bool) -> None:
+    def _set_polling(self, polls_only: bool) -> None:
         """Switch between blocking and polling. A caller that polls computes meanwhile, so more may be on its way."""
-        self._is_left = is_left
+        self._polls_only = polls_only
         for server, window in enumerate(self._windows):
-            window.is_left = is_left
-            if is_left and window.until is not None:
+            window.polls_only = polls_only
+            if polls_only and window.until is not None:
                 self._flush(server)
 
     def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
@@ -303,7 +303,7 @@ class Connection(Transport):
         process = self._processes.get(server)
         return "" if process is None else process.how_ended()
 
-    def is_far(self, server: int) -> bool:
+    def is_remote(self, server: int) -> bool:
         return server not in self._channels and not self._is_loopback(server)
 
     def _is_loopback(self, server: int) -> bool:

@@ -84,13 +84,13 @@ class Contribution(NamedTuple):
         """The factor of this contribution where no server knows the optimizer's own."""
         return 1.0 if self.rescale is None else self.rescale
 
-    def gives(self, table: int, piece: Slice) -> bool:
-        first = piece.segments[0].key
+    def gives(self, table: int, slice_: Slice) -> bool:
+        first = slice_.segments[0].key
         if (table, first) in self.rows and len(self.tables[table].plan.slices_with(first)) > 1:
             return False  # rows go with the first of several slices
-        if first not in self.sources and not self.tables[table].plan.is_resident(piece):
+        if first not in self.sources and not self.tables[table].plan.is_resident(slice_):
             return False
-        return not self.absent or any(segment.key not in self.absent for segment in piece.segments)
+        return not self.absent or any(segment.key not in self.absent for segment in slice_.segments)
 
     def of(self, positions: Sequence[int]) -> Contribution:
         """Return the part in a round of some of the tables, which have no rows."""
@@ -123,16 +123,16 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
     # Slices with rows, or whose keys are left out now, are encoded again.
     others = {*contribution.absent, *contribution.sources, *[key for _, key in contribution.rows]}
     found = set()
-    for piece in pieces:
-        key, _, start, numel = piece.segments[0]
-        if not others.isdisjoint([segment.key for segment in piece.segments]):
+    for slice_ in pieces:
+        key, _, start, numel = slice_.segments[0]
+        if not others.isdisjoint([segment.key for segment in slice_.segments]):
             continue
         borrowed = contribution.borrowed.get(key)
-        own = contribution.values[0][piece.dtype][piece.offset : piece.offset + piece.used]
+        own = contribution.values[0][slice_.dtype][slice_.offset : slice_.offset + slice_.used]
         now = own if borrowed is None else borrowed[start : start + numel]
-        is_valid = table.compressor is None or table.compressor.has_encoded(piece.index)
-        if is_valid and same_bits(now, sent[piece.index]):
-            found.add(piece.index)
+        is_valid = table.compressor is None or table.compressor.has_encoded(slice_.index)
+        if is_valid and same_bits(now, sent[slice_.index]):
+            found.add(slice_.index)
     return frozenset(found)
 
 
@@ -201,7 +201,7 @@ class ServerLayout:
         self.takes_deltas = any([table.delta_codec is not None for table in self.tables])
         """Whether new weights come as changes; the same for all tables."""
         self.is_converted = self.takes_half or self.takes_deltas
-        self.pieces = [piece for pieces in by_table for piece in pieces]
+        self.slices = [slice_ for pieces in by_table for slice_ in pieces]
         self.table = [at for at, pieces in enumerate(by_table) for _ in pieces]
         """The position of each slice's table."""
         self.is_resident = bytes(
@@ -212,7 +212,7 @@ class ServerLayout:
             np.array(self.table, np.int64)[self.resident], minlength=len(self.tables)
         )
         """How many slices of each table travel whole."""
-        self.nbytes = [piece.length * torch_dtype(piece.dtype).itemsize for piece in self.pieces]
+        self.nbytes = [slice_.length * torch_dtype(slice_.dtype).itemsize for slice_ in self.slices]
         self.total = sum(self.nbytes)
         # 3. Where small slices are gathered.
         self.begin: list[int] = []
@@ -247,26 +247,26 @@ class ServerLayout:
     @cached_property
     def _stack_ends(self) -> list[int]:
         """By slice, the end of its key's exclusive slices; for shared slices, the next index."""
-        where = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
+        where = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
         return _ends(where)
 
     @cached_property
     def _run_ends(self) -> list[int]:
         groups = [table.plan.row_groups for table in self.tables]
-        keys = [(of, piece.segments[0].key) for of, piece in zip(self.table, self.pieces, strict=True)]
+        keys = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
         return _ends([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
         index = self.index.tolist()
         return {
-            (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.pieces, strict=True))
+            (index[of], p.index): at for at, (of, p) in enumerate(zip(self.table, self.slices, strict=True))
         }
 
     def itemsize(self, form: bytes, slot: int) -> int | None:
         """Return the bytes of one element of an encoded slice; None if the encoding cannot be cut."""
         at = self.slots[slot]
-        dtype, compressor = self.pieces[at].dtype, self.tables[self.table[at]].compressor
+        dtype, compressor = self.slices[at].dtype, self.tables[self.table[at]].compressor
         if not form:
             return torch_dtype(dtype).itemsize
         return (
@@ -280,9 +280,9 @@ class ServerLayout:
     ) -> list[int]:
         of = contribution.absent, frozenset(contribution.rows), frozenset(contribution.sources)
         if self._plain is None or self._plain[0] != of:
-            pairs = enumerate(zip(self.table, self.pieces, strict=True))
-            self._plain = of, {at for at, (n, piece) in pairs if contribution.gives(self.at[n], piece)}
-        places = [self._place.get((index, piece)) for index, pieces in encoded.items() for piece in pieces]
+            pairs = enumerate(zip(self.table, self.slices, strict=True))
+            self._plain = of, {at for at, (n, slice_) in pairs if contribution.gives(self.at[n], slice_)}
+        places = [self._place.get((index, slice_)) for index, pieces in encoded.items() for slice_ in pieces]
         return sorted(self._plain[1].union([at for at in places if at is not None]))
 
     def end_of_rows(self, at: int, raw: Tensor) -> int:
@@ -308,10 +308,10 @@ class GatheredSlices:
     def __init__(self, layout: ServerLayout) -> None:
         self.raw = torch.zeros(layout.size, dtype=torch.uint8, device="cpu")
         self.views = [
-            self.raw[begin : begin + nbytes].view(torch_dtype(piece.dtype))[: piece.used]
+            self.raw[begin : begin + nbytes].view(torch_dtype(slice_.dtype))[: slice_.used]
             if begin >= 0
             else self.raw
-            for piece, begin, nbytes in zip(layout.pieces, layout.begin, layout.nbytes, strict=True)
+            for slice_, begin, nbytes in zip(layout.slices, layout.begin, layout.nbytes, strict=True)
         ]
 
 

@@ -35,7 +35,7 @@ _PARTS = 24
 direction is idle; more parts cost more CPU time than they save on a link of 1 Gb/s."""
 STALL = 0.25
 """Seconds without an answer after which the rest of a round goes."""
-_UNDER_WAY, _WITH_EAGER = 3, 2
+_MOST_IN_FLIGHT, _WITH_EAGER = 3, 2
 """Parts of a table that are on their way at once: one up, one down, and one so that neither direction waits for the
 slowest worker. If parts of another table are on their way, these count for the third."""
 _WHILE_LEFT = 48 * 1024
@@ -109,16 +109,16 @@ class Window:
     def __init__(self) -> None:
         self.until: float | None = None
         """When parts that are held back go anyway, unless an answer comes; None while none are."""
-        self.is_left = False
+        self.polls_only = False
         """The worker computes and receives no answers meanwhile."""
         self._is_on = False
         self._is_computing = False
         """Workers still compute the gradients of the round, so a late one says nothing about the next round."""
         self._flights: dict[int, Flight] = {}
         """Slot → the last round in which a part of its slice was sent."""
-        self._ahead: dict[int, int] = {}
+        self._queued: dict[int, int] = {}
         """Priority → elements that were sent and not answered."""
-        self._longest, self._most = 0, _UNDER_WAY
+        self._longest, self._most = 0, _MOST_IN_FLIGHT
         """Elements of the longest part, and how many parts may be on their way."""
         self._stalls = Backoff()
         """Rounds that go as a whole, because earlier ones have stalled."""
@@ -128,8 +128,10 @@ class Window:
         part = _part(body) if self._is_on else None
         numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
-        ahead = sum([count for other, count in self._ahead.items() if other >= priority]) if numel > 0 else 0
-        if ahead + numel <= max(self._longest * self._most, _WHILE_LEFT * self.is_left):
+        queued = (
+            sum([count for other, count in self._queued.items() if other >= priority]) if numel > 0 else 0
+        )
+        if queued + numel <= max(self._longest * self._most, _WHILE_LEFT * self.polls_only):
             return False
         if self.until is None:
             self.until = now + STALL
@@ -140,7 +142,7 @@ class Window:
         if self.until is None or now < self.until:
             return False
         self._is_on, self.until = False, None
-        self._flights, self._ahead = {}, {}
+        self._flights, self._queued = {}, {}
         if not self._is_computing:
             self._stalls.fail()
         return True
@@ -151,8 +153,8 @@ class Window:
             self._is_on = not self._stalls.skips()
             self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
             self.until = None
-            self._most = _WITH_EAGER if self._ahead else _UNDER_WAY
-            self._longest = self._longest if self._ahead else 0
+            self._most = _WITH_EAGER if self._queued else _MOST_IN_FLIGHT
+            self._longest = self._longest if self._queued else 0
         elif self._is_on and (part := _part(body)) is not None:
             flight = self._flights.get(part.slot)
             if flight is None or flight.round != part.round:
@@ -176,9 +178,9 @@ class Window:
         self.until = None
 
     def _count(self, priority: int, change: int) -> None:
-        self._ahead[priority] = self._ahead.get(priority, 0) + change
-        if not self._ahead[priority]:
-            del self._ahead[priority]
+        self._queued[priority] = self._queued.get(priority, 0) + change
+        if not self._queued[priority]:
+            del self._queued[priority]
 
     def _sent_of(self, part: SliceChunk) -> int:
         flight = self._flights.get(part.slot)

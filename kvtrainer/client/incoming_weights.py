@@ -48,13 +48,13 @@ class IncomingWeights:
     ) -> None:
         self._layout, self._memory = layout, memory
         self.open = open_tables
-        self.is_announced = False
+        self.has_intent = False
         """Weights may come before all slices are sent, so they must not be stored where those are."""
         self.num_pending: list[int] = layout.num_resident.tolist() if are_wanted else [0] * len(layout.tables)
         """How many slices of each table are still to come; if none are wanted, the server only confirms."""
         self.came = [-1] * len(layout.tables)
         """The version of the weights that came, by table."""
-        self._is_pending = bytearray(layout.is_resident if are_wanted else len(layout.pieces))
+        self._is_pending = bytearray(layout.is_resident if are_wanted else len(layout.slices))
         self._gathered: list[int] = []
         """Slices whose new weights are in `memory`."""
         self._staged: list[tuple[int, int, Tensor, int]] = []
@@ -96,12 +96,12 @@ class IncomingWeights:
             # Rows of one slice may bring those of the slices behind it, too.
             if kind == m.WHOLE and nbytes != layout.nbytes[at]:
                 raise ProtocolError(f"a slice of {layout.nbytes[at]} bytes came back with {nbytes} bytes")
-            if kind == m.HALF and nbytes != layout.pieces[at].length * torch.bfloat16.itemsize:
+            if kind == m.HALF and nbytes != layout.slices[at].length * torch.bfloat16.itemsize:
                 raise ProtocolError(
                     f"a slice of {layout.nbytes[at]} bytes came back rounded, with {nbytes} bytes"
                 )
             begin = layout.begin[at]
-            if kind != m.WHOLE or begin < 0 or layout.is_converted or self.is_announced:
+            if kind != m.WHOLE or begin < 0 or layout.is_converted or self.has_intent:
                 # Keep the message itself; the gather buffer is not free, or the bytes need decoding.
                 self._staged += [(at, kind, source[start : start + nbytes], 0)] if nbytes else []
             else:
@@ -130,24 +130,24 @@ class IncomingWeights:
         at = layout.slots.get(slot)
         if at is None or not end:
             return []
-        table, piece = layout.table[at], layout.pieces[at]
+        table, slice_ = layout.table[at], layout.slices[at]
         if -1 < self.came[table] < version and table in self.open:
             self.roll_back(table)
         elif version < self.came[table]:
             return []
-        itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(piece.dtype).itemsize
+        itemsize = torch.bfloat16.itemsize if kind == m.HALF else torch_dtype(slice_.dtype).itemsize
         # Only the part that follows the last one, or the first one.
         begin = self._levels.get(at, 0)
         if not self._is_pending[at] or (end - begin) * itemsize != len(raw):
             return []
-        if end > piece.length or kind not in (m.WHOLE, m.HALF):
+        if end > slice_.length or kind not in (m.WHOLE, m.HALF):
             raise ProtocolError(
-                f"{len(raw)} bytes up to element {end} of a slice of {piece.length} came back as kind {kind}"
+                f"{len(raw)} bytes up to element {end} of a slice of {slice_.length} came back as kind {kind}"
             )
         self._staged.append((at, kind, raw, begin))
         # The slice is complete when its last part has come.
         self._levels[at], self.came[table] = end, version
-        if end < piece.length:
+        if end < slice_.length:
             return []
         self._is_pending[at] = 0
         self.num_pending[table] -= 1
@@ -221,22 +221,24 @@ class IncomingWeights:
         # 1. Leave out the tables that failed, and slices that hold only keys without use.
         kept = [layout.index[at] not in gone for at in layout.table] if gone else None
         if unread:
-            pairs = zip(kept or [True] * len(layout.pieces), layout.pieces, strict=True)
-            kept = [is_kept and any(s.key not in unread for s in piece.segments) for is_kept, piece in pairs]
+            pairs = zip(kept or [True] * len(layout.slices), layout.slices, strict=True)
+            kept = [
+                is_kept and any(s.key not in unread for s in slice_.segments) for is_kept, slice_ in pairs
+            ]
         # 2. Small slices, all at once.
         ready = self._gathered if kept is None else [at for at in self._gathered if kept[at]]
         if ready:
-            targets = [part_of(outs[layout.at[layout.table[at]]], layout.pieces[at]) for at in ready]
+            targets = [part_of(outs[layout.at[layout.table[at]]], layout.slices[at]) for at in ready]
             torch._foreach_copy_(targets, [self._memory.views[at] for at in ready])
         for at in ready if contribution.is_kept else ():
-            rows[layout.at[layout.table[at]], layout.pieces[at].segments[0].key] = [None]
+            rows[layout.at[layout.table[at]], layout.slices[at].segments[0].key] = [None]
         # 3. The others, in the order in which they came.
         for at, kind, raw, begin in self._staged:
             if kept is None or kept[at]:
-                of, piece = layout.table[at], layout.pieces[at]
+                of, slice_ = layout.table[at], layout.slices[at]
                 version = self.came[of] if follows else -1
                 written = _write_staged(
-                    layout.tables[of], outs[layout.at[of]], piece, kind, raw, begin, version
+                    layout.tables[of], outs[layout.at[of]], slice_, kind, raw, begin, version
                 )
                 for key, ids in written.items() if contribution.is_kept else ():
                     rows.setdefault((layout.at[of], key), []).append(ids)
@@ -255,21 +257,21 @@ class IncomingWeights:
         # 1. What came as bytes was written to this worker's own memory.
         copied = [*self._gathered, *[at for at, *_ in self._staged]]
         for at in copied:
-            sink.unmap(layout.pieces[at])
+            sink.unmap(layout.slices[at])
         # A long slice that came as bytes may only have been read by another worker, and have a place the next time.
-        are_short = all([layout.pieces[at].nbytes < LONG for at in copied])
+        are_short = all([layout.slices[at].nbytes < LONG for at in copied])
         if self._places or not are_short:
             layout.mapped = None
         # 2. A place that cannot be mapped makes the caller pull all weights, see `WeightSink.problem`.
         for at, place in self._places if not gone else ():
-            piece = layout.pieces[at]
-            if sink.is_mapped(piece, layout.server, place):
+            slice_ = layout.slices[at]
+            if sink.is_mapped(slice_, layout.server, place):
                 continue
             memory = memory_at(layout.server, place)
             try:
                 if memory is None:
                     raise OSError("the channel to its server was lost")
-                sink.map(piece, layout.server, place, *memory)
+                sink.map(slice_, layout.server, place, *memory)
             except OSError as error:
                 sink.problem = error
         if self._places and not gone and sink.problem is None and are_short:
@@ -294,13 +296,13 @@ def parts_of(weights: m.Weights) -> Iterator[tuple[int, int, int, Tensor, int, i
         left -= nbytes
 
 
-def part_of(arenas: Arenas, piece: Slice) -> Tensor:
-    flat = arenas[piece.dtype]
-    return flat if piece.used == flat.numel() else flat[piece.offset : piece.offset + piece.used]
+def part_of(arenas: Arenas, slice_: Slice) -> Tensor:
+    flat = arenas[slice_.dtype]
+    return flat if slice_.used == flat.numel() else flat[slice_.offset : slice_.offset + slice_.used]
 
 
 def _write_staged(
-    table: RemoteTable, arenas: Arenas, piece: Slice, kind: int, raw: Tensor, begin: int, version: int
+    table: RemoteTable, arenas: Arenas, slice_: Slice, kind: int, raw: Tensor, begin: int, version: int
 ) -> Mapping[int, Tensor | None]:
     """Write one slice's new weights, or rows of it and of the slices behind it. Raises as `IncomingWeights.write`.
 
@@ -308,9 +310,9 @@ def _write_staged(
     Returns the ids of the rows that were written, by key; None if it was something else.
     """
     # 1. Changes of the weights before, or weights that later changes are added to.
-    plan, out, key = table.plan, part_of(arenas, piece), piece.segments[0].key
+    plan, out, key = table.plan, part_of(arenas, slice_), slice_.segments[0].key
     if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
-        out.copy_(_followed(table, table.delta_codec, piece, kind, raw, version)[: piece.used])
+        out.copy_(_followed(table, table.delta_codec, slice_, kind, raw, version)[: slice_.used])
         return {key: None}
     # 2. A slice, or a part of it.
     if kind in (m.WHOLE, m.HALF):
@@ -320,46 +322,48 @@ def _write_staged(
         place.copy_(_rounded(given) if table.takes_half else given)
         return {key: None}
     if kind != m.ROWS:
-        raise ProtocolError(f"slice {piece.index} of {table.name!r} came back as kind {kind}")
+        raise ProtocolError(f"slice {slice_.index} of {table.name!r} came back as kind {kind}")
     # 3. Rows. They may be of several slices on the server, and of several keys in a row group.
-    parts, slices = decode_rows(plan, piece, raw.numpy().data, is_joined=True)
+    parts, slices = decode_rows(plan, slice_, raw.numpy().data, is_joined=True)
     written: Mapping[int, Tensor | None] = {key: None}
     for position, values in parts.items():
-        segment = piece.segments[position]
+        segment = slice_.segments[position]
         if isinstance(values, Tensor):
             values = _rounded(values) if table.takes_half else values
             out[segment.start : segment.start + segment.numel].copy_(values)
             continue
         places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
-        block = places.blocks[piece.server]
-        first = block.order[piece.index]
-        for one in block.pieces[first : first + slices]:
+        block = places.blocks[slice_.server]
+        first = block.order[slice_.index]
+        for one in block.slices[first : first + slices]:
             table.followed.pop(one.index, None)  # its rows come from now on
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
         rows = _rounded(values.values) if table.takes_half else values.values
-        whole = arenas[piece.dtype][start : start + int(places.starts[-1]) * places.width]
+        whole = arenas[slice_.dtype][start : start + int(places.starts[-1]) * places.width]
         scatter_rows(whole.view(-1, places.width), ids, rows)
-        if len(piece.segments) == 1:
+        if len(slice_.segments) == 1:
             own = cut_rows(RowSet(ids, rows), places.bounds)
             written = {key: part.ids for key, part in zip(places.keys, own, strict=True)}
     return written
 
 
-def _followed(table: RemoteTable, codec: Codec, piece: Slice, kind: int, raw: Tensor, version: int) -> Tensor:
+def _followed(
+    table: RemoteTable, codec: Codec, slice_: Slice, kind: int, raw: Tensor, version: int
+) -> Tensor:
     """Return the weights of a slice that all workers have, with changes added or replaced by whole ones.
 
     They are replaced at once, not in place: if that is interrupted and repeated, no changes are added twice.
     """
     if kind == m.WHOLE:
-        weights = raw.view(torch_dtype(piece.dtype)).clone()
-    elif piece.index not in table.followed:
-        raise ProtocolError(f"changes of slice {piece.index} of {table.name!r} came before its weights")
+        weights = raw.view(torch_dtype(slice_.dtype)).clone()
+    elif slice_.index not in table.followed:
+        raise ProtocolError(f"changes of slice {slice_.index} of {table.name!r} came before its weights")
     else:
-        known, weights = table.followed[piece.index]
+        known, weights = table.followed[slice_.index]
         if known != version:
             weights = weights.clone()
             add_changes(codec, raw, weights)
-    table.followed[piece.index] = version, weights
+    table.followed[slice_.index] = version, weights
     return weights
 
 

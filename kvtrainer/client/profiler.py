@@ -104,7 +104,7 @@ class Profiler:
         process = _checked(profile_process)
         check.one_of("the state of a profiler", state, ("run", "stop"))
         try:
-            self._client.settle()
+            self._client.wait_pending()
         finally:
             if state == "stop":
                 self._switch(process, "stop")

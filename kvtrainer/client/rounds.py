@@ -50,12 +50,12 @@ _IN_VAIN = 3
 class Rounds:
     def __init__(self, session: Session) -> None:
         self.tables = Tables(session.num_servers)
-        self._under_way = [0] * session.num_servers
+        self._in_flight = [0] * session.num_servers
         """By server, the bytes of its slices in open rounds that were announced."""
         self._session = session
         self.open: dict[int, Round] = {}
         """Table (index) → its open round."""
-        self._ahead: dict[int, EagerPush] = {}
+        self._eager_pushes: dict[int, EagerPush] = {}
         """Table (index) → its eager pushes."""
         self._layouts: dict[tuple[int, ...], list[ServerLayout]] = {}
         """Tables (by index, in the order of a call) → their layouts. Most calls repeat."""
@@ -74,33 +74,33 @@ class Rounds:
         is_encoded = bool(contribution.rows)
         for table in tables:
             if table.index in self.open or self.tables.broken:
-                self.settle(table)
+                self.wait_pending(table)
             is_encoded |= table.compressor is not None
         round_ = Round(contribution, session, is_read)
         # 2. Prepare what each server is sent, using slices that were pushed before.
         key = tuple([table.index for table in tables])
         try:
             self.open.update(dict.fromkeys(key, round_))
-            ahead = self._ahead.get(key[0]) if len(key) == 1 and not is_read else None
-            if ahead is not None:
-                self._renew(ahead, tables[0])
-            if ahead is not None and ahead.sent:
-                round_.kept = kept(contribution, ahead.sent)
+            eager = self._eager_pushes.get(key[0]) if len(key) == 1 and not is_read else None
+            if eager is not None:
+                self._renew(eager, tables[0])
+            if eager is not None and eager.sent:
+                round_.kept = kept(contribution, eager.sent)
                 if contribution.values is not None:
-                    ahead.end(round_.kept)
+                    eager.end(round_.kept)
             if is_encoded:
                 round_.encoded = encode(contribution, round_.kept or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
                 request.number = session.next_number(partial(self._take, round_, request))
-                if ahead is not None and round_.kept is not None:
-                    request.follow(round_.kept, len(round_.kept) == len(ahead.sent))
+                if eager is not None and round_.kept is not None:
+                    request.follow(round_.kept, len(round_.kept) == len(eager.sent))
                 round_.server_requests.append(request)
                 if request.open:
                     round_.open.append(request)
             # 3. Over a network servers may use slices before the commit, so they are told what it will say.
-            if session.is_far and not is_read and len(tables) == 1:
-                self._announce(round_, ahead)
+            if session.is_remote and not is_read and len(tables) == 1:
+                self._declare_intent(round_, eager)
             # 4. Send the slices to all servers, then the commits.
             round_.log("started")
             for first in range(0, len(round_.open), session.num_servers):
@@ -123,27 +123,35 @@ class Rounds:
             raise
         return round_
 
-    def _announce(self, round_: Round, ahead: EagerPush | None) -> None:
+    def _declare_intent(self, round_: Round, eager: EagerPush | None) -> None:
         session, contribution = self._session, round_.contribution
-        early = None if ahead is None else ahead.early
+        speculative = None if eager is None else eager.speculative
         is_plain, was_right = _is_plain(contribution), True
-        said = None if early is None else (early.contribution.rescale, early.contribution.hyper)
+        said = (
+            None
+            if speculative is None
+            else (speculative.contribution.rescale, speculative.contribution.hyper)
+        )
         is_equal = is_plain and said == (contribution.rescale, contribution.hyper)
-        told = {} if early is None else {request.server: request for request in early.server_requests}
+        told = (
+            {}
+            if speculative is None
+            else {request.server: request for request in speculative.server_requests}
+        )
         for request in round_.server_requests:
             # 1. Go on with the request of the backward pass, if there was one.
             before = told.get(request.server)
             if before is not None and contribution.outs is not None:
                 session.forget(request.number)
-                request.take_over(before)
+                request.adopt(before)
                 session.listen(request.number, partial(self._take, round_, request))
             elif before is not None:
                 session.forget(before.number)
             # 2. Count what is on its way, by which slices are cut.
-            announced = request.announcement(round_) if is_plain else None
-            if request.incoming.is_announced:
-                self._under_way[request.server] += request.layout.total
-                request.under_way = self._under_way[request.server]
+            intent = request.intent(round_) if is_plain else None
+            if request.incoming.has_intent:
+                self._in_flight[request.server] += request.layout.total
+                request.in_flight = self._in_flight[request.server]
             if (
                 before is not None
                 and is_equal
@@ -153,46 +161,48 @@ class Rounds:
                 continue
             # 3. The server was told nothing, or something else.
             was_right &= before is None
-            if announced is not None:
-                session.send(request.server, request.number, announced, contribution.priority)
-        if ahead is not None:
-            ahead.expect(contribution if is_plain else None, was_right)
+            if intent is not None:
+                session.send(request.server, request.number, intent, contribution.priority)
+        if eager is not None:
+            eager.expect(contribution if is_plain else None, was_right)
 
-    def _announce_early(
-        self, table: RemoteTable, ahead: EagerPush, predict_hypers: Callable[[], bytes]
+    def _declare_speculative(
+        self, table: RemoteTable, eager: EagerPush, predict_hypers: Callable[[], bytes]
     ) -> None:
         """Tell servers that the open round of a table is expected to be like the last one.
 
         Not if weights are mapped, because servers would change them while they are in use.
         """
-        last = ahead.expected
+        last = eager.expected
         if last is None or last.sink.maps:
             return
-        early = Round(last._replace(hyper=predict_hypers()), self._session)
-        ahead.early = early  # before anything is sent, so that the step finds it after an interrupt
+        speculative = Round(last._replace(hyper=predict_hypers()), self._session)
+        eager.speculative = (
+            speculative  # before anything is sent, so that the step finds it after an interrupt
+        )
         for layout in self._layouts[(table.index,)]:
-            request = ServerRequest(layout, early, self.tables)
-            announced = request.announcement(early, may_change=True)
+            request = ServerRequest(layout, speculative, self.tables)
+            intent = request.intent(speculative, tentative=True)
             layout.spare = request.memory
-            if announced is not None:
+            if intent is not None:
                 request.number = self._session.next_number()
-                early.server_requests.append(request)
-                self._session.listen(request.number, partial(_take_early, request))
-                self._session.send(request.server, request.number, announced, len(table.plan.slices) + 1)
+                speculative.server_requests.append(request)
+                self._session.listen(request.number, partial(_receive_speculative, request))
+                self._session.send(request.server, request.number, intent, len(table.plan.slices) + 1)
 
-    def _renew(self, ahead: EagerPush, table: RemoteTable) -> bool:
+    def _renew(self, eager: EagerPush, table: RemoteTable) -> bool:
         """Reset the eager pushes of a table if their round has ended, committed or not; returns whether it has."""
-        is_over = ahead.round != table.round
+        is_over = eager.round != table.round
         if is_over:
-            for request in ahead.early.server_requests if ahead.early is not None else ():
+            for request in eager.speculative.server_requests if eager.speculative is not None else ():
                 self._session.forget(request.number)
-            ahead.begin(table.round)
+            eager.begin(table.round)
         return is_over
 
     def push_eagerly(
         self,
         table: RemoteTable,
-        piece: Slice,
+        slice_: Slice,
         parts: Sequence[Tensor],
         predict_hypers: Callable[[], bytes] = bytes,
     ) -> None:
@@ -209,50 +219,52 @@ class Rounds:
         Raises:
             KVStoreError: it cannot be sent, or not be compressed: it goes with the commit.
         """
-        ahead = self._ahead.setdefault(table.index, EagerPush())
-        if table.index in self.open or (ahead.round == table.round and piece.index in ahead.sent):
+        eager = self._eager_pushes.setdefault(table.index, EagerPush())
+        if table.index in self.open or (eager.round == table.round and slice_.index in eager.sent):
             return
         # 1. The first slice of a round: tell servers over a network what to expect.
-        if self._renew(ahead, table):
+        if self._renew(eager, table):
             if table.compressor is not None:
                 table.compressor.begin()
-            if self._session.is_far:
-                self._announce_early(table, ahead, predict_hypers)
+            if self._session.is_remote:
+                self._declare_speculative(table, eager, predict_hypers)
         # 2. Copy the slice, and compress it.
-        numbers, form = ahead.copy(piece, parts), b""
+        numbers, form = eager.copy(slice_, parts), b""
         if table.compressor is not None:
             form = table.compressor.packed_codec
-            numbers = table.compressor.encode_eagerly(numbers[: piece.used], piece)
+            numbers = table.compressor.encode_eagerly(numbers[: slice_.used], slice_)
         # 3. Send it. It counts as sent from here on: if it is lost, the server asks for it.
-        ahead.note(piece)
-        pushes = m.matrix([(table.slot_of(piece), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
+        eager.record(slice_)
+        pushes = m.matrix([(table.slot_of(slice_), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
         body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
-        number, early = self._session.next_number(), ahead.early
+        number, speculative = self._session.next_number(), eager.speculative
         request = (
             next(
-                (request for request in early.server_requests if request.server == piece.server),
+                (request for request in speculative.server_requests if request.server == slice_.server),
                 None,
             )
-            if early
+            if speculative
             else None
         )
-        urgency = len(table.plan.slices) - piece.index
+        urgency = len(table.plan.slices) - slice_.index
         if request is None:
-            self._session.send(piece.server, number, body, urgency)
+            self._session.send(slice_.server, number, body, urgency)
             return
         self._session.take_what_came()  # answers make room for parts that wait
-        share = request.layout.total * numbers.nbytes // max(piece.nbytes, 1)  # an empty key has 0 bytes
+        share = request.layout.total * numbers.nbytes // max(slice_.nbytes, 1)  # an empty key has 0 bytes
         sent = list(cut(body, share, partial(request.layout.itemsize, form)))
         # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
         # behind all parts, so sorting them would gain nothing, and leave more slices answered in part.
         for part in sent:
-            self._session.send(piece.server, number, part, urgency if len(sent) == 1 else 0)
+            self._session.send(slice_.server, number, part, urgency if len(sent) == 1 else 0)
 
-    def leave(self, table: RemoteTable) -> None:
+    def forget(self, table: RemoteTable) -> None:
         for key in [key for key in self._layouts if table.index in key]:
             del self._layouts[key]
-        ahead = self._ahead.pop(table.index, None)
-        for request in () if ahead is None or ahead.early is None else ahead.early.server_requests:
+        eager = self._eager_pushes.pop(table.index, None)
+        for request in (
+            () if eager is None or eager.speculative is None else eager.speculative.server_requests
+        ):
             self._session.forget(request.number)
 
     def initialise(self, contribution: Contribution) -> None:
@@ -301,7 +313,7 @@ class Rounds:
             if table.broken is not None:
                 raise table.broken
 
-    def settle(self, table: RemoteTable) -> None:
+    def wait_pending(self, table: RemoteTable) -> None:
         """Wait for the open round of a table, if there is one.
 
         Raises:
@@ -318,15 +330,15 @@ class Rounds:
         if table.index in self.tables.broken:
             raise self.tables.broken[table.index]
 
-    def settle_all(self) -> None:
+    def wait_all_pending(self) -> None:
         while self.open:
-            self.settle(next(iter(self.open.values())).contribution.tables[0])
+            self.wait_pending(next(iter(self.open.values())).contribution.tables[0])
 
     def pull(self, tables: Sequence[RemoteTable], outs: Sequence[Arenas]) -> None:
         """Write the present weights of whole tables into arenas, after this worker's rounds, to compute with them."""
         self.wait(self.start(Contribution(tables, None, outs), is_read=True))
 
-    def look(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
+    def read(self, table: RemoteTable, out: Arenas) -> dict[int, int]:
         """Write a table's present weights into an arena, to inspect them; what this worker computes with stays.
 
         Returns their version, by server.
@@ -485,7 +497,7 @@ class Rounds:
         lost: set[int] = set()
         for request in round_.server_requests:
             self._session.forget(request.number)
-            self._under_way[request.server] -= request.layout.total if request.under_way else 0
+            self._in_flight[request.server] -= request.layout.total if request.in_flight else 0
             # Otherwise a message may still be sent from this buffer.
             if round_.error is None and not request.open:
                 request.layout.spare = request.memory
@@ -584,7 +596,7 @@ class Rounds:
         }
 
 
-def _take_early(request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
+def _receive_speculative(request: ServerRequest, _: int, reply: m.ReplyBody) -> None:
     """Store new weights of a round that this worker has yet to start; other replies come again after its commit."""
     if isinstance(reply, m.Weights):
         request.incoming.receive(reply)
@@ -656,7 +668,7 @@ class EagerPush:
     def __init__(self) -> None:
         self.expected: Contribution | None = None
         """What the next round is expected to be like; None if it is not announced."""
-        self.early: Round | None = None
+        self.speculative: Round | None = None
         """The open round as it was announced, with the weights received since; None if it was not announced."""
         self.round = -1
         self.sent: dict[int, Tensor] = {}
@@ -668,20 +680,20 @@ class EagerPush:
         """Rounds that are not announced, because earlier ones came otherwise."""
 
     def begin(self, round_: int) -> None:
-        self.round, self.sent, self.early = round_, {}, None
+        self.round, self.sent, self.speculative = round_, {}, None
 
-    def copy(self, piece: Slice, parts: Sequence[Tensor]) -> Tensor:
+    def copy(self, slice_: Slice, parts: Sequence[Tensor]) -> Tensor:
         """Copy a slice together from the values of its keys; returns it with its padding."""
-        numbers = self._memory.get(piece.index)
+        numbers = self._memory.get(slice_.index)
         if numbers is None:
-            numbers = torch.zeros(piece.length, dtype=torch_dtype(piece.dtype), device="cpu")
-            self._memory[piece.index] = numbers
-        places = [numbers[one.start : one.start + one.numel] for one in piece.segments]
+            numbers = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype), device="cpu")
+            self._memory[slice_.index] = numbers
+        places = [numbers[one.start : one.start + one.numel] for one in slice_.segments]
         torch._foreach_copy_(places, list(parts))
         return numbers
 
-    def note(self, piece: Slice) -> None:
-        self.sent[piece.index] = self._memory[piece.index][: piece.used]
+    def record(self, slice_: Slice) -> None:
+        self.sent[slice_.index] = self._memory[slice_.index][: slice_.used]
 
     def end(self, kept: Collection[int]) -> None:
         self._vain.count(bool(kept))
@@ -692,9 +704,9 @@ class EagerPush:
         """
         if not was_right:
             self._surprises.fail()
-        elif self.early is not None and self.early.server_requests:
+        elif self.speculative is not None and self.speculative.server_requests:
             self._surprises.succeed()
-        self.early = None
+        self.speculative = None
         self.expected = None
         if not self._surprises.skips() and contribution is not None:
             # The gradients themselves are not kept alive.

@@ -92,7 +92,7 @@ class RowPulls:
         places: list[tuple[RemoteTable, Tensor, Ints]] = []
         for table, keys, ids in _side_by_side(wanted):
             # 1. The requests of one row group count as rows of one key.
-            self.rounds.settle(table)
+            self.rounds.wait_pending(table)
             spec, lengths = table.plan.specs[keys[0]], list(map(len, ids))
             rows = table.plan.rows(keys[0])
             given = ids[0]
@@ -107,7 +107,7 @@ class RowPulls:
                 where = np.arange(len(given))[where]
                 for at in range(0, len(own), block.most):
                     some = own[at : at + block.most].astype("<i8").tobytes()
-                    first = block.pieces[0].segments[block.position].key
+                    first = block.slices[0].segments[block.position].key
                     body = m.PullRows(table.numbers[block.server], first, some, timeout)
                     requests.append((block.server, body))
                     places.append((table, out, where[at : at + block.most]))
@@ -176,7 +176,7 @@ class TableRows:
         if not self.are_read:
             return None
         rounds, table = self._pulls.rounds, self._table
-        rounds.settle(table)
+        rounds.wait_pending(table)
         if key not in self._mapped:
             self._mapped[key] = self._map(key)
         mapped, servers = self._mapped[key], list(table.plan.rows(key).blocks)
@@ -198,7 +198,9 @@ class TableRows:
             assert isinstance(answer, m.Weights)
             # The server also shows slices of other keys.
             pieces = {
-                table.slot_of(piece): piece for piece in table.plan.slices_with(key) if piece.server == server
+                table.slot_of(slice_): slice_
+                for slice_ in table.plan.slices_with(key)
+                if slice_.server == server
             }
             for slot, _, place in answer.places.tolist():
                 memory = session.memory_at(server, place) if slot in pieces else None
@@ -291,11 +293,11 @@ class MappedRows:
         room = np.frombuffer(self._room, np.uint8)
         spans: dict[int, tuple[SharedArena, int, int]] = {}
         """By memory, where the slices there begin and end; they are neighbours."""
-        for piece in pieces:
-            at, nbytes = piece.segments[0].key_start * size, piece.nbytes
-            memory, begin = shown.get(piece.index, (None, 0))
+        for slice_ in pieces:
+            at, nbytes = slice_.segments[0].key_start * size, slice_.nbytes
+            memory, begin = shown.get(slice_.index, (None, 0))
             if memory is None or at % PAGE or begin % PAGE or begin + nbytes > memory.nbytes:
-                raise OSError(f"slice {piece.index} of key {spec.key!r} cannot be mapped")
+                raise OSError(f"slice {slice_.index} of key {spec.key!r} cannot be mapped")
             put_pages(room.ctypes.data + at, -(-nbytes // PAGE) * PAGE, memory.fd, begin, mmap.PROT_READ)
             _, first, end = spans.get(id(memory), (memory, begin, 0))
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)

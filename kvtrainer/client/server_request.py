@@ -52,7 +52,7 @@ class ServerRequest:
         """Those of them that were pushed eagerly and have not changed since."""
         self.generation = 0
         """Of the others."""
-        self.under_way = 0
+        self.in_flight = 0
         """If the round is announced, the bytes of the server's slices in all announced rounds that were open then."""
         if self.given is layout.resident and (
             contribution.absent or contribution.rows or contribution.sources
@@ -117,12 +117,12 @@ class ServerRequest:
             kept: Slices (by index) that count as they were pushed.
             are_all: No other slice was pushed, so the slices that follow need no new generation.
         """
-        self.kept = frozenset([at for at in self.given if self.layout.pieces[at].index in kept])
+        self.kept = frozenset([at for at in self.given if self.layout.slices[at].index in kept])
         self.generation = int(not are_all)
         self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
         self.commits[:, 5] |= m.DISCARD_EAGER * (not kept)
 
-    def announcement(self, round_: Round, may_change: bool = False) -> m.Contribute | None:
+    def intent(self, round_: Round, tentative: bool = False) -> m.Contribute | None:
         """Return a message that tells a server what the commit will say, so that it can use single slices before.
 
         None if that is not worth while: the round is short, or not all of its slices are given.
@@ -134,9 +134,9 @@ class ServerRequest:
         kept = np.array(sorted(self.kept) if self.generation else (), np.int64)
         if len(self.given) not in (0, size) or not is_long or len(kept) > KEYS_PER_MESSAGE:
             return None
-        self.incoming.is_announced = True
+        self.incoming.has_intent = True
         commits, pushes = self.commits.copy(), layout.pushes[kept]
-        commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * may_change
+        commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
         pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[kept]], 0
         return m.Contribute(
             pushes,
@@ -147,9 +147,9 @@ class ServerRequest:
             timeout=round_.session.options.timeout,
         )
 
-    def take_over(self, early: ServerRequest) -> None:
+    def adopt(self, speculative: ServerRequest) -> None:
         """Adopt the request announced during the backward pass, with the weights already received."""
-        self.number, self.incoming = early.number, early.incoming
+        self.number, self.incoming = speculative.number, speculative.incoming
         self.incoming.open = self.open
 
     def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
@@ -178,11 +178,11 @@ class ServerRequest:
             batches.append((b"", plain, tuple(payloads)))
         copied = nbytes = sum([data.nbytes for _, _, payloads in batches for data in payloads])
         for run in runs:
-            payloads = [contribution.shared_grads[layout.pieces[at].index] for at in run]
+            payloads = [contribution.shared_grads[layout.slices[at].index] for at in run]
             batches.append((b"", run, tuple(payloads)))
             nbytes += sum([data.nbytes for data in payloads])
         # 3. Commits go in a message of their own, unless all of it is short.
-        is_apart = copied > SENT_ALONE and (len(given) > 1 or self.incoming.is_announced)
+        is_apart = copied > SENT_ALONE and (len(given) > 1 or self.incoming.has_intent)
         if is_apart and nbytes <= _NEAR and len(round_.server_requests) == 1:
             is_apart = round_.session.transport.channel(self.server) is None
         if is_apart or not batches:
@@ -198,8 +198,8 @@ class ServerRequest:
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
-            is_cut = self.incoming.is_announced and number < len(batches)
-            share = self.under_way * nbytes // max(layout.total, 1)
+            is_cut = self.incoming.has_intent and number < len(batches)
+            share = self.in_flight * nbytes // max(layout.total, 1)
             bodies += cut(body, share, partial(layout.itemsize, form)) if is_cut else [body]
         # 5. The commits.
         body.commits, body.hyper, body.rescale = commits, contribution.hyper, contribution.rescale
@@ -219,7 +219,7 @@ class ServerRequest:
         forms: dict[bytes, list[tuple[int, Tensor]]] = {}
         for at in given:
             of = int(layout.index[layout.table[at]])
-            found = round_.encoded.get(of, {}).get(layout.pieces[at].index)
+            found = round_.encoded.get(of, {}).get(layout.slices[at].index)
             if found is None:
                 plain.append(at)
             else:
@@ -354,8 +354,8 @@ class Round:
 
 
 def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
-    piece = layout.pieces[at]
-    key, _, start, numel = piece.segments[0]
+    slice_ = layout.slices[at]
+    key, _, start, numel = slice_.segments[0]
     if key in contribution.sources:
         return contribution.sources[key](start, numel).contiguous()
     if key in contribution.borrowed:
@@ -363,8 +363,8 @@ def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     assert contribution.values is not None
     arenas = contribution.values[layout.at[layout.table[at]]]
     if layout.begin[at] >= 0:
-        return part_of(arenas, piece)
-    return arenas[piece.dtype][piece.offset : piece.offset + piece.length]
+        return part_of(arenas, slice_)
+    return arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.length]
 
 
 def _in_place(
@@ -375,7 +375,7 @@ def _in_place(
     runs: list[list[int]] = []
     end = -1
     for at in given:
-        own = contribution.shared_grads.get(layout.pieces[at].index)
+        own = contribution.shared_grads.get(layout.slices[at].index)
         if own is None:
             others.append(at)
             continue
@@ -388,7 +388,7 @@ def _in_place(
 
 def _whole(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     """Return the values of a slice with its padding, which the end of an arena may lack."""
-    length, found = layout.pieces[at].length, _given(contribution, layout, at)
+    length, found = layout.slices[at].length, _given(contribution, layout, at)
     if len(found) == length:
         return found
     padded = torch.zeros(length, dtype=found.dtype, device="cpu")

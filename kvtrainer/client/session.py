@@ -99,7 +99,7 @@ class Transport(ABC):
     def last_heartbeat(self, server: int) -> float:
         """Return when a server last answered a heartbeat, on the session's clock; 0 if it never did."""
 
-    def is_far(self, server: int) -> bool:
+    def is_remote(self, server: int) -> bool:
         return False
 
     ended: Collection[int] = ()
@@ -230,7 +230,7 @@ class Session:
         self.clock = clock
         self.num_servers = transport.num_servers
         self.is_closed = False
-        self.is_far = False
+        self.is_remote = False
         """Whether there is a network between the workers of synchronous rounds and some of their servers."""
         self.spread_from = 0
         """Trainers' tables of at least this many bytes are spread over all servers, as the servers want it."""
@@ -295,7 +295,7 @@ class Session:
             raise refusals[0]
         self.transport.begin(self._tokens, lambda: self.report.pack())
         is_shared = self.options.num_workers > 1 and self.options.mode.is_sync
-        self.is_far = is_shared and any(map(self.transport.is_far, range(self.num_servers)))
+        self.is_remote = is_shared and any(map(self.transport.is_remote, range(self.num_servers)))
 
     def _say_hello(self, server: int) -> None:
         o = self.options

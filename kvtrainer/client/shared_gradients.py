@@ -45,10 +45,10 @@ _WORTH_A_PLACE = 4 << 10
 """Small gradients are gathered in shared memory if all of them have at least this many bytes."""
 
 
-class _Run(NamedTuple):
+class _SliceRange(NamedTuple):
     """Neighbouring slices of a key on one server."""
 
-    pieces: tuple[Slice, ...]
+    slices: tuple[Slice, ...]
     begin: int
     """In the key, in bytes."""
     end: int
@@ -58,7 +58,7 @@ class _Run(NamedTuple):
 
     @property
     def key(self) -> int:
-        return self.pieces[0].segments[0].key
+        return self.slices[0].segments[0].key
 
     @property
     def own(self) -> int:
@@ -66,7 +66,7 @@ class _Run(NamedTuple):
         return min(_whole_pages(self.begin), self.end)
 
 
-class _Home(NamedTuple):
+class _BufferPart(NamedTuple):
     begin: int
     """In bytes, in the memory of all."""
     nbytes: int
@@ -98,24 +98,26 @@ class SharedGradients:
         # 1. Keys whose slices are all on servers of this host.
         self._plan = plan
         near = {server: own for server in plan.servers if (own := channel(server)) is not None}
-        far = _keys_of([piece for piece in plan.slices if piece.server not in near])
+        far = _keys_of([slice_ for slice_ in plan.slices if slice_.server not in near])
         here = [
-            piece for piece in plan.slices if plan.is_resident(piece) and far.isdisjoint(_keys_of([piece]))
+            slice_
+            for slice_ in plan.slices
+            if plan.is_resident(slice_) and far.isdisjoint(_keys_of([slice_]))
         ]
         # 2. Large ones are allocated, all others gathered.
         borrowed = _keys_of(here).intersection(keys)
         long = {key for key in borrowed if allocates and plan.specs[key].nbytes >= LEAST}
-        others = [piece for piece in here if gathers and piece.segments[0].key not in keys]
-        if sum([piece.nbytes for piece in others]) < _WORTH_A_PLACE:
+        others = [slice_ for slice_ in here if gathers and slice_.segments[0].key not in keys]
+        if sum([slice_.nbytes for slice_ in others]) < _WORTH_A_PLACE:
             others = []
         spread = {key for key in _keys_of(others) if len({one.server for one in plan.slices_with(key)}) > 1}
         # 3. Places in the staging buffers: first those that are needed in any case.
-        self._gathered = [piece for piece in others if piece.segments[0].key not in spread]
+        self._gathered = [slice_ for slice_ in others if slice_.segments[0].key not in spread]
         """Slices that follow each other in their server's staging buffer."""
         self._sizes: dict[int, int] = {}
         """Server → the bytes of its staging buffer without places for large gradients."""
-        for piece in self._gathered:
-            self._sizes[piece.server] = self._sizes.get(piece.server, 0) + _nbytes(piece)
+        for slice_ in self._gathered:
+            self._sizes[slice_.server] = self._sizes.get(slice_.server, 0) + _nbytes(slice_)
         self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
         self._spread = list(_runs_of(plan, spread, self._sizes))
         """The slices of small keys that are on several servers."""
@@ -135,11 +137,11 @@ class SharedGradients:
         self._num_rounds = 0
         self.is_coming = False
         """Whether requested staging buffers are not mapped yet."""
-        self._runs: list[_Run] = []
+        self._runs: list[_SliceRange] = []
         """Ranges of slices that are mapped."""
         self._staging_buffers: dict[int, StagingBuffer] = {}
         self._memory: Any = np.zeros(0, np.uint8)
-        self._homes: dict[int, _Home] = {}
+        self._buffer_parts: dict[int, _BufferPart] = {}
         self._last: dict[int, Callable[[], object]] = {}
         """Key → a reference to the memory of its last gradient. Missing while a thread allocates a gradient there."""
         self._edges: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -187,17 +189,17 @@ class SharedGradients:
             self._is_wanted = True
             return None
         try:
-            home = self._homes[key]
+            part = self._buffer_parts[key]
             is_plain = type(grad) is Tensor and grad.layout is torch.strided and grad.is_cpu
-            is_like = is_plain and grad.dtype == home.dtype and grad.shape == home.shape
+            is_like = is_plain and grad.dtype == part.dtype and grad.shape == part.shape
             if not is_like or torch.is_grad_enabled() or last() is not None:
                 return None
             if not all([staging_buffer.is_free for staging_buffer in self._staging_buffers.values()]):
                 return None
-            memory = self._memory[home.begin : home.begin + home.nbytes]
+            memory = self._memory[part.begin : part.begin + part.nbytes]
             last = weakref.ref(memory)
             # The storage has the memory as long as anybody has the storage.
-            return torch.frombuffer(memory, dtype=home.dtype).resize_(home.shape).copy_(grad)
+            return torch.frombuffer(memory, dtype=part.dtype).resize_(part.shape).copy_(grad)
         finally:
             self._last[key] = last
 
@@ -211,9 +213,9 @@ class SharedGradients:
             return {}
         return {
             key: torch.frombuffer(
-                self._memory, dtype=home.dtype, offset=home.begin, count=math.prod(home.shape)
+                self._memory, dtype=part.dtype, offset=part.begin, count=math.prod(part.shape)
             )
-            for key, home in self._homes.items()
+            for key, part in self._buffer_parts.items()
             if key not in without
         }
 
@@ -254,7 +256,7 @@ class SharedGradients:
             return_free_memory()
             for channel in self._channels.values():
                 channel.trim()
-        found = {index: own for key in here for index, own in self._homes[key].slices.items()}
+        found = {index: own for key in here for index, own in self._buffer_parts[key].slices.items()}
         return found | self._filled if are_gathered else found
 
     def _ask(self, sizes: Mapping[int, int]) -> None:
@@ -266,7 +268,7 @@ class SharedGradients:
             self._asked, self._requests, self.is_coming = sizes, asked, True
 
     def _is_home(self, key: int, begin: int) -> bool:
-        return key in self._last and self._homes[key].begin == begin
+        return key in self._last and self._buffer_parts[key].begin == begin
 
     def _map(self, staging_buffers: Mapping[int, StagingBuffer]) -> None:
         """Map the buffers. An interrupt leaves no gradient here."""
@@ -285,16 +287,18 @@ class SharedGradients:
         numbers = torch.from_numpy(self._memory)
         for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
             spec = plan.specs[key]
-            self._homes[key] = _Home(end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {})
+            self._buffer_parts[key] = _BufferPart(
+                end - size, spec.nbytes, spec.shape, torch_dtype(spec.dtype), {}
+            )
         for run in self._runs:
-            home, staging_buffer = self._homes[run.key], staging_buffers[run.pieces[0].server]
-            self._map_run(run, home, staging_buffer, is_shared=True)
+            part, staging_buffer = self._buffer_parts[run.key], staging_buffers[run.slices[0].server]
+            self._map_run(run, part, staging_buffer, is_shared=True)
             shared, at = staging_buffer.arena.numbers, run.place
-            for piece in run.pieces:
-                home.slices[piece.index] = shared[at : at + _nbytes(piece)].view(home.dtype)
-                at += _nbytes(piece)
+            for slice_ in run.slices:
+                part.slices[slice_.index] = shared[at : at + _nbytes(slice_)].view(part.dtype)
+                at += _nbytes(slice_)
             if run.own > run.begin:
-                front = numbers[home.begin + run.begin : home.begin + run.own]
+                front = numbers[part.begin + run.begin : part.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
         # 3. Only now may gradients be here.
@@ -307,22 +311,24 @@ class SharedGradients:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
-            home = self._homes[key]
-            targets[key] = numbers[home.begin : home.begin + home.nbytes].view(home.dtype)
-            filled |= home.slices
+            part = self._buffer_parts[key]
+            targets[key] = numbers[part.begin : part.begin + part.nbytes].view(part.dtype)
+            filled |= part.slices
         ends: dict[int, int] = {}
-        for piece in self._gathered:
-            shared, begin = staging_buffers[piece.server].arena.numbers, ends.get(piece.server, 0)
-            end = ends[piece.server] = begin + _nbytes(piece)
-            filled[piece.index] = shared[begin:end].view(torch_dtype(piece.dtype))
-            for segment in piece.segments:
+        for slice_ in self._gathered:
+            shared, begin = staging_buffers[slice_.server].arena.numbers, ends.get(slice_.server, 0)
+            end = ends[slice_.server] = begin + _nbytes(slice_)
+            filled[slice_.index] = shared[begin:end].view(torch_dtype(slice_.dtype))
+            for segment in slice_.segments:
                 if not segment.key_start:  # further slices of the key come next
-                    spec, first = self._plan.specs[segment.key], begin + segment.start * SIZES[piece.dtype]
+                    spec, first = self._plan.specs[segment.key], begin + segment.start * SIZES[slice_.dtype]
                     targets[segment.key] = shared[first : first + spec.nbytes].view(torch_dtype(spec.dtype))
         return targets, filled
 
-    def _map_run(self, run: _Run, home: _Home, staging_buffer: StagingBuffer, is_shared: bool) -> None:
-        address = self._memory.ctypes.data + home.begin + run.own
+    def _map_run(
+        self, run: _SliceRange, part: _BufferPart, staging_buffer: StagingBuffer, is_shared: bool
+    ) -> None:
+        address = self._memory.ctypes.data + part.begin + run.own
         if run.own < run.end:
             nbytes, offset = _whole_pages(run.end) - run.own, run.place + run.own - run.begin
             put_pages(address, nbytes, staging_buffer.fd, offset, mmap.PROT_READ | mmap.PROT_WRITE, is_shared)
@@ -332,28 +338,28 @@ class SharedGradients:
         self._last, self._targets = {}, NO_TARGETS
         for run in self._runs:
             self._map_run(
-                run, self._homes[run.key], self._staging_buffers[run.pieces[0].server], is_shared=False
+                run, self._buffer_parts[run.key], self._staging_buffers[run.slices[0].server], is_shared=False
             )
 
 
-def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_Run]:
+def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterator[_SliceRange]:
     """Yield the slices of keys, neighbours on one server together, with places that are added to `sizes`."""
-    pieces = [piece for piece in plan.slices if piece.segments[0].key in keys]
+    pieces = [slice_ for slice_ in plan.slices if slice_.segments[0].key in keys]
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)
         begin = run[0].segments[0].key_start * SIZES[run[0].dtype]
         end = begin + sum(map(_nbytes, run))
         place = sizes.get(server, 0) + begin % PAGE
         sizes[server] = _whole_pages(place + end - begin)
-        yield _Run(run, begin, end, place)
+        yield _SliceRange(run, begin, end, place)
 
 
 def _keys_of(pieces: Collection[Slice]) -> set[int]:
-    return {segment.key for piece in pieces for segment in piece.segments}
+    return {segment.key for slice_ in pieces for segment in slice_.segments}
 
 
-def _nbytes(piece: Slice) -> int:
-    return piece.length * SIZES[piece.dtype]
+def _nbytes(slice_: Slice) -> int:
+    return slice_.length * SIZES[slice_.dtype]
 
 
 def _whole_pages(nbytes: int) -> int:

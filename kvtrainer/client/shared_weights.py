@@ -60,15 +60,15 @@ class WeightSink:
         """Return where rounds write new weights."""
         return weights
 
-    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
+    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
         """Return whether a slice is read from there already."""
         raise AssertionError("nothing is mapped here")
 
-    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
+    def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
         """Read a slice from where it begins in a server's memory. Raises OSError if that is impossible."""
         raise AssertionError("nothing is mapped here")
 
-    def unmap(self, piece: Slice) -> None:
+    def unmap(self, slice_: Slice) -> None:
         """Record that a slice was written to `outs`: its server's memory does not show it now."""
 
     def commit(self) -> None:
@@ -121,7 +121,7 @@ class CopySink(WeightSink):
 
 
 class _Mapped(NamedTuple):
-    piece: Slice
+    slice_: Slice
     server: int
     place: int
     source: Tensor
@@ -159,26 +159,26 @@ class MappedSink(WeightSink):
         """Dtype → for each page of its arena, whether it is mapped."""
         self.maps = True
 
-    def is_mapped(self, piece: Slice, server: int, place: int) -> bool:
-        found = self._slices.get(piece.index)
+    def is_mapped(self, slice_: Slice, server: int, place: int) -> bool:
+        found = self._slices.get(slice_.index)
         return found is not None and found.place == place and found.server == server
 
-    def map(self, piece: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
-        size = SIZES[piece.dtype]
-        flat, at, nbytes = self._flats[piece.dtype], piece.offset * size, piece.used * size
+    def map(self, slice_: Slice, server: int, place: int, memory: SharedArena, begin: int) -> None:
+        size = SIZES[slice_.dtype]
+        flat, at, nbytes = self._flats[slice_.dtype], slice_.offset * size, slice_.used * size
         first, end = -(-at // PAGE) * PAGE, (at + nbytes) // PAGE * PAGE
         if (at - begin) % PAGE or begin + nbytes > memory.nbytes or at + nbytes > len(flat):
-            raise OSError(f"slice {piece.index} is at {begin} of {memory.nbytes} bytes")
+            raise OSError(f"slice {slice_.index} is at {begin} of {memory.nbytes} bytes")
         self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
         source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
-        self._slices[piece.index] = _Mapped(piece, server, place, source, base, lines, first, end)
+        self._slices[slice_.index] = _Mapped(slice_, server, place, source, base, lines, first, end)
         marks = write_counters_in(memory.numbers)
         self._marks.setdefault(base, (marks, marks.copy()))
         self._record_change()
 
-    def unmap(self, piece: Slice) -> None:
-        if self._slices.pop(piece.index, None) is not None:
+    def unmap(self, slice_: Slice) -> None:
+        if self._slices.pop(slice_.index, None) is not None:
             self._record_change()
 
     def commit(self) -> None:
@@ -223,7 +223,7 @@ class MappedSink(WeightSink):
     def unwatched(self) -> dict[str, list[tuple[int, int]]]:
         found = {}
         for dtype, flat in self._flats.items():
-            pieces = [one.piece for one in self._slices.values() if one.piece.dtype == dtype]
+            pieces = [one.slice_ for one in self._slices.values() if one.slice_.dtype == dtype]
             size = SIZES[dtype]
             parts = sorted(
                 (one.offset * size, min((one.offset + one.length) * size, len(flat))) for one in pieces
@@ -234,10 +234,10 @@ class MappedSink(WeightSink):
 
     def release(self) -> None:
         for one in self._slices.values():
-            address = self._flats[one.piece.dtype].data_ptr() + one.first
-            kept = self._flats[one.piece.dtype][one.first : one.end].clone()
+            address = self._flats[one.slice_.dtype].data_ptr() + one.first
+            kept = self._flats[one.slice_.dtype][one.first : one.end].clone()
             self._system.map(address, one.end - one.first, -1, 0)
-            self._flats[one.piece.dtype][one.first : one.end].copy_(kept)
+            self._flats[one.slice_.dtype][one.first : one.end].copy_(kept)
         self._slices.clear()
         self.maps, self.problem = False, None
         self._record_change()
@@ -255,8 +255,8 @@ class MappedSink(WeightSink):
 
     def _ends_of(self, one: _Mapped) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a slice's bytes in front of its mapped pages and behind, here and at its server."""
-        at = one.piece.offset * SIZES[one.piece.dtype]
-        here = self._flats[one.piece.dtype][at : at + len(one.source)]
+        at = one.slice_.offset * SIZES[one.slice_.dtype]
+        here = self._flats[one.slice_.dtype][at : at + len(one.source)]
         for part in (slice(0, one.first - at), slice(one.end - at, len(here))):
             if len(here[part]):
                 yield here[part], one.source[part]
@@ -276,14 +276,14 @@ class MappedSink(WeightSink):
             self._is_shown = {
                 dtype: np.zeros(len(flat) // PAGE, np.bool_) for dtype, flat in self._flats.items()
             }
-            for one in sorted(self._slices.values(), key=lambda one: (one.piece.dtype, one.first)):
+            for one in sorted(self._slices.values(), key=lambda one: (one.slice_.dtype, one.first)):
                 if one.first >= one.end:
                     continue
-                self._is_shown[one.piece.dtype][one.first // PAGE : one.end // PAGE] = True
-                if runs and runs[-1][0] == one.piece.dtype and one.first <= runs[-1][2] + _FEW_PAGES * PAGE:
-                    runs[-1] = (one.piece.dtype, runs[-1][1], one.end)
+                self._is_shown[one.slice_.dtype][one.first // PAGE : one.end // PAGE] = True
+                if runs and runs[-1][0] == one.slice_.dtype and one.first <= runs[-1][2] + _FEW_PAGES * PAGE:
+                    runs[-1] = (one.slice_.dtype, runs[-1][1], one.end)
                 else:
-                    runs.append((one.piece.dtype, one.first, one.end))
+                    runs.append((one.slice_.dtype, one.first, one.end))
             self._runs = runs
         return self._runs
 
@@ -292,14 +292,14 @@ class MappedSink(WeightSink):
         found: set[int] = set()
         flat = self._flats[dtype]
         for one in self._slices.values():
-            mine = pages[(pages >= one.first) & (pages < one.end)] if one.piece.dtype == dtype else pages[:0]
-            at = one.piece.offset * SIZES[dtype]
+            mine = pages[(pages >= one.first) & (pages < one.end)] if one.slice_.dtype == dtype else pages[:0]
+            at = one.slice_.offset * SIZES[dtype]
             for some in _neighbours(mine // PAGE):
                 begin, end = int(some[0]) * PAGE, int(some[-1]) * PAGE + PAGE
                 if torch.equal(flat[begin:end], one.source[begin - at : end - at]):
                     self._system.forget(flat.data_ptr() + begin, end - begin)
                 else:
-                    found.add(one.piece.index)
+                    found.add(one.slice_.index)
         return found
 
 

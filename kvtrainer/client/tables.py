@@ -92,16 +92,16 @@ class Compressor:
         """
         self._residuals.forget(kept)
         found = {place: self._bytes[place] for place in kept}
-        for piece in slices:
-            if piece.index not in found:
-                grad = values[piece.dtype][piece.offset : piece.offset + piece.used]
-                found[piece.index] = self._encode(grad, piece, absent)
+        for slice_ in slices:
+            if slice_.index not in found:
+                grad = values[slice_.dtype][slice_.offset : slice_.offset + slice_.used]
+                found[slice_.index] = self._encode(grad, slice_, absent)
         self._bytes = found
         return dict(found)
 
-    def encode_eagerly(self, grad: Tensor, piece: Slice) -> Tensor:
-        self._bytes[piece.index] = self._encode(grad, piece, frozenset())
-        return self._bytes[piece.index]
+    def encode_eagerly(self, grad: Tensor, slice_: Slice) -> Tensor:
+        self._bytes[slice_.index] = self._encode(grad, slice_, frozenset())
+        return self._bytes[slice_.index]
 
     def has_encoded(self, index: int) -> bool:
         return index in self._bytes
@@ -118,11 +118,11 @@ class Compressor:
 
     def residuals(self) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
-        for piece in self._plan.slices:
-            kept = self._residuals.kept.get(piece.index)
+        for slice_ in self._plan.slices:
+            kept = self._residuals.kept.get(slice_.index)
             if kept is None:
                 continue
-            for segment in piece.segments:
+            for segment in slice_.segments:
                 spec = self._plan.specs[segment.key]
                 whole = found.setdefault(segment.key, torch.zeros(spec.numel, dtype=kept.dtype, device="cpu"))
                 part = kept[segment.start : segment.start + segment.numel]
@@ -132,33 +132,33 @@ class Compressor:
     def set_residuals(self, residuals: Mapping[int, Tensor]) -> None:
         """Replace all residuals; a key without an entry starts at zero."""
         fresh = Residuals[int](self.codec)
-        for piece in self._plan.slices:
-            kept, _ = fresh.pair(piece.index, piece.used, piece.dtype)
-            if kept is None or not self._plan.is_resident(piece):
+        for slice_ in self._plan.slices:
+            kept, _ = fresh.pair(slice_.index, slice_.used, slice_.dtype)
+            if kept is None or not self._plan.is_resident(slice_):
                 continue
-            for segment in piece.segments:
+            for segment in slice_.segments:
                 whole = residuals.get(segment.key)
                 if whole is not None:
                     part = whole.reshape(-1)[segment.key_start : segment.key_start + segment.numel]
                     kept[segment.start : segment.start + segment.numel] = part
-            fresh.kept[piece.index] = kept
+            fresh.kept[slice_.index] = kept
         self._residuals, self._bytes = fresh, {}
 
-    def _encode(self, grad: Tensor, piece: Slice, absent: frozenset[int]) -> Tensor:
-        out = self._read.pop(piece.index, None)
+    def _encode(self, grad: Tensor, slice_: Slice, absent: frozenset[int]) -> Tensor:
+        out = self._read.pop(slice_.index, None)
         if out is None:
             out = torch.empty(
-                self.codec.encoded_nbytes(piece.used, piece.dtype), dtype=torch.uint8, device="cpu"
+                self.codec.encoded_nbytes(slice_.used, slice_.dtype), dtype=torch.uint8, device="cpu"
             )
-        residual, following = self._residuals.pair(piece.index, piece.used, piece.dtype)
+        residual, following = self._residuals.pair(slice_.index, slice_.used, slice_.dtype)
         self.codec.encode(grad, residual, out, following)
         if residual is None or following is None:
             return out
-        for segment in piece.segments:
+        for segment in slice_.segments:
             if segment.key in absent:
                 part = slice(segment.start, segment.start + segment.numel)
                 following[part] = residual[part]
-        self._residuals.following[piece.index] = following
+        self._residuals.following[slice_.index] = following
         return out
 
 
@@ -226,14 +226,14 @@ class RemoteTable:
         """Return whether a round of this worker may be applied elsewhere, whatever happened here."""
         return self.round > round_ and self._tables.failed.get(self.index) != round_
 
-    def slot_of(self, piece: Slice) -> int:
+    def slot_of(self, slice_: Slice) -> int:
         if self._at is None:
             self._at = {
                 p.index: at
                 for server in self.plan.servers
                 for at, p in enumerate(self.plan.slices_of(server))
             }
-        return int(self._tables.slot[piece.server, self.index]) + self._at[piece.index]
+        return int(self._tables.slot[slice_.server, self.index]) + self._at[slice_.index]
 
     def register(self, server: int, registered: m.Registered) -> None:
         self._tables.number[server, self.index] = registered.table

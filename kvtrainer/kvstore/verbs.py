@@ -404,7 +404,7 @@ class TableKVStore(KVStoreBase):
             )
         codec = make_codec(compression_params)
         # A push in flight may have to be sent again, and must then be encoded as before.
-        self._client.settle()
+        self._client.wait_pending()
         wanted = None if codec.name == "none" else codec
         if self._engine is not None:
             self._replicas = None if wanted is None else ReplicaCompressor(wanted)
@@ -486,7 +486,7 @@ class TableKVStore(KVStoreBase):
         "tables" lists the store's own keys first, then the parameters of the open Trainers that use this store, told
         apart by "namespace". See also `trainer.server_stats()`.
         """
-        self._client.settle()
+        self._client.wait_pending()
         stats = self._client.stats()
         trainers = [client for made in self._for_trainers if (client := made()) is not None]
         for of_trainer in [client.stats() for client in trainers if not client.is_closed]:
@@ -515,7 +515,7 @@ class TableKVStore(KVStoreBase):
         """Wait for this worker's pushes and leave. Idempotent. Other workers' rounds that need this worker fail."""
         if not self._client.is_closed:
             try:
-                self._client.settle()
+                self._client.wait_pending()
             finally:
                 self._client.close()
 
@@ -610,13 +610,13 @@ class TableKVStore(KVStoreBase):
         # 5. Finish earlier pushes of the same keys, then start the round, and wait if its result is needed here.
         tables = [entry.table for entry in entries]
         for table in tables if client.rounds.open else ():
-            client.rounds.settle(table)
+            client.rounds.wait_pending(table)
         number_of = client.rounds.tables.round.item
         self._given = [(table, number_of(table.index)) for table in tables]
         try:
-            ticket = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
+            round_ = client.rounds.start(Contribution(tables, values, arenas, rows=rows, priority=priority))
             if self._engine is not None or arenas is not None:
-                self._wait(ticket, entries)
+                self._wait(round_, entries)
         except Exception:
             # The error tells the loop that this push failed, so there is no interrupted push to report.
             self._given = []
@@ -625,19 +625,19 @@ class TableKVStore(KVStoreBase):
             target.copy_(flat.view(target.shape))
         self._given = []
 
-    def _wait(self, ticket: Round, entries: Sequence[Entry]) -> None:
+    def _wait(self, round_: Round, entries: Sequence[Entry]) -> None:
         """Wait for a round. Residuals of the keys that were applied are committed."""
         try:
-            self._client.rounds.wait(ticket)
+            self._client.rounds.wait(round_)
         finally:
             if self._replicas is not None:
-                applied = [entry for entry in entries if not ticket.is_lost(entry.table)]
+                applied = [entry for entry in entries if not round_.is_lost(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
 
     def _tell_interrupted(self) -> None:
         """Raise KVStoreError, once, if an interrupted push was applied: a loop would push the same values again."""
         for table, _ in self._given:
-            self._client.rounds.settle(table)
+            self._client.rounds.wait_pending(table)
         names = [table.name for table, number in self._given if table.stands(number)]
         self._given = []
         if names:
@@ -834,7 +834,7 @@ class TableKVStore(KVStoreBase):
         if type(key) is not type(next(iter(self._entries), None)) or key not in self._entries:
             self._refuse(key, [key])
         table = self._entries[key].table
-        self._client.rounds.settle(table)
+        self._client.rounds.wait_pending(table)
         return table
 
     def _known_optimizer(self) -> Optimizer:
@@ -868,7 +868,7 @@ class TableKVStore(KVStoreBase):
             table.compressor = self._compressor(table)
             if table.compressor is not None and entry.table.compressor is not None:
                 table.compressor.set_residuals(entry.table.compressor.residuals())
-            self._client.rounds.leave(entry.table)
+            self._client.rounds.forget(entry.table)
             entry.table = table
 
     def _compressor(self, table: RemoteTable) -> Compressor | None:

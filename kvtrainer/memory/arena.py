@@ -36,7 +36,7 @@ from kvstore_server.transport.pages import put_pages
 from kvtrainer.errors import ROW_MAJOR, ConfigurationError, ParameterMovedError
 from kvtrainer.memory.row_sparse import is_row_sparse
 from kvtrainer.memory.views import FormerMemory, is_shared
-from kvtrainer.memory.write_watch import WriteWatch
+from kvtrainer.memory.write_watch import WriteDetector
 from kvtrainer.types import NO_TARGETS
 
 LONG = 8 << 10
@@ -89,7 +89,7 @@ class Arena:
         former = FormerMemory(here)
         for parameter, piece in zip(here, pieces, strict=True):
             parameter.data = piece
-        self.writes = WriteWatch(self._parameters, self.weights, plan)
+        self.writes = WriteDetector(self._parameters, self.weights, plan)
         """Detects writes to the weights by others than the Trainer."""
         self._here = here
         self._addresses = list(map(Tensor.data_ptr, pieces))

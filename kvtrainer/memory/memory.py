@@ -6,7 +6,7 @@ key i of the plan, the arena and the gradient tracker. A step uses it in this or
 `.grad`, and `share_weights` broadcasts updated weights to the replicas.
 
 Invariants: the first device has the sums and the weights that count. Row-sparse gradients are kept beside the arena, in
-`rows`, and the arena has zeros for them. Parameters are placed at once if all have shapes, and otherwise by `settle`;
+`rows`, and the arena has zeros for them. Parameters are placed at once if all have shapes, and otherwise by `allocate`;
 frozen parameters that an arena cannot hold stay where they are, with an empty key in the plan.
 """
 
@@ -230,11 +230,13 @@ class Memory:
         self.parameters = replicas[0]
         """The parameters on the first device."""
         self.has_replicas = count > 1
-        self._homes = [_home_of(parameters) for parameters in replicas]
+        self._devices = [_device_of(parameters) for parameters in replicas]
         # Names of the replicas in messages, by device.
         self._labels = [self.names]
         if count > 1:
-            self._labels = [[f"{name} on {one}" for name in self.names] for one in device_names(self._homes)]
+            self._labels = [
+                [f"{name} on {one}" for name in self.names] for one in device_names(self._devices)
+            ]
         # 2. Watch the gradients on every device.
         self.tables = RowTables(replicas)
         """The row-sparse parameters, which are only in the store."""
@@ -250,7 +252,7 @@ class Memory:
         self.own_present: list[Sequence[bool]] = []
         """By device: the keys whose gradients were gathered last."""
         self._is_summed = False
-        self._reducer, self._reducer_name = make_reducer(FLAT, self._homes), FLAT
+        self._reducer, self._reducer_name = make_reducer(FLAT, self._devices), FLAT
         self.left_out: list[Parameter] = []
         """Parameters without a shape when the others were placed, and frozen ones that an arena cannot hold.
 
@@ -267,7 +269,7 @@ class Memory:
     def keys(self) -> dict[int, int]:
         return {id(p): key for key, p in enumerate(self.parameters)}
 
-    def settle(self) -> None:
+    def allocate(self) -> None:
         """Move the parameters into arenas, once. Lazy parameters may stay outside while they take no part.
 
         Raises:
@@ -433,7 +435,7 @@ class Memory:
         """
         self._is_summed = True
         if reducer != self._reducer_name:
-            self._reducer, self._reducer_name = make_reducer(reducer, self._homes), reducer
+            self._reducer, self._reducer_name = make_reducer(reducer, self._devices), reducer
         has_rows, home, summed_rows = any(device.rows for device in self.devices), self.arena.device, {}
         # 1. Keys that are summed alone: rows, and everything that a compressor encodes.
         for key, spec in enumerate(self.plan.specs) if has_rows or compressor is not None else ():
@@ -497,7 +499,7 @@ class Memory:
             device.arena.check_in_place()
 
     def accept_writes(self, is_in_store: bool) -> None:
-        """Detect writes to the weights from now on; see WriteWatch.accept."""
+        """Detect writes to the weights from now on; see WriteDetector.accept."""
         for device in self.devices:
             device.arena.writes.accept(is_in_store)
 
@@ -537,7 +539,7 @@ class Memory:
         out = {
             key
             for key, p in enumerate(self.parameters)
-            if not p.requires_grad and not (is_lazy(p) or can_hold(p, self._homes[0]))
+            if not p.requires_grad and not (is_lazy(p) or can_hold(p, self._devices[0]))
         }
         out.update([self.keys[id(p)] for p in lazy_among(self.parameters)])
         self.left_out = [self.parameters[key] for key in sorted(out)]
@@ -590,7 +592,7 @@ class Memory:
         dtypes = {key: parameters[key].dtype for key in out}
         empty = {
             key: torch.empty(
-                0, dtype=dtype if dtype in HELD_DTYPES else torch.float32, device=self._homes[at]
+                0, dtype=dtype if dtype in HELD_DTYPES else torch.float32, device=self._devices[at]
             )
             for key, dtype in dtypes.items()
         }
@@ -600,7 +602,7 @@ class Memory:
         ]
 
 
-def _home_of(parameters: Sequence[Parameter]) -> torch.device:
+def _device_of(parameters: Sequence[Parameter]) -> torch.device:
     return next((p for p in parameters if p.requires_grad), parameters[0]).device
 
 

@@ -3,10 +3,10 @@
 Two signals are combined. Torch raises `_version` of a tensor with every in-place write that it knows of:
 `load_state_dict`, `nn.init`, `p.clamp_()` under no_grad. Reads and backward passes do not change it. A write through
 `p.data`, NumPy or another library raises no counter, so checksums of the bits are compared as well, but only for
-weights that a store will overwrite, and only for memory whose writes the page map does not show (`look_at`).
+weights that a store will overwrite, and only for memory whose writes the page map does not show (`check_written`).
 
 Checksums of a large arena are compared in turns: every step reads a fraction of it. A large table that only changes by
-rows is not read as a whole: `KeptSums` updates the checksums of the rows that the Trainer writes.
+rows is not read as a whole: `RowChecksums` updates the checksums of the rows that the Trainer writes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING: Mapping[int, Tensor | None] = MappingProxyType({})
 _version_of = attrgetter("_version")
 
 
-class WriteWatch:
+class WriteDetector:
     """Compares the parameters, which are in the arena `weights`, with what the Trainer's own updates left.
 
     Version counters cost some 10 ns for each parameter. Checksums read memory twice, and are used only where `accept`
@@ -60,7 +60,7 @@ class WriteWatch:
         # Dtype → for each stretch between tables, for each turn, the parts to sum. Empty if no store has the weights.
         self._looked_at: dict[str, list[list[list[Tensor]]]] = {}
         # Key (by index) → checksums of a large table that only changes by rows.
-        self._tables: dict[int, KeptSums] = {}
+        self._tables: dict[int, RowChecksums] = {}
         # Dtype → (begin, end) in bytes of what needs checksums. A missing dtype needs them everywhere.
         self._parts: Mapping[str, Sequence[tuple[int, int]]] = {}
 
@@ -75,7 +75,7 @@ class WriteWatch:
             self._lay_out()
         self.count_own()
 
-    def look_at(self, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    def check_written(self, parts: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Restrict checksums to these (begin, end) ranges in bytes, multiples of 64; others are watched elsewhere."""
         self._parts = parts
         if self._looked_at:
@@ -95,7 +95,7 @@ class WriteWatch:
             elif ids is not None and self._parameters[key].nbytes >= WHOLE and not self._parts:
                 begin, end = self._place_of(key)
                 words = self._weights[self._plan.specs[key].dtype].view(torch.int64)[begin:end]
-                self._tables[key] = KeptSums(words, self._parameters[key][0].nbytes)
+                self._tables[key] = RowChecksums(words, self._parameters[key][0].nbytes)
                 self._lay_out()
         self._sums = self._sums_now()
 
@@ -119,7 +119,7 @@ class WriteWatch:
         cut = [(max(a, x // _WORD), min(b, y // _WORD)) for a, b in between for x, y in parts]
         return [_turns(words[a:b], every) for a, b in cut if a < b]
 
-    def by_others(self) -> list[int]:
+    def written_by_others(self) -> list[int]:
         """Return positions of parameters that others wrote since `accept`, perhaps with neighbours."""
         found: set[int] = set()
         # 1. Checksums of this turn.
@@ -175,7 +175,7 @@ def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
     return [[blocks[:, at], rest] for at in range(every)]
 
 
-class KeptSums:
+class RowChecksums:
     """Checksums of a table that changes only by rows, kept from step to step.
 
     Reading a large table would take longer than updating a few of its rows. So the checksums of rows that the Trainer

@@ -166,7 +166,7 @@ class Binding:
         self._layout: Memory | None = None
         self._profiler: Profiler | None = None
         self._sent = SentOptions()
-        self._awaited: WorkerResiduals | None = None
+        self._pending: WorkerResiduals | None = None
         """Residuals that were loaded before the store was made."""
         self._left: tuple[Exchange, Memory] | None = None
         """The exchange of the former parameters, until all workers are known to go over to the next one."""
@@ -281,8 +281,8 @@ class Binding:
             self._overlap = Overlap(self.holder, layout.devices[0], self._predict_hypers)
         if isinstance(self.exchange, GroupExchange):
             self.exchange.listen(layout.devices[0])
-        if self._awaited is not None:
-            self.take_residuals(self._awaited)
+        if self._pending is not None:
+            self.take_residuals(self._pending)
 
     def check_growth(self, layout: Memory) -> bool:
         """Return whether parameters may be added, because the store can lay out its table again.
@@ -298,10 +298,10 @@ class Binding:
     def leave(self, former: Memory, places: Mapping[int, int]) -> None:
         """Use other parameters from the next `start` on, on every worker; `places`: former → new key."""
         if self.exchange is None:
-            self._awaited = self._awaited and self._awaited.moved(places)
+            self._pending = self._pending and self._pending.moved(places)
             return
         residuals = self.residuals()
-        self._awaited = residuals and residuals.moved(places)
+        self._pending = residuals and residuals.moved(places)
         self._earlier_updates = max(self.version, 0)
         self._left = self.exchange, former
         self.exchange, self.holder, self.num_workers = None, None, 1
@@ -413,7 +413,7 @@ class Binding:
     def _watch(self, arena: Arena, sink: WeightSink) -> None:
         """Let write detection use pages where the system reports them, and checksums elsewhere."""
         self._num_shown = sink.changes
-        arena.writes.look_at(sink.unwatched())
+        arena.writes.check_written(sink.unwatched())
 
     def _check_written(self, layout: Memory) -> None:
         """Raise WeightsWrittenError if the loop changed weights since the store gave them.
@@ -424,7 +424,7 @@ class Binding:
         if not self.updates_weights or self.holder is None:
             return
         # 1. What may have been written.
-        written = [one.arena.writes.by_others() for one in layout.devices]
+        written = [one.arena.writes.written_by_others() for one in layout.devices]
         if found := self.holder.sink.written():
             written[0] += sorted(self.holder.keys_of(found).difference(written[0]))
         given = [layout.names[key] for key in layout.tables.changed()] if layout.plan.has_row_sparse else []
@@ -473,14 +473,14 @@ class Binding:
             layout = self._layout
             return WorkerResiduals(0, 1, self.replicas.residuals(layout.plan.specs, len(layout.devices)))
         if (exchange := self._compressing()) is None:
-            return self._awaited
+            return self._pending
         return WorkerResiduals(exchange.rank, exchange.num_workers, [exchange.residuals()])
 
     def take_residuals(self, saved: WorkerResiduals | None) -> None:
         """Load saved residuals, once the store is open, if they are this worker's; otherwise start with none."""
         if self._compressing() is None and (self.replicas is None or self._layout is None):
             is_compressing = self.selection.codec is not None or self.replicas is not None
-            self._awaited = saved if is_compressing and not self.is_started else None
+            self._pending = saved if is_compressing and not self.is_started else None
             return
         # Residuals are of use only for the same rank, and as many workers and devices.
         mine = self.residuals()
@@ -496,7 +496,7 @@ class Binding:
             self.replicas.set_residuals(self._layout.plan.specs, held)
         elif self.holder is not None:
             self.holder.set_residuals(held[0] if held else {})
-        self._awaited = None
+        self._pending = None
 
     def _compressing(self) -> StoreExchange | None:
         return self.holder if self.is_started and self.selection.codec is not None else None

@@ -308,10 +308,10 @@ class StoreExchange(Exchange):
         step.sent()
         try:
             given = contribution if self._host is None else self._host.before(contribution)
-            ticket = self._client.rounds.start(given)
-            self._client.rounds.wait(ticket)
+            round_ = self._client.rounds.start(given)
+            self._client.rounds.wait(round_)
             if self._host is not None:
-                self._host.after(contribution, ticket)
+                self._host.after(contribution, round_)
         except BaseException as error:
             self._table.forget_held()  # all weights have to come again
             self._report_inconsistent(error)
@@ -322,16 +322,16 @@ class StoreExchange(Exchange):
         self._check_mapped(out)
         if self.shared_grads is not None and self.shared_grads.is_coming:
             self.shared_grads.open()
-        measured, decision = ticket.decided.get(self._name, (None, Decision()))
-        if self._name in ticket.vetoes:
+        measured, decision = round_.decided.get(self._name, (None, Decision()))
+        if self._name in round_.vetoes:
             return RoundResult(frozenset(), True, None, measured, decision)
         self.sink.deliver(target, out)
         for key in unsent - unread:
             # What came for these is the value of a key that all left out, not a sum.
             at = self._table.plan.key_offsets[key]
             arenas[specs[key].dtype][at : at + specs[key].numel].zero_()
-        left_out = frozenset(ticket.absent.get(self._name, ())) - unsent
-        written = {key: ids for (_, key), ids in ticket.written().items()} if ticket.rows else {}
+        left_out = frozenset(round_.absent.get(self._name, ())) - unsent
+        written = {key: ids for (_, key), ids in round_.written().items()} if round_.rows else {}
         return RoundResult(left_out, False, None, measured, decision, written)
 
     @property
@@ -356,9 +356,9 @@ class StoreExchange(Exchange):
         contribution = Contribution([self._table], None, outs, joined=True)
         if self._host is not None:
             self._host.before(contribution)  # tell the other workers of this host that this one gives nothing
-        ticket = self._client.rounds.start(contribution)
-        self._client.rounds.wait(ticket)
-        said = ticket.in_force[self._name]
+        round_ = self._client.rounds.start(contribution)
+        self._client.rounds.wait(round_)
+        said = round_.in_force[self._name]
         if target is not None and out is not None:
             self.sink.deliver(target, out)
         if said.is_over and self.updates_weights and self.is_sync:
@@ -367,7 +367,7 @@ class StoreExchange(Exchange):
             self.sink.deliver(weights, mine)
         if not self.sink.maps:
             self.sink.attach()  # pages that were written with the bytes that they had
-        outcome = RoundResult(frozenset(ticket.absent.get(self._name, ())), self._name in ticket.vetoes)
+        outcome = RoundResult(frozenset(round_.absent.get(self._name, ())), self._name in round_.vetoes)
         return JoinedRound(outcome, said.hyper, said.is_over)
 
     def assign(self, weights: Mapping[str, Tensor], tables: Tables = NO_TABLES) -> None:
@@ -398,7 +398,7 @@ class StoreExchange(Exchange):
     def look(self) -> Arenas:
         """Fetch the store's present weights, laid out by the plan, on the CPU; this worker's own stay."""
         held = self._table.new_arenas()
-        self._looked_at = Looked(held, self._client.rounds.look(self._table, held))
+        self._looked_at = Looked(held, self._client.rounds.read(self._table, held))
         return held
 
     def looked_at(self) -> Arenas:
@@ -457,7 +457,7 @@ class StoreExchange(Exchange):
         return self._client.stats()
 
     def close(self) -> None:
-        self._client.rounds.leave(self._table)
+        self._client.rounds.forget(self._table)
         if self._staging is not None:
             self._staging.close()
 

@@ -229,7 +229,7 @@ class GroupExchange(Exchange):
             mine = mine + overlap.states(arenas, {key for _, key in given.rows}, given.absent)
         found = torch.stack(self._group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu")))
         if overlap is not None:
-            overlap.settle(found[:, num:].tolist())
+            overlap.finish_sums(found[:, num:].tolist())
         return found[:, :num]
 
     @property
@@ -386,7 +386,7 @@ class BucketOverlap:
                 states.append(SAME if is_same else CHANGED)
         return states
 
-    def settle(self, states: Sequence[Sequence[int]]) -> None:
+    def finish_sums(self, states: Sequence[Sequence[int]]) -> None:
         """End all sums that any rank has begun, given the states of all ranks; `take` then finds the sums."""
         # Ranks that have begun fewer sums take part in the others with zeros.
         most = max(sum([state in (SAME, CHANGED) for state in of_rank]) for of_rank in states)

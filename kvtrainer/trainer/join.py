@@ -33,10 +33,10 @@ def join(pipeline: StepPipeline) -> Iterator[None]:
 
 
 def _check_joinable(pipeline: StepPipeline) -> None:
-    exchange = pipeline.link.exchange
+    exchange = pipeline.binding.exchange
     if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
-            f"kvstore {pipeline.link.describe()!r} does not support workers without data, so join() is not possible; "
+            f"kvstore {pipeline.binding.describe()!r} does not support workers without data, so join() is not possible; "
             "give every worker the same number of batches"
         )
 
@@ -46,8 +46,8 @@ def _follow_others(pipeline: StepPipeline) -> None:
     pipeline.ready()
     pipeline.prepare()
     _check_joinable(pipeline)
-    link, memory, exchange = pipeline.link, pipeline.memory, pipeline.link.exchange
-    link.check_whole()
+    binding, memory, exchange = pipeline.binding, pipeline.memory, pipeline.binding.exchange
+    binding.check_whole()
     if exchange is None:
         return
     # 2. Drop gradients that no step has used: the loss scale that they carry may change meanwhile.
@@ -64,9 +64,9 @@ def _follow_others(pipeline: StepPipeline) -> None:
     # 3. One round after another, until the servers say that all workers have joined.
     is_over = False
     while not is_over:
-        link.guard.begin()
-        with link.guard.ended_by_errors():
-            joined = link.run_without_data(memory.arena)
+        binding.guard.begin()
+        with binding.guard.ended_by_errors():
+            joined = binding.run_without_data(memory.arena)
         is_over = joined.is_over
         # In asynchronous modes every worker's schedules count its own updates, so options of others are not adopted.
         if joined.hyper and not (is_over if exchange.is_sync else pipeline.schedules):
@@ -77,15 +77,15 @@ def _follow_others(pipeline: StepPipeline) -> None:
                 group.update({**values, "lr": group["lr"]} if has_scheduler else values)
         if not is_over:
             _follow_round(pipeline, joined.hyper, joined.outcome)
-        link.guard.end()
+        binding.guard.end()
     # 4. Afterwards the weights count as unchanged by the loop.
     memory.share_weights()
-    memory.accept_writes(link.has_weights)
+    memory.accept_writes(binding.has_weights)
 
 
 def _follow_round(pipeline: StepPipeline, hyper: bytes, outcome: RoundResult) -> None:
     """Repeat locally what a round did on the workers with data, with the options of that round."""
-    exchange, memory = pipeline.link.exchange, pipeline.memory
+    exchange, memory = pipeline.binding.exchange, pipeline.memory
     assert exchange is not None
     updated = None
     if not outcome.skipped:

@@ -109,8 +109,8 @@ class ShardUpdate:
 
 
 class OptimizerStates:
-    def __init__(self, groups: ParameterGroups, memory: Memory, link: Binding) -> None:
-        self._groups, self._memory, self._link = groups, memory, link
+    def __init__(self, groups: ParameterGroups, memory: Memory, binding: Binding) -> None:
+        self._groups, self._memory, self._link = groups, memory, binding
         self.here: list[ShardUpdate | JointUpdate] = []
         """What updates the parameters of each device in this process; empty until they are laid out."""
         self._pending: dict[int, State] | None = None

@@ -43,7 +43,7 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
         extra[_SCHEDULES] = [schedule.state_dict() for schedule in pipeline.schedules]
     if pipeline.accumulation.counts > 1:
         extra[_PASSES] = pipeline.accumulation.done
-    residuals = pipeline.link.residuals()
+    residuals = pipeline.binding.residuals()
     if residuals is not None:
         extra[_RESIDUALS] = {"rank": residuals.rank, "num_workers": residuals.num_workers}
         if len(residuals.values) > 1:
@@ -129,7 +129,7 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
     passes, accumulation = saved.extra.get(_PASSES), pipeline.accumulation
     if passes is not None and accumulation.counts > 1:
         accumulation.set_progress(passes, accumulation.total)
-    pipeline.link.take_residuals(saved_residuals(saved, pipeline.memory.names))
+    pipeline.binding.take_residuals(saved_residuals(saved, pipeline.memory.names))
 
 
 def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals | None:

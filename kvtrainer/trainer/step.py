@@ -61,14 +61,14 @@ _log = logging.getLogger(__name__)
 class StepPipeline:
     """The stages of a step, what they work on, and what they keep from step to step. Not thread-safe."""
 
-    def __init__(self, groups: ParameterGroups, link: Binding) -> None:
+    def __init__(self, groups: ParameterGroups, binding: Binding) -> None:
         self.groups = groups
-        self.link = link
-        link.numbers = weakref.WeakMethod(self._numbers)
+        self.binding = binding
+        binding.numbers = weakref.WeakMethod(self._numbers)
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         groups.set_trained(groups.names)
-        self.states = OptimizerStates(groups, self.memory, link)
+        self.states = OptimizerStates(groups, self.memory, binding)
         self.stages = StageOptions()
         self.loss_scaler: LossScaler | None = None
         self.accumulation = Accumulation()
@@ -159,8 +159,8 @@ class StepPipeline:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.link.check_open()
-        self.link.check_whole()
+        self.binding.check_open()
+        self.binding.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             return self.last if closure is None else loss
         # 2. Find new gradients, and create the store at the first step.
@@ -174,22 +174,22 @@ class StepPipeline:
                 NoGradientWarning,
                 stacklevel=5,
             )
-        if not self.link.is_started:
+        if not self.binding.is_started:
             self.prepare()
         # 3. Gather, reduce, and update here or in the store.
         was_bad = self.is_bad
         again = None if closure is None else self._evaluator(closure, loss, scale)
         if loops_scaling is not None:
-            overflows, factor = loops_scaling(self.link.num_workers)
+            overflows, factor = loops_scaling(self.binding.num_workers)
             undone *= factor
             self.is_bad = was_bad or overflows
         try:
             scale *= undone / self._gather(fresh, carried)
             updated: list[bool] | None = fresh
             verdict, in_store = GradientCheck(), False
-            if (exchange := self.link.exchange) is not None:
+            if (exchange := self.binding.exchange) is not None:
                 kept = 1.0 if exchange.updates_weights else self.kept_scale(undone)
-                mean = self.link.num_workers * self.memory.num_averaged if batch_size is None else 1
+                mean = self.binding.num_workers * self.memory.num_averaged if batch_size is None else 1
                 updated, verdict = self._reduce(fresh, scale * kept / mean)
                 scale, in_store = 1.0 / kept, exchange.updates_weights
             if updated is not None and not in_store:
@@ -203,18 +203,18 @@ class StepPipeline:
         # 4. Counts, loss scale, schedules, and rows for the next batch.
         self._finish(fresh, updated, verdict, undone)
         if self.memory.tables.wanted:
-            self.link.rows.prefetch(self.memory.tables.take_wanted())
+            self.binding.rows.prefetch(self.memory.tables.take_wanted())
         return self.last if closure is None else loss
 
     def allreduce_grads(self) -> None:
         self.refuse_in_join("allreduce_grads()")
         self._refuse_in_store("allreduce_grads()")
-        self.link.check_whole()
+        self.binding.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             return
         fresh = self.new_gradients(None, True)
         self.prepare()
-        if self.link.exchange is None:
+        if self.binding.exchange is None:
             return
         carried = 1.0 if self.loss_scaler is None else self.loss_scaler.factor
         summed, _ = self._reduce(fresh, 1.0 / self._gather(fresh, carried))
@@ -226,13 +226,13 @@ class StepPipeline:
             if self.loss_scaler is not None and any(summed) and not any(fresh):
                 self.loss_scaler.mark_scaled()  # this worker has no gradient, but those of others are scaled
             # The rows of a single gradient need not be written back.
-            self.memory.scatter(summed, self.link.num_workers > 1 or self.memory.has_replicas)
-        self.link.guard.end()
+            self.memory.scatter(summed, self.binding.num_workers > 1 or self.memory.has_replicas)
+        self.binding.guard.end()
 
     def update(self, batch_size: float | SupportsIndex | None, ignore_stale_grad: bool) -> StepResult:
         self.refuse_in_join("update()")
         self._refuse_in_store("update()")
-        self.link.check_whole()
+        self.binding.check_whole()
         if self.accumulation.counts > 1 and self._is_waiting():
             assert self.last is not None
             return self.last
@@ -243,7 +243,7 @@ class StepPipeline:
         if self._reduced is None:
             present = self.new_gradients(batch_size, ignore_stale_grad)
             self.prepare()
-            if self.memory.has_replicas and self.link.exchange is not None:
+            if self.memory.has_replicas and self.binding.exchange is not None:
                 raise ConfigurationError(
                     f"update() found gradients of {len(self.memory.devices)} replicas that were not summed; call "
                     "allreduce_grads() before it, or step() instead of both"
@@ -255,8 +255,8 @@ class StepPipeline:
             has_sum = [was_summed and p.grad is not None for was_summed, p in rows]
             present = self.new_gradients(batch_size, ignore_stale_grad, has_sum)
             self.prepare()
-            if batch_size is None and self.link.exchange is not None:
-                scale /= self.link.num_workers * self.memory.num_averaged
+            if batch_size is None and self.binding.exchange is not None:
+                scale /= self.binding.num_workers * self.memory.num_averaged
             if not self._is_vetoed:
                 self.memory.gather_sums(present)
         # 2. Update, unless any worker has vetoed.
@@ -270,7 +270,7 @@ class StepPipeline:
         """Synchronise with what the user has changed: groups, parameters, and state of a torch instance."""
         self.follow_groups()
         if not self.memory.is_settled:
-            self.memory.settle()
+            self.memory.allocate()
             self.states.make_places()
         elif self.memory.left_out and (late := self.memory.latecomers()):
             if not self.can_grow("parameters that get their shape"):
@@ -322,7 +322,7 @@ class StepPipeline:
     def can_grow(self, what: str = "add_param_group()") -> bool:
         """Return whether the store still accepts other parameters."""
         self.refuse_in_join(what)
-        return self.link.check_growth(self.memory)
+        return self.binding.check_growth(self.memory)
 
     def lay_out(self, names: list[list[str]]) -> None:
         """Lay out the present parameters of the groups, and move state and facts about gradients to the new layout."""
@@ -338,25 +338,25 @@ class StepPipeline:
 
     def prepare(self) -> bool:
         """Create the store, and give every worker rank 0's weights. Collective. Return whether this call did it."""
-        if self.link.is_started:
+        if self.binding.is_started:
             return False
         self._decide()
-        self.link.start(self.memory, self.groups.optimizer)
+        self.binding.start(self.memory, self.groups.optimizer)
         if _log.isEnabledFor(logging.DEBUG):
             for name, takes_part in zip(self.memory.names, self.memory.participating(), strict=True):
                 if takes_part:
                     _log.debug("parameter %s will be updated", name)
-        if self.link.exchange is not None and self.memory.has_replicas:
+        if self.binding.exchange is not None and self.memory.has_replicas:
             self.memory.share_weights()
-        self.memory.accept_writes(self.link.has_weights)
+        self.memory.accept_writes(self.binding.has_weights)
         self.states.hand_over()
-        self.link.guard.end()
+        self.binding.guard.end()
         return True
 
     def _decide(self) -> None:
-        if self.link.is_open:
+        if self.binding.is_open:
             grads = [p.grad for device in self.memory.devices for p in device.parameters]
-            self.link.decide(any(grad is not None and grad.is_sparse for grad in grads))
+            self.binding.decide(any(grad is not None and grad.is_sparse for grad in grads))
 
     def refuse_in_join(self, method: str) -> None:
         if self.is_in_join:
@@ -367,12 +367,12 @@ class StepPipeline:
 
     def _refuse_in_store(self, method: str) -> None:
         self._decide()
-        if not self.link.allows_halves:
+        if not self.binding.allows_halves:
             raise ConfigurationError(
                 f"{method} is not possible while the optimizer runs in the kvstore; build the Trainer with "
                 "update_on_kvstore=False"
             )
-        self.link.check_open()
+        self.binding.check_open()
 
     def _is_waiting(self) -> bool:
         """Return whether an update needs more backward passes; `last` then says that nothing was updated."""
@@ -450,12 +450,12 @@ class StepPipeline:
         It is the same on all workers. `undone` removes the loss scale from this worker's gradients. Codecs need
         unscaled ones.
         """
-        exchange, grads = self.link.exchange, self.memory.arena.grads
+        exchange, grads = self.binding.exchange, self.memory.arena.grads
         if (
             exchange is None
             or exchange.updates_weights
             or "float16" not in grads
-            or self.link.is_lossy(grads)
+            or self.binding.is_lossy(grads)
         ):
             return 1.0
         if exchange.num_workers == 1:
@@ -468,7 +468,7 @@ class StepPipeline:
         if joint is None:
             return None
         is_alone = (
-            self.link.exchange is None and not self.memory.has_replicas and self.accumulation.counts == 1
+            self.binding.exchange is None and not self.memory.has_replicas and self.accumulation.counts == 1
         )
         is_plain = is_alone and not self.limits.is_needed and self.loss_scaler is None
         had = [loss]
@@ -506,32 +506,32 @@ class StepPipeline:
         unscaled first, because the threshold and the residuals are for unscaled gradients.
         """
         # 1. Which gradients can be read where they are, without a copy.
-        memory, link = self.memory, self.link
+        memory, binding = self.memory, self.binding
         zero_copy_keys: Collection[int] = ()
         targets = NO_TARGETS
-        if self.limits.is_needed and not link.checks_sums(memory.arena.grads):
+        if self.limits.is_needed and not binding.checks_sums(memory.arena.grads):
             pass  # none: the norm is measured on the arena
-        elif link.exchange is None:
+        elif binding.exchange is None:
             zero_copy_keys = memory.arena.long if self.groups.optimizer.takes_pieces else ()
-        elif not memory.has_replicas and not (factor != 1.0 and link.is_lossy(memory.arena.grads)):
-            zero_copy_keys, shared_grads = link.exchange.zero_copy_keys, link.exchange.shared_grads
+        elif not memory.has_replicas and not (factor != 1.0 and binding.is_lossy(memory.arena.grads)):
+            zero_copy_keys, shared_grads = binding.exchange.zero_copy_keys, binding.exchange.shared_grads
             targets = NO_TARGETS if shared_grads is None else shared_grads.targets()
         # 2. Copy the others, and undo the loss scale before compression.
         memory.gather(fresh, zero_copy_keys, targets)
         if not self._has_warned_of_rows and any([device.rows for device in memory.devices]):
             self._warn_of_rows()
-        if factor != 1.0 and link.is_lossy(memory.arena.grads):
+        if factor != 1.0 and binding.is_lossy(memory.arena.grads):
             memory.scale(factor)
         else:
             factor = 1.0
         # 3. Sum over replicas, compressed if the store's option says so.
-        if memory.has_replicas and link.exchange is not None:
-            compressor = link.replicas
+        if memory.has_replicas and binding.exchange is not None:
+            compressor = binding.replicas
             if compressor is not None and (
                 self.is_bad or (self.limits.checks_finite and not memory.is_finite())
             ):
                 compressor = None  # the uncompressed sum overflows too, and so becomes a veto
-            memory.sum_replicas(compressor, link.selection.reducer)
+            memory.sum_replicas(compressor, binding.selection.reducer)
         return factor
 
     def _warn_of_rows(self) -> None:
@@ -559,7 +559,7 @@ class StepPipeline:
         The keys are None, on all workers, if nothing may be updated. If workers update, only vetoes are known yet. It
         raises before or after the round, never in the middle.
         """
-        exchange, memory = self.link.exchange, self.memory
+        exchange, memory = self.binding.exchange, self.memory
         assert exchange is not None
         absent = frozenset([] if all(fresh) else [i for i, is_fresh in enumerate(fresh) if not is_fresh])
         # 1. In asynchronous modes each contribution is limited separately, before it is sent.
@@ -570,10 +570,12 @@ class StepPipeline:
         # 2. Run the round, with this worker's veto.
         limits = self.limits
         veto = own.decision.skip or self.is_bad
-        if limits.checks_finite and not self.link.checks_sums(memory.arena.grads):
+        if limits.checks_finite and not self.binding.checks_sums(memory.arena.grads):
             veto = veto or not memory.is_finite()
-        options = self._numbers(fresh if self.link.num_workers == 1 else None)  # other workers may add keys
-        outcome = self.link.round(memory, options, scale, absent, veto, limits)
+        options = self._numbers(
+            fresh if self.binding.num_workers == 1 else None
+        )  # other workers may add keys
+        outcome = self.binding.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
         # 3. Adopt the result.
@@ -597,8 +599,8 @@ class StepPipeline:
             stages["accumulate"] = self.accumulation.counts
         if self.loss_scaler is not None:
             stages["loss_scale"] = self.loss_scaler.loss_scale
-        if self.link.selection.pull_codec is not None:
-            stages["compression_params['pull']"] = self.link.selection.pull_codec.name
+        if self.binding.selection.pull_codec is not None:
+            stages["compression_params['pull']"] = self.binding.selection.pull_codec.name
         return self.groups.options(self.memory, coming, stages)
 
     def _limit_own(self, decision: Decision, scale: float) -> float:
@@ -623,7 +625,7 @@ class StepPipeline:
         options: dict[str, Any] | None = None,
     ) -> GradientCheck:
         """Update keys with their gradients in the arena, clipped, unless the step is skipped."""
-        guard = self.link.guard
+        guard = self.binding.guard
         was_incomplete = guard.is_incomplete
         try:
             return self._update_here(present, scale, again, options)
@@ -641,7 +643,7 @@ class StepPipeline:
         if not isinstance(optimizer, TorchOptimizer) or not callable(getattr(optimizer.cls, mode, None)):
             return
         self.refuse_in_join(f"{mode}()")
-        self.link.check_whole()
+        self.binding.check_whole()
         self.ready()
         joint = self.states.joint
         if joint is None:
@@ -652,9 +654,9 @@ class StepPipeline:
                 "elementwise=True)"
             )
         joint.set_mode(mode)
-        if self.link.is_started and self.memory.has_replicas:
+        if self.binding.is_started and self.memory.has_replicas:
             self.memory.share_weights()
-        self.memory.accept_writes(self.link.has_weights)
+        self.memory.accept_writes(self.binding.has_weights)
 
     def _update_here(
         self,
@@ -665,7 +667,7 @@ class StepPipeline:
     ) -> GradientCheck:
         # 1. The hyper-parameters of each key; tried out, so that a bad one fails before the update.
         if options is None:
-            options = self._numbers(present if self.link.num_workers == 1 else None)
+            options = self._numbers(present if self.binding.num_workers == 1 else None)
         if options != self._effective[0]:
             rows = effective_hypers(self.memory.plan, self.groups.optimizer, options)
             for row in {id(row): row for row in rows}.values():
@@ -673,14 +675,14 @@ class StepPipeline:
             self._effective = (options, rows)
         # 2. Decide, for every device, before any weight changes.
         numbers, by_device = self._effective[1], [present]
-        if self.link.exchange is None and self.memory.has_replicas:
+        if self.binding.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # replicas are updated separately
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
         verdicts = [self._judge(device, own, scale) for device, _, own in places]
         skipped = next((verdict for verdict in verdicts if verdict.decision.skip), None)
         if skipped is not None:
             return skipped
-        self.link.guard.begin()
+        self.binding.guard.begin()
         # 3. Update.
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
@@ -689,10 +691,10 @@ class StepPipeline:
             else:
                 borrowed, device.borrowed = device.borrowed, {}
                 update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, borrowed)
-                if self.link.exchange is None or (self.link.holder and not self.memory.has_replicas):
+                if self.binding.exchange is None or (self.binding.holder and not self.memory.has_replicas):
                     device.arena.zeros = frozenset(device.rows)
             device.arena.mark_updated(own)
-        if self.link.exchange is not None and self.memory.has_replicas:
+        if self.binding.exchange is not None and self.memory.has_replicas:
             self.memory.share_weights(present)
         return verdicts[0]
 
@@ -757,7 +759,7 @@ class StepPipeline:
 
         Schedules are user code: an error of one reaches the loop, and all else of the step is done.
         """
-        with self.link.guard.ended_by_errors():
+        with self.binding.guard.ended_by_errors():
             if updated is not None:
                 self.groups.counts.count(updated)
             if self.loss_scaler is not None:
@@ -766,7 +768,7 @@ class StepPipeline:
                 for schedule in self.schedules:
                     if schedule.by == "step":
                         schedule.step()
-        self.link.guard.end()
+        self.binding.guard.end()
 
 
 def _integer_in(value: Any) -> int | None:

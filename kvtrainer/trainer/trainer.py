@@ -222,13 +222,13 @@ class Trainer(torch.optim.Optimizer):
         shown = super().__repr__()
         if not self._is_built:
             return shown
-        link = self._pipeline.link
-        store = link.store or link.selection.kvstore
+        binding = self._pipeline.binding
+        store = binding.store or binding.selection.kvstore
         lines = [
             f"{type(self).__name__} (",
             f"optimizer: {self._groups.optimizer.registered_name}",
             f"kvstore: {store.type if isinstance(store, KVStoreBase) else store}",
-            f"update_on_kvstore: {link.updates_weights}",
+            f"update_on_kvstore: {binding.updates_weights}",
             f"accumulate: {self.accumulation.counts}",
         ]
         return shown.replace(lines[0], "\n".join(lines), 1)
@@ -269,18 +269,18 @@ class Trainer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: An option is unknown or wrong, or there was a step; nothing has changed then.
         """
-        link = self._pipeline.link
-        if link.is_started:
+        binding = self._pipeline.binding
+        if binding.is_started:
             raise ConfigurationError(
                 f"{', '.join(options)} cannot change after the first step; call configure() before it"
             )
         buckets = {name: options.pop(name) for name in BUCKETS if name in options}
         stages = self._pipeline.stages.changed(options)
         if buckets:
-            link.check_buckets(buckets)
+            binding.check_buckets(buckets)
         self._take_options(stages, list(options), options.get("schedules", ()))
         if buckets:
-            link.set_buckets(buckets)
+            binding.set_buckets(buckets)
 
     def _take_options(self, stages: StageOptions, changed: Sequence[str], schedules: Sequence[Any]) -> None:
         bound = bind_schedules(schedules, self, None, self._pipeline.schedules)
@@ -329,7 +329,7 @@ class Trainer(torch.optim.Optimizer):
         scaling = partial(plain_scaling, self) if {"found_inf", "grad_scale"} <= vars(self).keys() else None
         began = time.monotonic()
         result = self._pipeline.step(batch_size, ignore_stale_grad, closure, scaling)
-        report = self._pipeline.link.report
+        report = self._pipeline.binding.report
         report.steps, report.step_seconds = report.steps + 1, report.step_seconds + time.monotonic() - began
         if self._writer is not None:
             self._write_scalars(self._writer, time.monotonic() - began)
@@ -352,7 +352,7 @@ class Trainer(torch.optim.Optimizer):
                 f"report() takes a number of samples and a loss as plain numbers, got {samples!r:.80}, {loss!r:.80}; "
                 "for a tensor pass loss.item()"
             )
-        report = self._pipeline.link.report
+        report = self._pipeline.binding.report
         report.samples += samples
         report.loss = report.loss if loss is None else float(loss)
 
@@ -376,7 +376,7 @@ class Trainer(torch.optim.Optimizer):
         self._writer = writer if writer is not None and self.rank == 0 else None
 
     def _write_scalars(self, writer: Any, seconds: float) -> None:
-        last, report = self.last, self._pipeline.link.report
+        last, report = self.last, self._pipeline.binding.report
         assert last is not None
         found = {"lr": last.lr, "grad_norm": last.grad_norm, "loss": report.loss, "step_seconds": seconds}
         if self._pipeline.loss_scaler is not None:
@@ -493,12 +493,12 @@ class Trainer(torch.optim.Optimizer):
 
         Creates the store if necessary, blocks until its servers answer, and raises as `create` does.
         """
-        return self._pipeline.link.worker()[0]
+        return self._pipeline.binding.worker()[0]
 
     @property
     def num_workers(self) -> int:
         """The number of workers that train together. Creates the store, as `rank` does."""
-        return self._pipeline.link.worker()[1]
+        return self._pipeline.binding.worker()[1]
 
     @property
     def last(self) -> StepResult | None:
@@ -793,7 +793,7 @@ class Trainer(torch.optim.Optimizer):
         steps. Before the first update there are entries with a step count of 0, because torch.distributed.checkpoint
         only loads into existing entries.
         """
-        self._pipeline.link.check_whole(_SAVED)
+        self._pipeline.binding.check_whole(_SAVED)
         self._pipeline.ready()
         if (joint := self._pipeline.states.joint) is not None:
             return joint.state_dict()
@@ -875,7 +875,7 @@ class Trainer(torch.optim.Optimizer):
             ConfigurationError: Several workers have a third-party store, through which they cannot agree.
             In each case nothing has changed, on any worker.
         """
-        with closing(self._pipeline.link.open_agreement()) as agreement:
+        with closing(self._pipeline.binding.open_agreement()) as agreement:
             with agreement.all_or_none(f"read {os.fspath(fname)!r}"):
                 self._pipeline.ready()  # first, so that its errors are not hidden by those of the file
                 saved = read_state_file(fname)
@@ -886,13 +886,13 @@ class Trainer(torch.optim.Optimizer):
 
     def export_saved_states(self) -> SavedStates:
         """Return what `save_states` saves. Blocks while state is fetched. Raises KVStoreError as that does."""
-        self._pipeline.link.check_whole(_SAVED)
+        self._pipeline.binding.check_whole(_SAVED)
         self._pipeline.ready()
         return export_states(self._pipeline)
 
     def export_own_states(self) -> SavedStates:
         """Return the part of `export_saved_states` that only this worker has, such as residuals; fetches nothing."""
-        self._pipeline.link.check_whole(_SAVED)
+        self._pipeline.binding.check_whole(_SAVED)
         return export_own_states(self._pipeline)
 
     def adopt_saved_states(self, saved: SavedStates) -> None:
@@ -921,7 +921,7 @@ class Trainer(torch.optim.Optimizer):
     @property
     def kvstore(self) -> KVStoreBase | None:
         """The store; None if none is needed, and before the first step if it was given by name."""
-        return self._pipeline.link.store
+        return self._pipeline.binding.store
 
     @property
     def num_replicas(self) -> int:
@@ -931,7 +931,7 @@ class Trainer(torch.optim.Optimizer):
     @property
     def has_begun(self) -> bool:
         """Whether there was a step or a `set_data`. A store may then have other weights than the model."""
-        return self._pipeline.link.is_started
+        return self._pipeline.binding.is_started
 
     @exclusive
     def set_data(self, values: Mapping[str, Tensor] | None = None) -> None:
@@ -951,18 +951,18 @@ class Trainer(torch.optim.Optimizer):
         """
         pipeline = self._pipeline
         pipeline.refuse_in_join("set_data()")
-        pipeline.link.check_open()
+        pipeline.binding.check_open()
         pipeline.ready()
         if values is not None:
             pipeline.memory.write(values)
         if pipeline.prepare():
-            if pipeline.link.exchange is None:
+            if pipeline.binding.exchange is None:
                 pipeline.memory.share_weights()
             return
         pipeline.memory.check_in_place()
-        pipeline.link.assign(pipeline.memory)
+        pipeline.binding.assign(pipeline.memory)
         pipeline.memory.share_weights()
-        pipeline.memory.accept_writes(pipeline.link.has_weights)
+        pipeline.memory.accept_writes(pipeline.binding.has_weights)
 
     def pull_weights(self) -> dict[Tensor, Tensor]:
         """Fetch the store's present weights by parameter, in asynchronous modes. Blocks.
@@ -972,10 +972,10 @@ class Trainer(torch.optim.Optimizer):
         weights; a copy is kept until the next step to detect that. Empty in synchronous modes. Row-sparse parameters
         are left out.
         """
-        link, memory = self._pipeline.link, self._pipeline.memory
-        if link.holder is None or not link.updates_weights or link.holder.is_sync:
+        binding, memory = self._pipeline.binding, self._pipeline.memory
+        if binding.holder is None or not binding.updates_weights or binding.holder.is_sync:
             return {}
-        arenas = link.holder.look()
+        arenas = binding.holder.look()
         rows = zip(memory.parameters, memory.plan.specs, memory.plan.key_offsets, strict=True)
         return {
             p: arenas[spec.dtype][at : at + spec.numel].view(spec.shape).clone()
@@ -1019,7 +1019,7 @@ class Trainer(torch.optim.Optimizer):
         given = pipeline.memory.tables.given.get(key)
         if given is not None:
             return given.view(parameter.shape[0], -1)[ids]
-        return pipeline.link.rows.pull(key, ids, torch.is_grad_enabled())
+        return pipeline.binding.rows.pull(key, ids, torch.is_grad_enabled())
 
     def row_sparse_read(self, parameter: RowSparseParameter, ids: Tensor) -> Tensor | None:
         """Copy rows of a row-sparse parameter from its servers' shared memory; None if they must be fetched instead.
@@ -1030,12 +1030,12 @@ class Trainer(torch.optim.Optimizer):
         key, pipeline = self._key_of(parameter), self._pipeline
         if key in pipeline.memory.tables.given:
             return None
-        return pipeline.link.rows.read(key, ids, torch.is_grad_enabled())
+        return pipeline.binding.rows.read(key, ids, torch.is_grad_enabled())
 
     def _key_of(self, parameter: RowSparseParameter) -> int:
         """Return the key of a row-sparse parameter, after creating the store, which has its rows."""
         pipeline = self._pipeline
-        pipeline.link.check_open()
+        pipeline.binding.check_open()
         pipeline.ready()
         pipeline.prepare()
         return pipeline.memory.tables.key_of(parameter)
@@ -1054,7 +1054,7 @@ class Trainer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: There is no store, or one that cannot be profiled.
         """
-        return self._pipeline.link.profiler()
+        return self._pipeline.binding.profiler()
 
     @property
     def version(self) -> int:
@@ -1062,7 +1062,7 @@ class Trainer(torch.optim.Optimizer):
 
         With several servers, the greatest number counts.
         """
-        return self._pipeline.link.version
+        return self._pipeline.binding.version
 
     @property
     def staleness(self) -> int:
@@ -1071,7 +1071,7 @@ class Trainer(torch.optim.Optimizer):
         Counted up to that gradient's own update. Always 0 in synchronous modes. With several servers, the greatest
         number counts.
         """
-        return self._pipeline.link.staleness
+        return self._pipeline.binding.staleness
 
     @exclusive
     def server_stats(self) -> list[dict[str, Any]]:
@@ -1080,7 +1080,7 @@ class Trainer(torch.optim.Optimizer):
         Each dict has one row in "tables", with the round, the version, bytes, and the ranks that the round waits for.
         Before the first step there is no store.
         """
-        return self._pipeline.link.stats()
+        return self._pipeline.binding.stats()
 
     def close(self) -> None:
         """End training and leave the store. Idempotent. Rounds of other workers that need this one then fail."""
@@ -1101,7 +1101,7 @@ class Trainer(torch.optim.Optimizer):
             raise
         finally:
             self._pipeline.memory.close()
-            self._pipeline.link.close(error)
+            self._pipeline.binding.close(error)
 
     def _warn_of_what_had_no_effect(self) -> None:
         """Log options that have had no effect, when training ends."""

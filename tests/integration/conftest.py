@@ -67,4 +67,4 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network lies between workers and servers, as far as they know."""
     monkeypatch.setenv(TRANSPORT, "tcp")
-    monkeypatch.setattr(Connection, "is_far", lambda *_: True)
+    monkeypatch.setattr(Connection, "is_remote", lambda *_: True)

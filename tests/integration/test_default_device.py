@@ -101,7 +101,7 @@ def test_workers_of_servers_are_not_moved_by_a_default_device(
     name: str, way: str, jobs: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TRANSPORT, way)
-    monkeypatch.setattr(Connection, "is_far", lambda *_: way == "tcp")
+    monkeypatch.setattr(Connection, "is_remote", lambda *_: way == "tcp")
 
     def body(kv: DistKVStore, rank: int, default: str) -> list[Tensor]:
         return train(kv, rank, default, name, tmp_path)

@@ -127,7 +127,7 @@ def test_jobs_that_come_and_go_leave_nothing_behind_but_the_names_of_a_thousand(
             stores = job(engines, {}, mode)
             push_often(stores, 2)
             for kv in stores:
-                kv._client.settle()
+                kv._client.wait_pending()
             for kv in stores:
                 kv.close()
 

@@ -79,7 +79,7 @@ def test_every_contribution_counts_once_although_messages_get_lost(
 def test_slices_that_are_applied_one_by_one_count_once_although_messages_get_lost(
     network: Callable[[float], list[LossyProxy]], monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    monkeypatch.setattr(Connection, "is_far", lambda *_: True)
+    monkeypatch.setattr(Connection, "is_remote", lambda *_: True)
     proxies = network(share)
 
     def body(kv: DistKVStore, rank: int) -> list[float]:

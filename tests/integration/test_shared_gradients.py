@@ -205,7 +205,7 @@ def test_no_gradient_is_allocated_there_while_a_server_has_not_said_that_it_has_
 ) -> None:
     worker = alone(jobs, members)
     worker.steps()
-    exchange: Any = worker.trainer._pipeline.link.exchange
+    exchange: Any = worker.trainer._pipeline.binding.exchange
     unread = exchange.shared_grads._staging_buffers[1]._reads
     assert not unread
     unread[0] = []
@@ -382,7 +382,7 @@ class ManyParameters(DrawnWorker):
 
     @property
     def exchange(self) -> Any:
-        return self.trainer._pipeline.link.exchange
+        return self.trainer._pipeline.binding.exchange
 
     @property
     def copied(self) -> int:
@@ -533,7 +533,7 @@ def test_gradients_that_are_allocated_there_later_have_room_beside_those_that_ar
             else:
                 torch.stack([(p * g).sum() for p, g in zip(parameters, given, strict=True)]).sum().backward()
             trainer.step()
-        exchange: Any = trainer._pipeline.link.exchange
+        exchange: Any = trainer._pipeline.binding.exchange
         shared_grads = exchange.shared_grads
         is_shared = (
             parameters[0].grad is not None
@@ -612,7 +612,7 @@ def test_short_gradients_keep_their_memory_where_a_server_has_none_for_long_ones
     for _ in range(6):
         torch.stack([p.sum() for p in parameters]).sum().backward()
         trainer.step()
-    exchange: Any = trainer._pipeline.link.exchange
+    exchange: Any = trainer._pipeline.binding.exchange
     assert bool(exchange.shared_grads.targets()) == (limit > 0)
     assert {value for p in parameters for value in p.detach().unique().tolist()} == {-3.0}
     assert {record.levelno for record in caplog.records} == {logging.WARNING}

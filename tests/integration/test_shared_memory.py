@@ -180,7 +180,7 @@ def test_weights_are_shared_with_a_line_where_less_memory_is_available_than_they
     params[0].grad = torch.ones(3_000_000)
     trainer.step(1)
     assert set(params[0].tolist()) == {0.5}
-    link: Any = trainer._pipeline.link
+    link: Any = trainer._pipeline.binding
     [rest] = link.holder.sink.unwatched().values()
     assert sum([end - begin for begin, end in rest]) < 1_000_000  # of 12 MB
     store.close()

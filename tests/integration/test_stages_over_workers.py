@@ -194,7 +194,7 @@ def interrupted_step(make: Make, rank: int) -> Any:
     before = state_of(trainer, p)
     if rank == 0:
         return push(trainer, p), state_of(trainer, p)
-    exchange: Any = trainer._pipeline.link.exchange
+    exchange: Any = trainer._pipeline.binding.exchange
     run, exchange.run = exchange.run, _interrupted
     with pytest.raises(KeyboardInterrupt):
         push(trainer, p)
@@ -481,7 +481,7 @@ def test_a_worker_that_lacks_an_update_which_the_others_have_made_does_not_go_on
             is_updated.set()
             return
         pipeline: Any = trainer._pipeline
-        rounds: Any = pipeline.link.holder._client.rounds
+        rounds: Any = pipeline.binding.holder._client.rounds
         place, name = {
             "before the sum is here": (rounds._session, "wait"),
             "while the round ends": (rounds, "_end"),

@@ -345,11 +345,11 @@ class Worker:
             may_change = rng.random() < self.options.expects
             if may_change and rng.random() < 0.5:
                 lane.to_confirm.append(server)
-            self._announce(lane, server, rng, may_change)
+            self._declare_intent(lane, server, rng, may_change)
         elif lane.to_confirm and rng.random() < CONFIRMS:
             if rng.random() < EDITS:
                 self.push_again(lane, rng)
-            self._announce(lane, lane.to_confirm.pop(), rng, may_change=False)
+            self._declare_intent(lane, lane.to_confirm.pop(), rng, may_change=False)
         elif lane.to_push:
             self._push_some(lane, rng)
         elif lane.to_commit and lane.was_announced and rng.random() < RAISES:
@@ -584,7 +584,7 @@ class Worker:
         part = {0: RowSet(ids, values.view(ROWS, -1)[ids])}
         return PACKED_ROWS, encode_rows(layout().plans[lane.table], layout().pieces[place], part)
 
-    def _announce(self, lane: Lane, server: int, rng: random.Random, may_change: bool) -> None:
+    def _declare_intent(self, lane: Lane, server: int, rng: random.Random, may_change: bool) -> None:
         """Say what will be committed; unless it may change, slices stay as they are from then on."""
         given = {slot: generation for (at, slot), generation in lane.generations.items() if at == server}
         if not given or lane.flags & ~(m.WANTS_WEIGHTS | m.DISCARD_EAGER) or server not in lane.to_commit:

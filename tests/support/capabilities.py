@@ -177,7 +177,7 @@ def try_out(case: Case) -> Outcome:
                 _backward(case, params)
                 trainer.step(1)
             _check(case, params)
-            exchange = trainer._pipeline.link.exchange
+            exchange = trainer._pipeline.binding.exchange
             in_store = exchange is not None and exchange.updates_weights
             return Outcome("in the store" if in_store else "in the Trainer", trainer.kvstore is not None)
     except KVStoreError as error:

@@ -86,7 +86,7 @@ class Scripted(Transport):
     def begin(self, sessions: Sequence[tuple[int, int]], report: Callable[[], bytes] = bytes) -> None:
         self.heartbeats = list(sessions)
 
-    def is_far(self, server: int) -> bool:
+    def is_remote(self, server: int) -> bool:
         return True
 
     def last_heartbeat(self, server: int) -> float:

@@ -32,7 +32,7 @@ class Line(Loopback):
         self._lines = lines
         lines[name] = self
 
-    def is_far(self, server: int) -> bool:
+    def is_remote(self, server: int) -> bool:
         return True
 
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:

@@ -171,7 +171,7 @@ class _Client:
         self.num_servers = servers.num_servers
         self._error = error
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         if self._error is not None:
             raise self._error
 

@@ -64,7 +64,7 @@ def test_a_worker_that_wants_no_weights_announces_nothing() -> None:
 def test_through_shared_memory_slices_have_their_commit_with_them_unless_another_server_gets_one(
     servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
+    monkeypatch.setattr(Scripted, "is_remote", lambda *_: False)
     monkeypatch.setattr(Scripted, "channel", lambda *_: object())
     bench = Bench(servers, lambda server, _: [bench.weights(server, 9.0)], 1 << 16)
     bench.run()
@@ -74,7 +74,7 @@ def test_through_shared_memory_slices_have_their_commit_with_them_unless_another
 
 
 def test_nothing_is_announced_where_no_network_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
+    monkeypatch.setattr(Scripted, "is_remote", lambda *_: False)
     bench = Bench(2, lambda server, _: [bench.weights(server, 9.0)])
     bench.run()
     assert not announcements(bench)

@@ -325,7 +325,7 @@ def test_a_round_whose_end_was_interrupted_is_not_made_once_more(
         patch.setattr(incoming_weights, "add_changes", interrupted)
         assert [type(one) for one in job.play(dense(job))] == [KVStoreError, type(None)]
     first = job.clients[0].rounds
-    for resume in (lambda: first.start(dense(job)[0]), first.settle_all):
+    for resume in (lambda: first.start(dense(job)[0]), first.wait_all_pending):
         with pytest.raises(KVStoreError):
             resume()
 

@@ -125,14 +125,14 @@ def test_a_worker_says_why_it_shares_no_memory_with_a_server_of_its_host_whateve
 
 
 @pytest.mark.parametrize(
-    ("host", "is_far"),
+    ("host", "is_remote"),
     [("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("192.0.2.1", True), ("node7", True)],
 )
 def test_a_network_lies_between_a_worker_and_servers_that_are_not_on_loopback(
-    host: str, is_far: bool
+    host: str, is_remote: bool
 ) -> None:
     connection = Connection([f"tcp://{host}:5555"], transport="tcp")
-    assert connection.is_far(0) == is_far
+    assert connection.is_remote(0) == is_remote
     connection.close()
 
 

@@ -331,11 +331,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made.connection.close()
 
 
-@pytest.mark.parametrize("is_far", [True, False])
+@pytest.mark.parametrize("is_remote", [True, False])
 def test_slices_that_queue_leave_in_the_order_of_the_next_forward_pass_and_the_commit_last(
-    is_far: bool, held: Held, monkeypatch: pytest.MonkeyPatch
+    is_remote: bool, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Line, "is_far", lambda *_: is_far)
+    monkeypatch.setattr(Line, "is_remote", lambda *_: is_remote)
     job, grads = held.backward_pass()
     plan = job.table.plan
     ticket = job.clients[0].rounds.start(job.given(0, grads))
@@ -346,7 +346,7 @@ def test_slices_that_queue_leave_in_the_order_of_the_next_forward_pass_and_the_c
     assert job.weights() == [[3.0]] * 3
     for server in range(SERVERS):
         bodies = [body for to, body in held.gone if to == server]
-        assert is_announcement(bodies[0]) == is_far
+        assert is_announcement(bodies[0]) == is_remote
         slots = [slot for body in bodies for slot in body.pushes[:, 0].tolist()]
         assert len(slots) == len(plan.slices_of(server)) > 1
         assert slots == sorted(slots)

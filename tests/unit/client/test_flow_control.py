@@ -177,7 +177,7 @@ def test_what_is_sent_in_half_precision_goes_in_parts_and_gives_the_same_bits_as
     in_parts = HalfJob(compression).train()
     assert any(parts) == are_cut
     parts.clear()
-    monkeypatch.setattr(Line, "is_far", lambda *_: False)
+    monkeypatch.setattr(Line, "is_remote", lambda *_: False)
     whole = HalfJob(compression).train()
     assert not any(parts)
     assert all(torch.equal(one, other) for one, other in zip(in_parts, whole, strict=True))
@@ -295,7 +295,7 @@ def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window
 def test_more_short_parts_are_on_their_way_while_a_worker_computes(
     is_left: bool, count: int, window: Window
 ) -> None:
-    window.is_left = is_left
+    window.polls_only = is_left
     assert [at for at in range(20) if sent(window, 0, slot=at, numel=4096)] == [*range(count)]
 
 

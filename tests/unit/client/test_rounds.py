@@ -41,7 +41,7 @@ def commits(bench: Bench, server: int | None = None) -> list[m.Contribute]:
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have servers be on this host: slices go to others in parts."""
-    monkeypatch.setattr(Scripted, "is_far", lambda *_: False)
+    monkeypatch.setattr(Scripted, "is_remote", lambda *_: False)
 
 
 def test_every_server_gets_its_slices_and_the_commit_with_the_last_of_them(near: None) -> None:

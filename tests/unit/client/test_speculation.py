@@ -177,7 +177,7 @@ def test_weights_that_came_before_a_step_that_was_interrupted_do_not_count_for_t
 def test_of_a_table_that_a_worker_leaves_no_gradients_and_weights_are_kept(job: Job) -> None:
     job.round(2.0, 3.0)
     out = weakref.ref(job.outs[0])
-    job.clients[0].rounds.leave(job.tables[0])
+    job.clients[0].rounds.forget(job.tables[0])
     job.outs = []
     gc.collect()
     assert out() is None

@@ -322,7 +322,7 @@ class DelayedJob:
         return self.outs[rank]["float32"][0].item()
 
     def look(self) -> None:
-        self.clients[0].rounds.look(self.tables[0], {"float32": torch.empty(TABLE_NUMEL)})
+        self.clients[0].rounds.read(self.tables[0], {"float32": torch.empty(TABLE_NUMEL)})
 
     def pull(self) -> None:
         self.clients[0].rounds.pull([self.tables[0]], [self.outs[0]])

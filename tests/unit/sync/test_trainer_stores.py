@@ -272,7 +272,7 @@ def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.Monkey
     trainer = Trainer([parameter], "sgd", kvstore="local", update_on_kvstore=True)
     parameter.grad = torch.ones(2)
     trainer.step(1)
-    link = trainer._pipeline.link
+    link = trainer._pipeline.binding
     assert link.exchange is not None
     assert link._client is not None
 
