@@ -157,9 +157,9 @@ class Codec(ABC):
         if out.dtype != compute_dtype(dtype):
             out.copy_(self._decoded(payload, dtype, len(out)))
             return
-        numbers = out.numpy()
-        for start, end, codes in self._blocks(payload, dtype, len(numbers)):
-            self._dequantise(codes, dtype, numbers[start:end])
+        target = out.numpy()
+        for start, end, codes in self._blocks(payload, dtype, len(target)):
+            self._dequantise(codes, dtype, target[start:end])
 
     @torch.no_grad()
     def decode_add(self, payload: Tensor, dtype: str, out: Tensor) -> None:
@@ -167,11 +167,11 @@ class Codec(ABC):
         if out.dtype != compute_dtype(dtype):
             out.add_(self._decoded(payload, dtype, len(out)))
             return
-        numbers = out.numpy()
-        with self._spare(numbers) as spare:
-            for start, end, codes in self._blocks(payload, dtype, len(numbers)):
+        target = out.numpy()
+        with self._spare(target) as spare:
+            for start, end, codes in self._blocks(payload, dtype, len(target)):
                 self._dequantise(codes, dtype, spare[: end - start])
-                numbers[start:end] += spare[: end - start]
+                target[start:end] += spare[: end - start]
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         """Raise ProtocolError unless `payload` can be `numel` encoded elements of `dtype`."""
@@ -323,7 +323,7 @@ class EightBit(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, numbers in _rows(total, codes, self.unit, 8):
+        for part, scales, quantised in _rows(total, codes, self.unit, 8):
             scale = (np.maximum(part.max(1), -part.min(1)) / 127).astype(np.float32)[:, None]
             is_fine &= bool((scale <= self.largest / 127).all())
             scale[scale < _FLOAT32.tiny] = 0.0
@@ -331,22 +331,25 @@ class EightBit(Codec):
             whole = spare[: part.size].reshape(part.shape)
             _times(part, inverse, whole)
             np.rint(whole, whole)
-            np.copyto(numbers.view(np.int8), whole, "unsafe")
+            np.copyto(quantised.view(np.int8), whole, "unsafe")
             scales[:] = scale.view(np.uint8)
             _times(whole, scale, whole)
             np.subtract(part, whole, part)
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, numbers in _rows(values, codes, self.unit, 8):
-            part[:] = numbers.view(np.int8)
+        for part, scales, quantised in _rows(values, codes, self.unit, 8):
+            part[:] = quantised.view(np.int8)
             _times(part, _scale(scales), part)
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, numbers in _rows(_shaped(numel), payload.numpy(), self.unit, 8):
+        for _, scales, quantised in _rows(_shaped(numel), payload.numpy(), self.unit, 8):
             scale = _scale(scales)
-            if not ((scale >= 0) & (scale <= self.largest / 127)).all() or numbers.view(np.int8).min() < -127:
+            if (
+                not ((scale >= 0) & (scale <= self.largest / 127)).all()
+                or quantised.view(np.int8).min() < -127
+            ):
                 raise ProtocolError(
                     "a payload holds a scale or a number that 'int8' never sends; it was not written by an 'int8' "
                     "codec, or was damaged on the way"
@@ -447,19 +450,19 @@ class Ternary(Codec):
 
     def _quantise(self, total: Numbers, codes: Bytes, spare: Numbers) -> bool:
         is_fine = True
-        for part, scales, numbers in _rows(total, codes, self.unit, 2):
+        for part, scales, quantised in _rows(total, codes, self.unit, 2):
             # 1. The threshold of each unit.
             values = np.abs(part, spare[: part.size].reshape(part.shape))
             sums = values.sum(1, keepdims=True)
             is_fine &= bool(sums.max() <= self.largest)
             limit = sums * part.dtype.type(0.7 / part.shape[1])
             # 2. Encode the signs, and read back what was sent.
-            above, below = flags = np.empty((2, len(part), 4 * numbers.shape[1]), np.bool_)
+            above, below = flags = np.empty((2, len(part), 4 * quantised.shape[1]), np.bool_)
             flags[:, :, part.shape[1] :] = False
             np.greater(part, limit, above[:, : part.shape[1]])
             np.less(part, -limit, below[:, : part.shape[1]])
-            numbers[:] = _two_bits(above, below)
-            self._signs(numbers, values)
+            quantised[:] = _two_bits(above, below)
+            self._signs(quantised, values)
             # 3. The scale is the mean magnitude of the elements sent.
             sent, count = (np.einsum("ij,ij->i", values, other)[:, None] for other in (part, values))
             scale = (sent / np.maximum(count, 1)).astype(np.float32)
@@ -469,22 +472,25 @@ class Ternary(Codec):
         return is_fine
 
     def _dequantise(self, codes: Bytes, dtype: str, values: Numbers) -> None:
-        for part, scales, numbers in _rows(values, codes, self.unit, 2):
-            self._signs(numbers, part)
+        for part, scales, quantised in _rows(values, codes, self.unit, 2):
+            self._signs(quantised, part)
             _times(part, _scale(scales), part)
 
-    def _signs(self, numbers: Bytes, values: Numbers) -> None:
+    def _signs(self, quantised: Bytes, values: Numbers) -> None:
         row = values.shape[1]
         if row % 4:
-            _look_up(_SIGNS[values.dtype.char], numbers[0], values[0])
+            _look_up(_SIGNS[values.dtype.char], quantised[0], values[0])
         else:
-            _look_up(_SIGNS[values.dtype.char], numbers.reshape(-1), values.reshape(-1))
+            _look_up(_SIGNS[values.dtype.char], quantised.reshape(-1), values.reshape(-1))
 
     def check_payload(self, payload: Tensor, dtype: str, numel: int) -> None:
         super().check_payload(payload, dtype, numel)
-        for _, scales, numbers in _rows(_shaped(numel), payload.numpy(), self.unit, 2):
+        for _, scales, quantised in _rows(_shaped(numel), payload.numpy(), self.unit, 2):
             scale = _scale(scales)
-            if not ((scale >= 0) & (scale <= self.largest)).all() or (numbers & ~(numbers >> 1) & 0x55).any():
+            if (
+                not ((scale >= 0) & (scale <= self.largest)).all()
+                or (quantised & ~(quantised >> 1) & 0x55).any()
+            ):
                 raise ProtocolError(
                     "a payload holds a scale or a code that 'ternary' never sends; it was not written by a 'ternary' "
                     "codec, or was damaged on the way"

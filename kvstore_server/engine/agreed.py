@@ -248,8 +248,8 @@ def _said_of_options(values: dict[str, Any]) -> Said:
 
 
 def _said_of_spec(spec: dict[str, Any]) -> Said:
-    name, numbers = spec["name"], {**spec["hyper"], **spec}
-    return {"": repr(name), **{f"{name!r} has {n}=": numbers[n] for n in sorted(numbers) if n != "hyper"}}
+    name, hypers = spec["name"], {**spec["hyper"], **spec}
+    return {"": repr(name), **{f"{name!r} has {n}=": hypers[n] for n in sorted(hypers) if n != "hyper"}}
 
 
 def _tuples(value: Any) -> Any:

@@ -96,10 +96,10 @@ def apply_update(
         target, is_flat = weight, optimizer.elementwise and not is_sparse
         if weight.dtype in _HALF:
             target = _wide(optimizer, weight, state)
-        numbers = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
+        step_hyper = {**hyper, "step": optimizer.begin_num_update + state.step + 1}
         bound = hyper.get("clip_gradient")
         if bound is not None:
-            bound = numbers["clip_gradient"] = bound_of(bound, target)
+            bound = step_hyper["clip_gradient"] = bound_of(bound, target)
         bound = bound if optimizer.clips else None
         if (
             bound is not None
@@ -108,13 +108,13 @@ def apply_update(
             and hyper["weight_decay"]
         ):
             grad, scale = joined(grad, scale).add_(target, alpha=hyper["weight_decay"]), 1.0
-            numbers["weight_decay"] = 0.0
+            step_hyper["weight_decay"] = 0.0
         is_plain = scale == 1.0 and bound is None
         # 2. Update: in blocks, unless the optimizer reads its tensors only once or takes the gradient in pieces.
         is_here = is_flat and weight.device.type == "cpu"
         given: Any = grad
         if is_here and not (optimizer.takes_pieces or (optimizer.one_pass and is_plain)):
-            _update_in_blocks(optimizer, target, given, state, numbers, scale, bound)
+            _update_in_blocks(optimizer, target, given, state, step_hyper, scale, bound)
         else:
             if is_here and optimizer.takes_pieces:
                 given = grad if isinstance(grad, GradFragments) else GradFragments([grad])
@@ -126,7 +126,7 @@ def apply_update(
             values = state.values if state.step else optimizer.create_state(target)
             if not optimizer.verified:
                 values = unflatten(values)
-            optimizer.update(target, given, values, numbers)
+            optimizer.update(target, given, values, step_hyper)
             if not optimizer.verified:
                 shape, values = target.shape if is_flat else None, flatten(values)
                 values = {n: _entry(optimizer, n, v, (target, given), shape) for n, v in values.items()}
@@ -153,7 +153,7 @@ def _update_in_blocks(
     weight: Tensor,
     grad: Tensor,
     state: State,
-    numbers: dict[str, Any],
+    step_hyper: dict[str, Any],
     scale: float,
     bound: float | None,
 ) -> None:
@@ -177,11 +177,11 @@ def _update_in_blocks(
         else:
             values = optimizer.create_state(padded)
         if optimizer.positioned:
-            numbers = {**numbers, "first": numbers["first"] + (offset and length)}
+            step_hyper = {**step_hyper, "first": step_hyper["first"] + (offset and length)}
         if not optimizer.verified:
             values = unflatten(values)
         # 2. Update it.
-        optimizer.update(padded, padded_grad, values, numbers)
+        optimizer.update(padded, padded_grad, values, step_hyper)
         if not optimizer.verified:
             values = flatten(values)
         # 3. Copy back what is not a view: padded weights, and entries of the state.

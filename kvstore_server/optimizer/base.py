@@ -360,9 +360,11 @@ class Optimizer:
             with torch.no_grad(), torch.device("cpu"):
                 weight = torch.ones(shape, dtype=torch.float32, device="cpu")
                 for step in (1, 2):
-                    numbers = {**hyper, "step": step, "key": "", "first": 0}
+                    step_hyper = {**hyper, "step": step, "key": "", "first": 0}
                     state = state or probe.create_state(weight)
-                    probe.update(weight, torch.ones(shape, dtype=torch.float32, device="cpu"), state, numbers)
+                    probe.update(
+                        weight, torch.ones(shape, dtype=torch.float32, device="cpu"), state, step_hyper
+                    )
         except Exception as error:
             given = ", ".join(f"{name}={value!r:.80}" for name, value in hyper.items())
             raise ConfigurationError(

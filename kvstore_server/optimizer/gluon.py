@@ -168,17 +168,17 @@ def read_correction(value: Any) -> Correction | None:
     if value is True:
         return Correction()
     if isinstance(value, Mapping) and not set(value) - set(Correction._fields):
-        numbers: Any = Correction(**value)
+        correction: Any = Correction(**value)
     elif isinstance(value, list | tuple) and len(value) == len(Correction._fields):
-        numbers = Correction(*value)
+        correction = Correction(*value)
     else:
         raise ConfigurationError(
             "momentum_correction must be None, True or a dict of threshold and min_lr, such as "
             f"{Correction()._asdict()}, got {value!r:.80}"
         )
-    for name, number, least in zip(Correction._fields, numbers, (1.0, 0.0), strict=True):
+    for name, number, least in zip(Correction._fields, correction, (1.0, 0.0), strict=True):
         check.number(f"{name} of momentum_correction", number, least)
-    return Correction(float(numbers.threshold), float(numbers.min_lr))
+    return Correction(float(correction.threshold), float(correction.min_lr))
 
 
 class _Elementwise(Optimizer):

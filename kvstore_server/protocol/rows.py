@@ -126,7 +126,7 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
         if form == _ALL:
             if size != slice_.segments[position].numel or slices != 1:
                 raise ProtocolError(f"a row-sparse slice gives {size} numbers to segment {position}")
-            parts[position] = reader.numbers(slice_.dtype, size)
+            parts[position] = reader.values(slice_.dtype, size)
         elif form in (_IDS, _BITS):
             num_rows = _num_rows(plan, slice_, position, slices, is_joined)
             width = plan.rows(slice_.segments[position].key).width
@@ -135,7 +135,7 @@ def decode_rows(plan: Plan, slice_: Slice, data: memoryview, is_joined: bool = F
                     f"a row-sparse slice names {size} of the {num_rows} rows of segment {position}"
                 )
             ids = reader.ids(size, num_rows, form == _BITS)
-            parts[position] = RowSet(ids, reader.numbers(slice_.dtype, size * width).view(size, width))
+            parts[position] = RowSet(ids, reader.values(slice_.dtype, size * width).view(size, width))
         else:
             raise ProtocolError(f"a row-sparse slice has a segment in form {form}")
     # 3. Nothing may be left over.
@@ -208,7 +208,7 @@ class _Reader:
         self.at += -(-size // 8) * 8
         return found
 
-    def numbers(self, dtype: str, count: int) -> Tensor:
+    def values(self, dtype: str, count: int) -> Tensor:
         return torch.from_numpy(self.take(_PLAIN[SIZES[dtype]], count)).view(torch_dtype(dtype))
 
     def ids(self, count: int, num_rows: int, as_bits: bool) -> Tensor:

@@ -46,7 +46,7 @@ class SharedArena:
             weakref.finalize(self, os.close, fd).atexit = False
         self.number = number
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self.numbers = torch.from_numpy(self.bytes)
+        self.data = torch.from_numpy(self.bytes)
         """The same memory as a tensor."""
 
     def populate(self) -> None:

@@ -206,7 +206,7 @@ class Channel:
                 taken.append(begin)
                 table += nbytes, begin | self._sends.number << _NUMBER
                 if frame is None:
-                    _join(pieces, self._sends.numbers[begin : begin + nbytes])
+                    _join(pieces, self._sends.data[begin : begin + nbytes])
                 else:
                     self._sends.bytes[begin : begin + nbytes] = np.frombuffer(frame, np.uint8)
         # 3. Send it, or give all places back. What is read in place is kept until the peer returns it.

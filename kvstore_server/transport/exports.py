@@ -56,9 +56,9 @@ class WeightExports:
             return None
         self._last += 1
         self.fds[self._last] = fd
-        self._places[self._last] = arena.numbers.data_ptr(), nbytes
+        self._places[self._last] = arena.data.data_ptr(), nbytes
         weakref.finalize(arena.bytes, self._forget, self._last).atexit = False
-        return arena.numbers
+        return arena.data
 
     def _say_why(self, error: Exception) -> None:
         if not self._has_said_why:
@@ -108,7 +108,7 @@ class StagingBuffer:
     def find(self, pieces: Sequence[Tensor]) -> int | None:
         """Return the place of pieces that are contiguous in this buffer; None if they are not."""
         first, end = _extent(pieces)
-        begin = first - self.arena.numbers.data_ptr()
+        begin = first - self.arena.data.data_ptr()
         if not 0 <= begin <= begin + end - first <= self.arena.nbytes:
             return None
         return begin | self.arena.number << _NUMBER

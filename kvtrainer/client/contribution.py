@@ -52,7 +52,7 @@ class Contribution(NamedTuple):
         veto: The values are not finite: they are not sent, and the round changes nothing on any worker.
         assign: The lowest rank's values replace the weights; every rank must set it.
         joined: This rank has no more data: it gives nothing, until all ranks have joined.
-        is_kept: `outs` still hold what the last round with this flag left there: rows that have not changed since then
+        is_incremental: `outs` still hold what the last round with this flag left there: rows that have not changed since then
             need not be sent again.
         guard: The sum is measured and decided about before it is used; every rank must want that.
         unread: Keys (by index) whose new weights do not matter; slices that hold nothing else are not written.
@@ -73,7 +73,7 @@ class Contribution(NamedTuple):
     veto: bool = False
     assign: bool = False
     joined: bool = False
-    is_kept: bool = False
+    is_incremental: bool = False
     guard: Guard | None = None
     unread: frozenset[int] = frozenset()
     sink: WeightSink = IN_PLACE
@@ -107,7 +107,7 @@ class EncodedSlice(NamedTuple):
     data: Tensor
 
 
-def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[int]:
+def valid_pushes(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[int]:
     """Return the slices (by index) of the only table whose eager push still holds the same bits.
 
     None do if one of those that were pushed is not to be given at all: then the server discards all of them.
@@ -136,10 +136,10 @@ def kept(contribution: Contribution, sent: Mapping[int, Tensor]) -> frozenset[in
     return frozenset(found)
 
 
-def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
+def encode(contribution: Contribution, valid: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
     """Encode row-sparse slices, and compress others of compressed tables; by index of the table.
 
-    Initial values, and values that replace what the store holds, are sent as they are. Slices that are `kept` were
+    Initial values, and values that replace what the store holds, are sent as they are. Slices that are `valid` were
     compressed by their eager push.
 
     Raises:
@@ -159,7 +159,7 @@ def encode(contribution: Contribution, kept: Collection[int]) -> dict[int, dict[
         found = {index: EncodedSlice(PACKED_ROWS, data) for index, data in packed.items()}
         if table.compressor is not None:
             plain = [p for p in table.plan.slices if p.index not in found and contribution.gives(at, p)]
-            data = table.compressor.encode(values, plain, absent, kept)
+            data = table.compressor.encode(values, plain, absent, valid)
             found |= {index: EncodedSlice(table.compressor.packed_codec, one) for index, one in data.items()}
         if found:
             encoded[table.index] = found

@@ -223,14 +223,15 @@ class IncomingWeights:
         if unread:
             pairs = zip(kept or [True] * len(layout.slices), layout.slices, strict=True)
             kept = [
-                is_kept and any(s.key not in unread for s in slice_.segments) for is_kept, slice_ in pairs
+                is_incremental and any(s.key not in unread for s in slice_.segments)
+                for is_incremental, slice_ in pairs
             ]
         # 2. Small slices, all at once.
         ready = self._gathered if kept is None else [at for at in self._gathered if kept[at]]
         if ready:
             targets = [part_of(outs[layout.at[layout.table[at]]], layout.slices[at]) for at in ready]
             torch._foreach_copy_(targets, [self._memory.views[at] for at in ready])
-        for at in ready if contribution.is_kept else ():
+        for at in ready if contribution.is_incremental else ():
             rows[layout.at[layout.table[at]], layout.slices[at].segments[0].key] = [None]
         # 3. The others, in the order in which they came.
         for at, kind, raw, begin in self._staged:
@@ -240,7 +241,7 @@ class IncomingWeights:
                 written = _write_staged(
                     layout.tables[of], outs[layout.at[of]], slice_, kind, raw, begin, version
                 )
-                for key, ids in written.items() if contribution.is_kept else ():
+                for key, ids in written.items() if contribution.is_incremental else ():
                     rows.setdefault((layout.at[of], key), []).append(ids)
         # 4. What can be read in the server's memory, and what cannot any more.
         if contribution.sink.maps:

@@ -28,7 +28,7 @@ from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, fro
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
-from kvtrainer.client.contribution import Contribution, ServerLayout, encode, kept
+from kvtrainer.client.contribution import Contribution, ServerLayout, encode, valid_pushes
 from kvtrainer.client.flow_control import Backoff, cut
 from kvtrainer.client.server_request import NO_COMMITS, Round, ServerRequest
 from kvtrainer.client.session import Session
@@ -85,16 +85,16 @@ class Rounds:
             if eager is not None:
                 self._renew(eager, tables[0])
             if eager is not None and eager.sent:
-                round_.kept = kept(contribution, eager.sent)
+                round_.valid = valid_pushes(contribution, eager.sent)
                 if contribution.values is not None:
-                    eager.end(round_.kept)
+                    eager.end(round_.valid)
             if is_encoded:
-                round_.encoded = encode(contribution, round_.kept or ())
+                round_.encoded = encode(contribution, round_.valid or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
                 request.number = session.next_number(partial(self._take, round_, request))
-                if eager is not None and round_.kept is not None:
-                    request.follow(round_.kept, len(round_.kept) == len(eager.sent))
+                if eager is not None and round_.valid is not None:
+                    request.follow(round_.valid, len(round_.valid) == len(eager.sent))
                 round_.server_requests.append(request)
                 if request.open:
                     round_.open.append(request)
@@ -107,8 +107,8 @@ class Rounds:
                 last = []
                 for request in round_.open[first : first + session.num_servers]:
                     given = (
-                        [at for at in request.given if at not in request.kept]
-                        if request.kept
+                        [at for at in request.given if at not in request.valid]
+                        if request.valid
                         else request.given
                     )
                     *others, final = request.messages(round_, given)
@@ -229,14 +229,14 @@ class Rounds:
             if self._session.is_remote:
                 self._declare_speculative(table, eager, predict_hypers)
         # 2. Copy the slice, and compress it.
-        numbers, form = eager.copy(slice_, parts), b""
+        values, form = eager.copy(slice_, parts), b""
         if table.compressor is not None:
             form = table.compressor.packed_codec
-            numbers = table.compressor.encode_eagerly(numbers[: slice_.used], slice_)
+            values = table.compressor.encode_eagerly(values[: slice_.used], slice_)
         # 3. Send it. It counts as sent from here on: if it is lost, the server asks for it.
         eager.record(slice_)
-        pushes = m.matrix([(table.slot_of(slice_), table.round, 0, numbers.nbytes)], m.PUSH_WORDS)
-        body = m.Contribute(pushes, (numbers,), NO_COMMITS, form, timeout=self._session.options.timeout)
+        pushes = m.matrix([(table.slot_of(slice_), table.round, 0, values.nbytes)], m.PUSH_WORDS)
+        body = m.Contribute(pushes, (values,), NO_COMMITS, form, timeout=self._session.options.timeout)
         number, speculative = self._session.next_number(), eager.speculative
         request = (
             next(
@@ -251,7 +251,7 @@ class Rounds:
             self._session.send(slice_.server, number, body, urgency)
             return
         self._session.take_what_came()  # answers make room for parts that wait
-        share = request.layout.total * numbers.nbytes // max(slice_.nbytes, 1)  # an empty key has 0 bytes
+        share = request.layout.total * values.nbytes // max(slice_.nbytes, 1)  # an empty key has 0 bytes
         sent = list(cut(body, share, partial(request.layout.itemsize, form)))
         # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
         # behind all parts, so sorting them would gain nothing, and leave more slices answered in part.
@@ -631,7 +631,9 @@ def _half_applied(table: RemoteTable, outcome: dict[str, bool | None], reason: s
 def _is_plain(one: Contribution) -> bool:
     """Return whether a contribution can be announced: all values against all weights, or neither."""
     is_even = (one.values is None) == (one.outs is None) and one.tables[0].is_initialised
-    is_special = one.absent or one.rows or one.veto or one.assign or one.joined or one.is_kept or one.guard
+    is_special = (
+        one.absent or one.rows or one.veto or one.assign or one.joined or one.is_incremental or one.guard
+    )
     return is_even and not is_special
 
 
@@ -684,19 +686,19 @@ class EagerPush:
 
     def copy(self, slice_: Slice, parts: Sequence[Tensor]) -> Tensor:
         """Copy a slice together from the values of its keys; returns it with its padding."""
-        numbers = self._memory.get(slice_.index)
-        if numbers is None:
-            numbers = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype), device="cpu")
-            self._memory[slice_.index] = numbers
-        places = [numbers[one.start : one.start + one.numel] for one in slice_.segments]
+        values = self._memory.get(slice_.index)
+        if values is None:
+            values = torch.zeros(slice_.length, dtype=torch_dtype(slice_.dtype), device="cpu")
+            self._memory[slice_.index] = values
+        places = [values[one.start : one.start + one.numel] for one in slice_.segments]
         torch._foreach_copy_(places, list(parts))
-        return numbers
+        return values
 
     def record(self, slice_: Slice) -> None:
         self.sent[slice_.index] = self._memory[slice_.index][: slice_.used]
 
-    def end(self, kept: Collection[int]) -> None:
-        self._vain.count(bool(kept))
+    def end(self, valid: Collection[int]) -> None:
+        self._vain.count(bool(valid))
 
     def expect(self, contribution: Contribution | None, was_right: bool) -> None:
         """Set what the next round is expected to be like; `was_right` if this one came as announced, or was not

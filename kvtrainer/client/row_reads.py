@@ -303,7 +303,7 @@ class MappedRows:
             spans[id(memory)] = memory, min(first, begin), max(end, begin + nbytes)
         # 2. The write counters of the slices.
         self._marks = [
-            write_counters_in(memory.numbers)[:, first // LONG : -(-end // LONG)]
+            write_counters_in(memory.data)[:, first // LONG : -(-end // LONG)]
             for memory, first, end in spans.values()
         ]
         """By memory, how often a write to these slices was begun, and ended."""

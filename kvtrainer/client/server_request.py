@@ -48,7 +48,7 @@ class ServerRequest:
         layout.spare = None
         self.given: list[int] = [] if contribution.values is None else layout.resident
         """The slices that this rank gives."""
-        self.kept: frozenset[int] = frozenset()
+        self.valid: frozenset[int] = frozenset()
         """Those of them that were pushed eagerly and have not changed since."""
         self.generation = 0
         """Of the others."""
@@ -99,10 +99,13 @@ class ServerRequest:
         commits[:, 1] = self.rounds
         if self.given is not layout.resident:
             commits[:, 2] = np.bincount(layout.push_table[self.given], minlength=len(layout.tables))
-        is_kept, wants = contribution.is_kept or layout.takes_deltas, contribution.outs is not None
-        commits[:, 4] = (all_tables.held if is_kept else all_tables.version)[self.server][layout.index]
+        is_incremental, wants = (
+            contribution.is_incremental or layout.takes_deltas,
+            contribution.outs is not None,
+        )
+        commits[:, 4] = (all_tables.held if is_incremental else all_tables.version)[self.server][layout.index]
         flags = m.VETOES * contribution.veto | m.ASSIGNS * contribution.assign
-        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_kept
+        flags |= m.HAS_JOINED * contribution.joined | m.WANTS_DELTA * is_incremental
         flags |= m.WANTS_HALF * layout.takes_half
         if wants and contribution.sink.maps and round_.session.transport.channel(self.server) is not None:
             flags |= m.MAPS_WEIGHTS | m.PLACES_CACHED * (layout.mapped is not None)
@@ -110,17 +113,17 @@ class ServerRequest:
             commits[:, 5] = (layout.commits[:, 5] if wants else 0) | flags
         return commits
 
-    def follow(self, kept: Collection[int], are_all: bool) -> None:
+    def follow(self, valid: Collection[int], are_all: bool) -> None:
         """Commit after eager pushes; if none of those is kept, tell the server to discard them.
 
         Args:
             kept: Slices (by index) that count as they were pushed.
             are_all: No other slice was pushed, so the slices that follow need no new generation.
         """
-        self.kept = frozenset([at for at in self.given if self.layout.slices[at].index in kept])
+        self.valid = frozenset([at for at in self.given if self.layout.slices[at].index in valid])
         self.generation = int(not are_all)
-        self.commits[:, 3] = self.generation * (len(self.given) - len(self.kept))
-        self.commits[:, 5] |= m.DISCARD_EAGER * (not kept)
+        self.commits[:, 3] = self.generation * (len(self.given) - len(self.valid))
+        self.commits[:, 5] |= m.DISCARD_EAGER * (not valid)
 
     def intent(self, round_: Round, tentative: bool = False) -> m.Contribute | None:
         """Return a message that tells a server what the commit will say, so that it can use single slices before.
@@ -131,13 +134,13 @@ class ServerRequest:
         # Pushed slices that the commit replaces are named, so that the server does not use them.
         size = len(layout.resident)
         is_long = size > 1 or sum(layout.nbytes) > SENT_ALONE
-        kept = np.array(sorted(self.kept) if self.generation else (), np.int64)
-        if len(self.given) not in (0, size) or not is_long or len(kept) > KEYS_PER_MESSAGE:
+        valid = np.array(sorted(self.valid) if self.generation else (), np.int64)
+        if len(self.given) not in (0, size) or not is_long or len(valid) > KEYS_PER_MESSAGE:
             return None
         self.incoming.has_intent = True
-        commits, pushes = self.commits.copy(), layout.pushes[kept]
+        commits, pushes = self.commits.copy(), layout.pushes[valid]
         commits[:, 5] |= m.DECLARES_INTENT | m.TENTATIVE * tentative
-        pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[kept]], 0
+        pushes[:, 1], pushes[:, 3] = self.rounds[layout.push_table[valid]], 0
         return m.Contribute(
             pushes,
             (),
@@ -194,7 +197,7 @@ class ServerRequest:
             pushes = layout.pushes[where]
             pushes[:, 1] = self.rounds[layout.push_table[where]]
             if self.generation:
-                pushes[:, 2] = [at not in self.kept for at in own]
+                pushes[:, 2] = [at not in self.valid for at in own]
             if form:
                 pushes[:, 3] = [one.nbytes for one in data]
             body = m.Contribute(pushes, data, NO_COMMITS, form, timeout=timeout)
@@ -253,7 +256,7 @@ class Round:
         """Table → the measures of its sum, and the decision about it."""
         self.encoded: dict[int, dict[int, EncodedSlice]] = {}
         """Table (index) → its slices that are encoded."""
-        self.kept: frozenset[int] | None = None
+        self.valid: frozenset[int] | None = None
         """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
         self.aborted: set[str] = set()
         """Tables whose round was given up as soon as one server had failed it."""
@@ -349,7 +352,7 @@ class Round:
         if self.is_given:
             all_tables.newest[layout.server, layout.index[read]] = came[read]
             all_tables.version[layout.server, layout.index[read]] = came[read]
-        if contribution.is_kept or follows:
+        if contribution.is_incremental or follows:
             all_tables.held[layout.server, layout.index[read]] = came[read]
 
 

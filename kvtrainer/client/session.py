@@ -209,17 +209,17 @@ class Report:
         self.loss = math.nan
 
     def pack(self) -> bytes:
-        numbers = {
+        facts = {
             "seconds": self._clock() - self._began,
             "steps": self.steps,
             "step_seconds": self.step_seconds,
             "wait_seconds": self.wait_seconds,
         }
         if self.samples:
-            numbers["samples"] = self.samples
+            facts["samples"] = self.samples
         if math.isfinite(loss := self.loss):
-            numbers["loss"] = loss
-        return pack_control(numbers)
+            facts["loss"] = loss
+        return pack_control(facts)
 
 
 class Session:

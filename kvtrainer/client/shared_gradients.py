@@ -284,7 +284,7 @@ class SharedGradients:
             {},
             dict(staging_buffers),
         )
-        numbers = torch.from_numpy(self._memory)
+        flat = torch.from_numpy(self._memory)
         for key, size, end in zip(keys, sizes, itertools.accumulate(sizes), strict=True):
             spec = plan.specs[key]
             self._buffer_parts[key] = _BufferPart(
@@ -293,12 +293,12 @@ class SharedGradients:
         for run in self._runs:
             part, staging_buffer = self._buffer_parts[run.key], staging_buffers[run.slices[0].server]
             self._map_run(run, part, staging_buffer, is_shared=True)
-            shared, at = staging_buffer.arena.numbers, run.place
+            shared, at = staging_buffer.arena.data, run.place
             for slice_ in run.slices:
                 part.slices[slice_.index] = shared[at : at + _nbytes(slice_)].view(part.dtype)
                 at += _nbytes(slice_)
             if run.own > run.begin:
-                front = numbers[part.begin + run.begin : part.begin + run.own]
+                front = flat[part.begin + run.begin : part.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
         # 3. Only now may gradients be here.
@@ -309,14 +309,14 @@ class SharedGradients:
     def _lay_out(
         self, staging_buffers: Mapping[int, StagingBuffer]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        targets, filled, numbers = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
+        targets, filled, flat = dict[int, Tensor](), dict[int, Tensor](), torch.from_numpy(self._memory)
         for key in {run.key for run in self._spread}:
             part = self._buffer_parts[key]
-            targets[key] = numbers[part.begin : part.begin + part.nbytes].view(part.dtype)
+            targets[key] = flat[part.begin : part.begin + part.nbytes].view(part.dtype)
             filled |= part.slices
         ends: dict[int, int] = {}
         for slice_ in self._gathered:
-            shared, begin = staging_buffers[slice_.server].arena.numbers, ends.get(slice_.server, 0)
+            shared, begin = staging_buffers[slice_.server].arena.data, ends.get(slice_.server, 0)
             end = ends[slice_.server] = begin + _nbytes(slice_)
             filled[slice_.index] = shared[begin:end].view(torch_dtype(slice_.dtype))
             for segment in slice_.segments:

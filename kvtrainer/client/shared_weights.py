@@ -170,10 +170,10 @@ class MappedSink(WeightSink):
         if (at - begin) % PAGE or begin + nbytes > memory.nbytes or at + nbytes > len(flat):
             raise OSError(f"slice {slice_.index} is at {begin} of {memory.nbytes} bytes")
         self._system.map(flat.data_ptr() + first, end - first, memory.fd, begin + first - at)
-        source, base = memory.numbers[begin : begin + nbytes], memory.numbers.data_ptr()
+        source, base = memory.data[begin : begin + nbytes], memory.data.data_ptr()
         lines = slice(begin // LONG, -(-(begin + nbytes) // LONG))
         self._slices[slice_.index] = _Mapped(slice_, server, place, source, base, lines, first, end)
-        marks = write_counters_in(memory.numbers)
+        marks = write_counters_in(memory.data)
         self._marks.setdefault(base, (marks, marks.copy()))
         self._record_change()
 

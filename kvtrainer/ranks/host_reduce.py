@@ -95,7 +95,7 @@ class HierarchicalReduce:
 
     def _terms_of_all(self, own: Contribution) -> list[tuple[bool, bytes, float]]:
         is_special = own.rows or own.sources or own.borrowed or own.unread or own.veto or own.assign
-        is_plain = own.values is not None and not (is_special or own.joined or own.is_kept)
+        is_plain = own.values is not None and not (is_special or own.joined or own.is_incremental)
         absent = torch.tensor(sorted(own.absent), dtype=torch.int64, device="cpu").numpy().tobytes()
         digest = blake2b(absent, digest_size=16).digest()
         mine = _TERMS.pack(is_plain, digest, 1.0 if own.rescale is None else own.rescale)

@@ -275,8 +275,8 @@ def trial_state(optimizer: Optimizer, options: Mapping[str, Any], spec: TensorSp
     weight = torch.zeros(
         shape, dtype=torch.float64 if spec.dtype == "float64" else torch.float32, device="cpu"
     )
-    numbers = {name: options.get(name, value) for name, value in optimizer.hyper.items()}
-    hyper = {**numbers, "step": 1 + optimizer.begin_num_update, "key": spec.key, "first": 0}
+    hypers = {name: options.get(name, value) for name, value in optimizer.hyper.items()}
+    hyper = {**hypers, "step": 1 + optimizer.begin_num_update, "key": spec.key, "first": 0}
     try:
         state: State = dict(optimizer.create_state(weight))
         with torch.no_grad():

@@ -179,7 +179,7 @@ class Binding:
         """Sums gradients with other workers of this host."""
         self._overlap: Overlap | None = None
         """Pushes gradients during the backward pass; None if the step sends them."""
-        self.numbers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
+        self.read_hypers: weakref.WeakMethod[Callable[[], dict[str, Any]]] | None = None
         """Reads the options that hold now, as `round` takes them."""
         self.guard = StepGuard()
 
@@ -407,7 +407,7 @@ class Binding:
         self.guard.abort(is_missed)
 
     def _predict_hypers(self) -> bytes:
-        read = None if self.numbers is None else self.numbers()
+        read = None if self.read_hypers is None else self.read_hypers()
         return self._sent.predict(read, self.updates_weights)
 
     def _watch(self, arena: Arena, sink: WeightSink) -> None:

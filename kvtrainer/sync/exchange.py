@@ -301,7 +301,7 @@ class StoreExchange(Exchange):
         contribution = contribution._replace(
             tables=[self._table], values=None if contribution.veto else contribution.values, outs=[out],
             absent=contribution.absent | unsent, rows=rows, unread=unread, sink=self.sink,
-            is_kept=self._has_rows and self.updates_weights and self.sink.holds_all,
+            is_incremental=self._has_rows and self.updates_weights and self.sink.holds_all,
         )  # fmt: skip
         # 3. The round. From here on other workers may apply it, unless it is known to have failed.
         number = self._table.round
@@ -501,7 +501,7 @@ class StoreExchange(Exchange):
     ) -> Contribution:
         plan = self._table.plan
         given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
-        is_kept = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
+        is_incremental = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
             [self._table],
@@ -509,7 +509,7 @@ class StoreExchange(Exchange):
             outs,
             assign=assign,
             sources=given,
-            is_kept=is_kept,
+            is_incremental=is_incremental,
             sink=self.sink,
         )
 

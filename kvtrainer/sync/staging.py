@@ -144,28 +144,28 @@ class Staging:
             end = max([other.end for other in own])
             if id(one.memory) not in views:
                 views[id(one.memory)] = self._view_of(one.memory, first, end)
-        kept = {view.numbers.data_ptr() for view in views.values()}
+        kept = {view.pinned.data_ptr() for view in views.values()}
         for former in self._views.values():
-            if former.numbers.data_ptr() not in kept:
-                self._pins.pop(former.numbers.data_ptr(), _pinned_nothing)()
+            if former.pinned.data_ptr() not in kept:
+                self._pins.pop(former.pinned.data_ptr(), _pinned_nothing)()
         # 2. The parts of the weights that are there.
         self._views, self._num_moves, self._seen = views, weights.num_moves, {}
         for one in ranges:
             view = views[id(one.memory)]
-            numbers = view.numbers[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
-            self._seen.setdefault(one.dtype, []).append((one.offset, numbers))
+            pinned = view.pinned[one.begin - view.first : one.end - view.first].view(torch_dtype(one.dtype))
+            self._seen.setdefault(one.dtype, []).append((one.offset, pinned))
 
     def _view_of(self, memory: Memory, first: int, end: int) -> _View:
         """Map a part of a server's memory, shared and read-only, and pin it."""
         former = self._views.get(id(memory))
-        if former is not None and former.first <= first and end <= former.first + former.numbers.numel():
+        if former is not None and former.first <= first and end <= former.first + former.pinned.numel():
             return former
         # Not mapped privately: to pin a private mapping makes its pages this process's own.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        numbers = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
-        put_pages(numbers.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
-        self.pin(numbers, is_read_only=True)
-        return _View(memory, first, numbers)
+        pinned = torch.from_numpy(np.frombuffer(mmap.mmap(-1, end - first, flags), np.uint8))
+        put_pages(pinned.data_ptr(), end - first, memory.fd, first, mmap.PROT_READ, is_shared=True)
+        self.pin(pinned, is_read_only=True)
+        return _View(memory, first, pinned)
 
     def wait(self) -> None:
         """Block until the device has read what came back last."""
@@ -221,7 +221,7 @@ class _View(NamedTuple):
     memory: Memory
     first: int
     """Where it begins there, in bytes; a page."""
-    numbers: Tensor
+    pinned: Tensor
 
 
 def _call_all(left: dict[int, Callable[[], None]]) -> None:

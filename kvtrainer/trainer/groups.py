@@ -504,10 +504,10 @@ def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -
 def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     must_be_finite = _NUMBERS & options.keys() if is_foreign(optimizer) else options
     for name in must_be_finite:
-        numbers = options[name] if isinstance(options[name], tuple) else (options[name],)
+        values = options[name] if isinstance(options[name], tuple) else (options[name],)
         # Checked here, because a server that fails in the middle of an update cannot continue.
         most = _GREATEST if name in _NUMBERS else sys.float_info.max
-        if any(isinstance(number, float | int) and not abs(number) <= most for number in numbers):
+        if any(isinstance(number, float | int) and not abs(number) <= most for number in values):
             bound = "" if most > _GREATEST else " in float32"
             raise ConfigurationError(
                 f"{optimizer.registered_name}: {name} must be finite{bound}, got {options[name]!r}"

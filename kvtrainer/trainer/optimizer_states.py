@@ -657,11 +657,11 @@ class JointUpdate:
         made: list[dict[str, Tensor]] = []
         for group, by_row in zip(live, members, strict=True):
             for keys in by_row.values():
-                numbers = {name: hypers[keys[0]][name] for name in group if name in hypers[keys[0]]}
-                given = self._optimizer.with_tensors({**group, **numbers})
+                own_hypers = {name: hypers[keys[0]][name] for name in group if name in hypers[keys[0]]}
+                given = self._optimizer.with_tensors({**group, **own_hypers})
                 given["params"] = [self._wide.get(key, self._parameters[key]) for key in keys]
                 used.append((group, given, dict(given)))
-                made.append({n: given[n].clone() for n in numbers if isinstance(given[n], Tensor)})
+                made.append({n: given[n].clone() for n in own_hypers if isinstance(given[n], Tensor)})
         self.instance.param_groups = [now for _, now, _ in used]
         try:
             yield
@@ -728,8 +728,8 @@ def _is_room(state: Any) -> bool:
         return False
     if "step" in state:
         return _count(state["step"]) == 0
-    numbers = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
-    return bool(numbers) and all(bool((one.signbit() & (one == 0)).all()) for one in numbers)
+    tensors = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
+    return bool(tensors) and all(bool((one.signbit() & (one == 0)).all()) for one in tensors)
 
 
 def _as_given(kept: Any, given: Any) -> Any:

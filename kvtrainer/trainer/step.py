@@ -64,7 +64,7 @@ class StepPipeline:
     def __init__(self, groups: ParameterGroups, binding: Binding) -> None:
         self.groups = groups
         self.binding = binding
-        binding.numbers = weakref.WeakMethod(self._numbers)
+        binding.read_hypers = weakref.WeakMethod(self._hypers)
         self.memory = Memory(groups.live, groups.names)
         groups.bind(groups.live)
         groups.set_trained(groups.names)
@@ -572,9 +572,7 @@ class StepPipeline:
         veto = own.decision.skip or self.is_bad
         if limits.checks_finite and not self.binding.checks_sums(memory.arena.grads):
             veto = veto or not memory.is_finite()
-        options = self._numbers(
-            fresh if self.binding.num_workers == 1 else None
-        )  # other workers may add keys
+        options = self._hypers(fresh if self.binding.num_workers == 1 else None)  # other workers may add keys
         outcome = self.binding.round(memory, options, scale, absent, veto, limits)
         if outcome.skipped:
             return None, GradientCheck(own.measured or outcome.measured, Decision(skip=True))
@@ -591,7 +589,7 @@ class StepPipeline:
             candidates = [is_in and i not in outcome.left_out for i, is_in in enumerate(candidates)]
         return candidates, verdict
 
-    def _numbers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
+    def _hypers(self, coming: Sequence[bool] | None = None) -> dict[str, Any]:
         """Read the hyper-parameters of the coming update; see `ParameterGroups.options`."""
         # Compared by the store: if these differed, workers would diverge in rounds, scales, or weights.
         stages: dict[str, Any] = {}
@@ -667,14 +665,14 @@ class StepPipeline:
     ) -> GradientCheck:
         # 1. The hyper-parameters of each key; tried out, so that a bad one fails before the update.
         if options is None:
-            options = self._numbers(present if self.binding.num_workers == 1 else None)
+            options = self._hypers(present if self.binding.num_workers == 1 else None)
         if options != self._effective[0]:
             rows = effective_hypers(self.memory.plan, self.groups.optimizer, options)
             for row in {id(row): row for row in rows}.values():
                 self.groups.optimizer.try_out(row)
             self._effective = (options, rows)
         # 2. Decide, for every device, before any weight changes.
-        numbers, by_device = self._effective[1], [present]
+        effective, by_device = self._effective[1], [present]
         if self.binding.exchange is None and self.memory.has_replicas:
             by_device = list(self.memory.own_present)  # replicas are updated separately
         places = list(zip(self.memory.devices, self.states.here, by_device, strict=False))
@@ -687,10 +685,10 @@ class StepPipeline:
         for (device, update, own), (_, decision) in zip(places, verdicts, strict=True):
             if isinstance(update, JointUpdate):
                 device.tracker.forget()  # the optimizer may evaluate the loss again
-                update.apply(scale, own, numbers, decision, again)
+                update.apply(scale, own, effective, decision, again)
             else:
                 borrowed, device.borrowed = device.borrowed, {}
-                update.apply(device.arena.grads, scale, own, numbers, device.rows, decision, borrowed)
+                update.apply(device.arena.grads, scale, own, effective, device.rows, decision, borrowed)
                 if self.binding.exchange is None or (self.binding.holder and not self.memory.has_replicas):
                     device.arena.zeros = frozenset(device.rows)
             device.arena.mark_updated(own)

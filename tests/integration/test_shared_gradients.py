@@ -444,7 +444,7 @@ def test_a_step_copies_gradients_once(jobs: Servers, members: Members, options: 
     assert worker.copied > 0  # it had no other place
     for _ in range(2):
         step()
-    sent = [channel._sends.numbers for channel in worker.exchange.shared_grads._channels.values()]
+    sent = [channel._sends.data for channel in worker.exchange.shared_grads._channels.values()]
     for numbers in sent:
         numbers.zero_()
     step()
@@ -458,7 +458,7 @@ def test_nothing_is_gathered_where_a_server_still_reads(jobs: Servers, members: 
     unread = shared_grads._staging_buffers[1]._reads
     assert not unread
     before = {
-        server: staging_buffer.arena.numbers.clone()
+        server: staging_buffer.arena.data.clone()
         for server, staging_buffer in shared_grads._staging_buffers.items()
     }
     unread[0] = []
@@ -466,7 +466,7 @@ def test_nothing_is_gathered_where_a_server_still_reads(jobs: Servers, members: 
     assert worker.copied > 0
     assert all(
         [
-            torch.equal(shared_grads._staging_buffers[server].arena.numbers, numbers)
+            torch.equal(shared_grads._staging_buffers[server].arena.data, numbers)
             for server, numbers in before.items()
         ]
     )
@@ -496,7 +496,7 @@ def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: M
     worker = many_alone(jobs, members)
     shared_grads = worker.exchange.shared_grads
     before = {
-        server: staging_buffer.arena.numbers.clone()
+        server: staging_buffer.arena.data.clone()
         for server, staging_buffer in shared_grads._staging_buffers.items()
     }
     worker.backward()
@@ -512,7 +512,7 @@ def test_a_forked_process_gathers_in_memory_of_its_own(jobs: Servers, members: M
     assert child.exitcode == 0
     assert all(
         [
-            torch.equal(shared_grads._staging_buffers[server].arena.numbers, numbers)
+            torch.equal(shared_grads._staging_buffers[server].arena.data, numbers)
             for server, numbers in before.items()
         ]
     )

@@ -252,7 +252,7 @@ class Job:
             and sum(sizes) <= staging_buffer.arena.nbytes
         ):
             begin = self.draw.randint(0, staging_buffer.arena.nbytes - sum(sizes))
-            numbers = staging_buffer.arena.numbers[begin : begin + sum(sizes)]
+            numbers = staging_buffer.arena.data[begin : begin + sum(sizes)]
             given, self._born = (
                 list(numbers.fill_(self._last % 251).split(sizes)),
                 (staging_buffer, self._last),
@@ -285,7 +285,7 @@ class Job:
             for _, version, place in body.places.tolist():
                 channel = self.connection.channel(0)
                 found = None if channel is None else channel.weights_at(place)
-                if found is None or found[0].numbers[found[1] :][:4].view(torch.float32).item() < version:
+                if found is None or found[0].data[found[1] :][:4].view(torch.float32).item() < version:
                     raise Violation(f"version {version} cannot be seen")
                 self.seen["mapped"] += 1
             for _, version, _, source, start, nbytes in parts_of(body):

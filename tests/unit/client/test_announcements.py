@@ -43,7 +43,7 @@ def test_a_commit_is_announced_to_every_server_before_its_slices() -> None:
         {"veto": True},
         {"assign": True},
         {"joined": True},
-        {"is_kept": True},
+        {"is_incremental": True},
         {"absent": frozenset({0})},
         {"guard": Guard(2.0, lambda _: Decision())},
     ],

@@ -118,7 +118,7 @@ class Job:
             [self.arenas[rank]],
             hyper=self.hyper,
             rows=by_table,
-            is_kept=True,
+            is_incremental=True,
             **options,
         )
 

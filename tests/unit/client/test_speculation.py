@@ -166,7 +166,7 @@ def test_weights_that_came_before_a_step_that_was_interrupted_do_not_count_for_t
 
     job.push(2.0, 3.0)
     with monkeypatch.context() as patched:
-        patched.setattr("kvtrainer.client.rounds.kept", interrupted)
+        patched.setattr("kvtrainer.client.rounds.valid_pushes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.clients[0].rounds.start(job.given(0, 2.0))
     with pytest.raises(RoundAbortedError):

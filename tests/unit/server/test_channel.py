@@ -574,7 +574,7 @@ def test_what_a_worker_puts_into_its_staging_buffer_is_read_there_and_the_stagin
     assert worker.receive() is None
     staging_buffer = worker.staging_buffer
     assert staging_buffer is not None
-    gradient = staging_buffer.arena.numbers[4096 : 4096 + 200_000].fill_(3)
+    gradient = staging_buffer.arena.data[4096 : 4096 + 200_000].fill_(3)
     assert worker.send([b"head", b"body"], [gradient[:100_000], gradient[100_000:]], zero_copy=True)
     frames = server.receive()
     assert frames is not None
@@ -599,7 +599,7 @@ def test_of_two_who_ask_for_a_staging_buffer_one_after_the_other_the_last_has_it
     assert second.staging_buffer is not None
     assert second.staging_buffer.arena.nbytes == 2 * MIB
     assert worker.send(
-        [b"head", b"body"], [second.staging_buffer.arena.numbers[:200_000].fill_(3)], zero_copy=True
+        [b"head", b"body"], [second.staging_buffer.arena.data[:200_000].fill_(3)], zero_copy=True
     )
     frames = server.receive()
     assert frames is not None

@@ -349,7 +349,7 @@ def test_rows_that_take_several_messages_are_those_of_one(servers: int) -> None:
     held = {"float32": torch.zeros(4 * NUM_ROWS * WIDTH)}
 
     def play(values: Mapping[str, Tensor], rows: Mapping[tuple[int, int], RowSet]) -> None:
-        round_ = client.rounds.start(Contribution([table], [values], [held], rows=rows, is_kept=True))
+        round_ = client.rounds.start(Contribution([table], [values], [held], rows=rows, is_incremental=True))
         client.rounds.wait(round_)
 
     play({"float32": torch.zeros_like(held["float32"])}, {})
@@ -394,7 +394,7 @@ def test_rows_of_tables_that_lie_side_by_side_come_as_one_record(
             wanted[key] -= 1.0
         absent = frozenset({0, 1, 2}.difference(keys, dense))
         part = Contribution(
-            [table], [{"float32": grads}], [{"float32": flat}], absent=absent, rows=rows, is_kept=True
+            [table], [{"float32": grads}], [{"float32": flat}], absent=absent, rows=rows, is_incremental=True
         )
         round_ = client.rounds.start(part)
         client.rounds.wait(round_)
