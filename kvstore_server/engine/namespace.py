@@ -231,7 +231,9 @@ class Namespace:
         if self.log is None or not tables:
             return
         numbers, is_shared = [table.number for table in tables], tracker is self.rounds.shared
-        missing = tracker.missing_ranks(numbers[0]) if is_shared and state in ("begun", "committed") else []
+        missing = (
+            tracker.missing_ranks(numbers[0]) if is_shared and state in ("pipelined", "committed") else []
+        )
         self.log.round(
             state,
             self.name,

@@ -132,7 +132,7 @@ def _begin(space: Namespace, table: Table) -> None:
         left = range(table.unit.first, table.unit.end)
         table.pipelined = PipelinedRound(optimizer, hyper, hypers, intents, dict.fromkeys(left, 0))
         space.rounds.pipelined.add(number)
-        space.log_rounds("begun", tracker, [table])
+        space.log_rounds("pipelined", tracker, [table])
 
 
 def _has_room(space: Namespace, table: Table, optimizer: Optimizer | None) -> bool:
@@ -323,7 +323,7 @@ def roll_back(space: Namespace, table: Table) -> None:
     if state is not None and state.undo is not None:
         table.shard.restore(table.unit, state.undo)
         table.version += 1  # a rollback is a change, too
-        space.log_rounds("taken_back", space.rounds.shared, [table])
+        space.log_rounds("rolled_back", space.rounds.shared, [table])
 
 
 def roll_back_for_read(space: Namespace, rank: int, tables: Iterable[int]) -> None:

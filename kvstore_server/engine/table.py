@@ -179,7 +179,7 @@ class Table:
         states = {
             "in conflict": self.conflict is not None,
             "held": self.held is not None,
-            "begun": self.pipelined is not None,
+            "pipelined": self.pipelined is not None,
         }
         state = ", ".join([name for name, holds in states.items() if holds]) or (
             "ready" if self.is_initialised else "not initialised"

@@ -172,8 +172,8 @@ class Optimizer:
     mxnet1_decayed: ClassVar[tuple[str, ...]] = ("_weight", "_gamma")
     """Endings of the names of parameters that MXNet 1.9.1 decays; see `param_idx2name`."""
     takes_pieces: ClassVar[bool] = False
-    """Whether `update` never writes to the gradient and also accepts it as `GradFragments`. Not inherited: a subclass must
-    declare it itself.
+    """Whether `update` never writes to the gradient and also accepts it as `GradFragments`. Not inherited: a
+    subclass must declare it itself.
     """
 
     hyper: dict[str, Any]

@@ -117,8 +117,8 @@ joined. WANTS_DELTA: send only what has changed since this rank's version: rows,
 WANTS_HALF: new weights may be sent as bfloat16. DISCARD_EAGER: ignore slices of generation 0, which this rank pushed
 before it knew what it would give. MAPS_WEIGHTS: this worker maps weights; send only the places of slices that can be
 mapped (synchronous rounds). PLACES_CACHED: it still maps all slices that ever had a place, at the places it was told.
-DECLARES_INTENT: this is not a commit but declares one in advance, with the generations of slices that will not be replaced:
-the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
+DECLARES_INTENT: this is not a commit but declares one in advance, with the generations of slices that will not be
+replaced: the slices named by its pushes, which bring no bytes, and one generation for all others. It is not answered.
 TENTATIVE: the declaration is tentative, because the rank still computes; another one, or the commit, replaces it.
 """
 

@@ -52,8 +52,8 @@ class Contribution(NamedTuple):
         veto: The values are not finite: they are not sent, and the round changes nothing on any worker.
         assign: The lowest rank's values replace the weights; every rank must set it.
         joined: This rank has no more data: it gives nothing, until all ranks have joined.
-        is_incremental: `outs` still hold what the last round with this flag left there: rows that have not changed since then
-            need not be sent again.
+        is_incremental: `outs` still hold what the last round with this flag left there: rows that have not changed
+            since then need not be sent again.
         guard: The sum is measured and decided about before it is used; every rank must want that.
         unread: Keys (by index) whose new weights do not matter; slices that hold nothing else are not written.
         sink: Where new weights of the only table arrive; `outs` are its own.

@@ -36,8 +36,8 @@ def _check_joinable(pipeline: StepPipeline) -> None:
     exchange = pipeline.binding.exchange
     if exchange is not None and not exchange.is_ours:
         raise ConfigurationError(
-            f"kvstore {pipeline.binding.describe()!r} does not support workers without data, so join() is not possible; "
-            "give every worker the same number of batches"
+            f"kvstore {pipeline.binding.describe()!r} does not support workers without data, so join() is not "
+            "possible; give every worker the same number of batches"
         )
 
 
