@@ -16,7 +16,7 @@
     ├── RoundAbortedError                    a member raised in the middle of the round
     ├── FencedError                          this process may not speak for the rank, or no longer
     ├── ServerLostState                      the server was restarted and no longer holds this job
-    ├── ServerStoppingError                  the server is draining and takes no new round, or was stopped
+    ├── ServerStoppingError                  the server is draining and takes no new round, or was shut down
     ├── NonFiniteGradientError (FloatingPointError)   a gradient that cannot be compressed
     ├── CommandError                         a command that no function on the servers answers, or that raised
     └── OptimizerError                       the optimizer raised while a round was applied
@@ -102,7 +102,7 @@ class ServerLostState(KVStoreError):
 
 
 class ServerStoppingError(KVStoreError):
-    """The server was stopped, or is draining before it stops and takes no new round."""
+    """The server was shut down, or is draining before it stops and takes no new round."""
 
 
 class OptimizerError(KVStoreError):

@@ -339,12 +339,12 @@ class Engine:
                 who = space.membership.describe_all(pending.missing, now)
                 out += pending.fail(
                     ServerStoppingError(
-                        f"server {self.config.server} was stopped while {pending.what} waited: "
+                        f"server {self.config.server} was shut down while {pending.what} waited: "
                         f"{who or 'no rank had decided about its sum yet'}; "
                         "restart the job from its last saved states"
                     )
                 )
-        notice = ServerStoppingError(f"server {self.config.server} was stopped")
+        notice = ServerStoppingError(f"server {self.config.server} was shut down")
         return out + [_failed(Waiter(session.peer, 0), notice) for session in self._sessions]
 
     def is_idle(self) -> bool:

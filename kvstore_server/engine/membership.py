@@ -86,7 +86,10 @@ class RankSession:
         return _process_of(self.hello)
 
 
-_SEEN = {ProcessState.RUNS: ", but its process runs", ProcessState.STOPPED: ", and its process is stopped"}
+_SEEN = {
+    ProcessState.RUNS: ", but its process runs",
+    ProcessState.STOPPED: ", and its process is paused by a signal or a debugger",
+}
 """What a message adds about a silent rank if more is known about its process."""
 
 
@@ -343,7 +346,7 @@ class Membership:
         """Name a rank in an error message: where it runs and when it was last heard."""
         member = self.members.get(rank)
         if member is not None and member.state is ProcessState.ENDED:
-            how = member.how_ended or "has ended without a word"
+            how = member.how_ended or "has ended without giving a reason"
             return f"the process of rank {rank} ({member.hello.address}) {how}"
         if member is not None:
             heard = f"rank {rank} ({member.hello.address}) was last heard {now - member.last_heard:.1f} s ago"

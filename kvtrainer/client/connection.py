@@ -173,7 +173,7 @@ class Connection(Transport):
 
     def _send_far(self, server: int, request: m.Request, priority: int) -> bool:
         window = self._windows[server]
-        if window.holds(request.body, priority, time.monotonic()) and not self._is_closed:
+        if window.must_hold(request.body, priority, time.monotonic()) and not self._is_closed:
             return False
         frames = encode(request)
         is_copied, send = len(frames[-1]) < _COPIED, self._sockets[server].send
@@ -214,7 +214,9 @@ class Connection(Transport):
             now, stall, has_ended = time.monotonic(), math.inf, False
             if self._is_watching or any(self._queues):
                 self._watch_queues()
-                stall = min([one.until for one in self._windows if one.until is not None], default=math.inf)
+                stall = min(
+                    [one.release_at for one in self._windows if one.release_at is not None], default=math.inf
+                )
             for ready, event in self._poller.poll(max(0, int(1000 * (min(deadline, stall) - now)))):
                 if ready in self._ends:
                     self._poller.unregister(ready)
@@ -228,7 +230,7 @@ class Connection(Transport):
             # 3. Nothing more came: whatever a stalled window holds back goes now.
             if not self._ready and stall < math.inf:
                 for server, window in enumerate(self._windows):
-                    if window.has_stalled(time.monotonic()):
+                    if window.end_if_stalled(time.monotonic()):
                         self._flush(server)
             # 4. The time is over, or a server's process has ended, which the caller wants to know at once.
             if not self._ready and (has_ended or now >= deadline):
@@ -241,7 +243,7 @@ class Connection(Transport):
         self._polls_only = polls_only
         for server, window in enumerate(self._windows):
             window.polls_only = polls_only
-            if polls_only and window.until is not None:
+            if polls_only and window.release_at is not None:
                 self._flush(server)
 
     def _reply_of(self, server: int, ready: Any) -> m.Reply | None:
@@ -280,7 +282,7 @@ class Connection(Transport):
         self._is_watching = any(self._queues)
         for server, queue in enumerate(self._queues):
             channel = self._channels.get(server)
-            waits_for_socket = bool(queue) and self._windows[server].until is None
+            waits_for_socket = bool(queue) and self._windows[server].release_at is None
             if channel is not None:
                 if queue and channel.is_usable and not isinstance(queue[0][2].body, m.SliceState):
                     channel.make_room(sum([_room_for(request) for _, _, request in queue]))

@@ -1,16 +1,21 @@
-"""Flow control over a network: slices are cut into parts, and only some parts are on their way at a time.
+"""Flow control over a network: slices are cut into parts, and only some parts are in flight at a time.
 
-Servers sum, update and answer the first parts while the last are still on their way. Parts are smaller the less a
-server has of what is under way, because the time in which a link carries nothing one way is about that of one part.
-Where tables follow each other, the next one fills that time.
+How it works:
 
-A `Window` per server holds parts back until earlier ones are answered with new weights, which happens when all
-workers have sent them. So no worker gets far ahead of the others, no link is busy with what no server can use yet,
-and an urgent slice finds no long queue in the network: it waits only for parts that are at least as urgent.
+- **Parts.** A server sums, updates and answers the first part of a slice while later ones are still on the wire. The
+  less data is in flight to a server, the smaller its parts: at the start and end of a transfer one direction of the
+  link is idle for about the time of one part. If tables follow each other, the next one fills that time.
+- **Windows.** A `Window` per server holds parts back until earlier ones are answered with new weights, and they are
+  answered when all workers have sent them. So no worker gets far ahead of the others, no link carries what no server
+  can use yet, and an urgent slice finds no long queue in the network.
+- **Stalls.** A round may not be answered part by part: a worker is late, or has not declared its intent. If no answer
+  comes within `STALL` seconds of the first part that is held back, the window switches off: the rest of the round goes
+  at once, and the next round goes without parts being held back. After each further stall twice as many rounds do, at
+  most 64; an answer in a windowed round resets that to one. While workers still compute the gradients of the round, a
+  late worker is normal, and a stall has no effect on later rounds.
 
-If a round is not answered part by part, because a worker is late or has announced nothing, the rest of it goes after
-`STALL` seconds, and some of the next rounds go as a whole: twice as many each time. While workers still compute the
-gradients of the round, a late worker is normal and has no such consequence.
+Invariants: a part waits only for parts that are at least as urgent, on every worker alike, so workers never wait for
+each other in a cycle. The clock is an argument. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,54 +29,65 @@ import torch
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 
-_STEP = 4096
-"""Bytes (a page). The length of parts is rounded up to a multiple of it."""
-_WHOLE = 1024
-"""Elements. Parts are multiples of it, so that they are whole lines and whole units of every kernel."""
-_LEAST, LONGEST = 8 * _STEP, 256 * _STEP
-"""Bytes of the shortest parts, since each costs some time, and of the longest, which keep a fast link busy."""
+_PAGE_BYTES = 4096
+"""The length of parts in bytes is rounded up to a multiple of this."""
+_PART_MULTIPLE = 1024
+"""Elements. Parts are multiples of it, so that they are whole cache lines and whole units of every kernel."""
+_MIN_PART_BYTES = 8 * _PAGE_BYTES
+"""Shorter parts would cost more time for each message than they save."""
+MAX_PART_BYTES = 256 * _PAGE_BYTES
+"""Parts of this length keep a fast link busy."""
 _PARTS = 24
-"""What is under way to a server is cut into this many parts. While the first goes up and the last comes down, the other
+"""What is in flight to a server is cut into this many parts. While the first goes up and the last comes down, the other
 direction is idle; more parts cost more CPU time than they save on a link of 1 Gb/s."""
 STALL = 0.25
-"""Seconds without an answer after which the rest of a round goes."""
-_MOST_IN_FLIGHT, _WITH_EAGER = 3, 2
-"""Parts of a table that are on their way at once: one up, one down, and one so that neither direction waits for the
-slowest worker. If parts of another table are on their way, these count for the third."""
-_WHILE_LEFT = 48 * 1024
-"""Elements that may be on their way in any case, in short parts, while a worker computes and takes no answers."""
+"""Seconds without an answer after which the parts that are held back go."""
+_MOST_IN_FLIGHT = 3
+"""Parts of a table that are in flight at once: one up, one down, and one so that neither direction waits for the
+slowest worker."""
+_MOST_BESIDE_OTHERS = 2
+"""The same where parts of another table are in flight: these count for the third."""
+_IN_FLIGHT_WHILE_COMPUTING = 48 * 1024
+"""Elements that may be in flight in any case, in short parts, while a worker computes and takes no answers."""
 _MOST_SKIPPED = 64
+"""Rounds. A `Backoff` skips no more of them in a row."""
 
 
-def size_of_parts(share: int) -> int:
-    return min(max(-(-share // (_PARTS * _STEP)) * _STEP, _LEAST), LONGEST)
+def part_bytes(bytes_in_flight: int) -> int:
+    """Return the length of parts in bytes if so much is in flight to their server in all."""
+    pages = -(-bytes_in_flight // (_PARTS * _PAGE_BYTES))
+    return min(max(pages * _PAGE_BYTES, _MIN_PART_BYTES), MAX_PART_BYTES)
 
 
-def cut(body: m.Contribute, share: int, itemsize_of: Callable[[int], int | None]) -> Iterator[m.Contribute]:
+def cut(
+    body: m.Contribute, bytes_in_flight: int, itemsize_of: Callable[[int], int | None]
+) -> Iterator[m.Contribute]:
     """Yield a message that brings slices, without commits, as one message for each slice, and long ones in parts.
 
     Args:
-        share: How many bytes are under way to the server.
+        bytes_in_flight: What all open rounds send to the server.
         itemsize_of: Slot → bytes of one element of its slice as it is sent; None if it cannot be cut.
     """
-    most = size_of_parts(share)
+    most = part_bytes(bytes_in_flight)
     for one in divided(body):
         slot, _, _, nbytes = one.pushes[0].tolist()
-        size = itemsize_of(slot) if len(one.pushes) == 1 and nbytes > most else None
-        if size is None:
+        itemsize = itemsize_of(slot) if len(one.pushes) == 1 and nbytes > most else None
+        if itemsize is None:
             yield one
             continue
-        # Parts are views of the payload. Each names the element before which it ends.
-        raw, length = one.payloads[0].view(torch.uint8), max(most // (size * _WHOLE), 1) * _WHOLE * size
+        # Parts are views of the payload. The first word of a push has the slot in its low bits and, above them, the
+        # element of the slice before which the part ends; 0 there is a whole slice. The fourth word is its bytes.
+        raw = one.payloads[0].view(torch.uint8)
+        length = max(most // (itemsize * _PART_MULTIPLE), 1) * _PART_MULTIPLE * itemsize
         for begin in range(0, nbytes, length):
             part, pushes = raw[begin : begin + length], one.pushes.copy()
-            pushes[0, 0] |= (begin + len(part)) // size << m.PART
+            pushes[0, 0] |= (begin + len(part)) // itemsize << m.PART
             pushes[0, 3] = len(part)
             yield replace(one, pushes=pushes, payloads=(part,))
 
 
 class Backoff:
-    """Counts rounds that do without something after it went wrong: one at first, and twice as many each time."""
+    """Counts rounds that do without something after it failed: one at first, and twice as many after each failure."""
 
     def __init__(self) -> None:
         self._next, self._left = 1, 0
@@ -79,18 +95,19 @@ class Backoff:
     def fail(self) -> None:
         self._left, self._next = self._next, min(2 * self._next, _MOST_SKIPPED)
 
-    def succeed(self) -> None:
-        """Reset: the next failure skips one round."""
+    def reset(self) -> None:
+        """Make the next failure skip one round only. Rounds that are still to be skipped stay so."""
         self._next = 1
 
-    def skips(self) -> bool:
+    def take_skip(self) -> bool:
+        """Return whether this round does without it, and count that round. Call once for each round."""
         is_skipped = self._left > 0
         self._left -= is_skipped
         return is_skipped
 
 
-class Flight:
-    """How many elements of a slice were sent and answered, from its beginning."""
+class SliceProgress:
+    """How many elements of a slice were sent and answered in a round, from the slice's beginning."""
 
     __slots__ = ("answered", "priority", "round", "sent")
 
@@ -100,102 +117,112 @@ class Flight:
 
 
 class Window:
-    """The parts that are on their way to one server.
-
-    A part waits only for parts that are at least as urgent, on every worker alike. Otherwise workers of different
-    speed would send different parts and wait for each other.
-    """
+    """The parts that are in flight to one server, and whether the next one has to wait."""
 
     def __init__(self) -> None:
-        self.until: float | None = None
-        """When parts that are held back go anyway, unless an answer comes; None while none are."""
+        self.release_at: float | None = None
+        """When parts that are held back go anyway, unless an answer comes; None while no part is held back."""
         self.polls_only = False
-        """The worker computes and receives no answers meanwhile."""
-        self._is_on = False
+        """The worker computes and takes answers only now and then."""
+        self._is_windowed = False
+        """Whether parts of the round are held back at all: it was declared, and is not skipped after a stall."""
         self._is_computing = False
         """Workers still compute the gradients of the round, so a late one says nothing about the next round."""
-        self._flights: dict[int, Flight] = {}
+        self._slices: dict[int, SliceProgress] = {}
         """Slot → the last round in which a part of its slice was sent."""
-        self._queued: dict[int, int] = {}
-        """Priority → elements that were sent and not answered."""
-        self._longest, self._most = 0, _MOST_IN_FLIGHT
-        """Elements of the longest part, and how many parts may be on their way."""
+        self._in_flight: dict[int, int] = {}
+        """Priority → elements that were sent and not answered; no entry for 0."""
+        self._longest = 0
+        """Elements of the longest part."""
+        self._most = _MOST_IN_FLIGHT
+        """How many parts may be in flight."""
         self._stalls = Backoff()
-        """Rounds that go as a whole, because earlier ones have stalled."""
+        """Rounds that are not windowed, because earlier ones have stalled."""
 
-    def holds(self, body: m.RequestBody, priority: int, now: float) -> bool:
-        """Return whether a message has to wait: a part, while enough parts of its urgency are on their way."""
-        part = _part(body) if self._is_on else None
+    def must_hold(self, body: m.RequestBody, priority: int, now: float) -> bool:
+        """Return whether a message has to wait, because enough parts of at least its priority are in flight.
+
+        A first message that waits starts the time after which the round counts as stalled (`release_at`). Messages
+        other than parts never wait.
+        """
+        part = _part(body) if self._is_windowed else None
         numel = 0 if part is None else part.end - self._sent_of(part)
         self._longest = max(self._longest, numel)
-        queued = (
-            sum([count for other, count in self._queued.items() if other >= priority]) if numel > 0 else 0
+        ahead = (
+            sum([count for other, count in self._in_flight.items() if other >= priority]) if numel > 0 else 0
         )
-        if queued + numel <= max(self._longest * self._most, _WHILE_LEFT * self.polls_only):
+        if ahead + numel <= max(self._longest * self._most, _IN_FLIGHT_WHILE_COMPUTING * self.polls_only):
             return False
-        if self.until is None:
-            self.until = now + STALL
+        if self.release_at is None:
+            self.release_at = now + STALL
         return True
 
-    def has_stalled(self, now: float) -> bool:
+    def end_if_stalled(self, now: float) -> bool:
         """Stop holding parts back if no answer has come for too long; returns whether that has happened."""
-        if self.until is None or now < self.until:
+        if self.release_at is None or now < self.release_at:
             return False
-        self._is_on, self.until = False, None
-        self._flights, self._queued = {}, {}
+        self._is_windowed, self.release_at = False, None
+        self._slices, self._in_flight = {}, {}
         if not self._is_computing:
             self._stalls.fail()
         return True
 
     def sent(self, body: m.RequestBody, priority: int) -> None:
         if isinstance(body, m.Contribute) and len(body.commits) and body.commits[0, 5] & m.DECLARES_INTENT:
-            # An announced round begins. Others are not answered in parts, so nothing is held back for them.
-            self._is_on = not self._stalls.skips()
+            # A declared round begins. Others are not answered in parts, so nothing is held back for them.
+            self._is_windowed = not self._stalls.take_skip()
             self._is_computing = bool(body.commits[0, 5] & m.TENTATIVE)
-            self.until = None
-            self._most = _WITH_EAGER if self._queued else _MOST_IN_FLIGHT
-            self._longest = self._longest if self._queued else 0
-        elif self._is_on and (part := _part(body)) is not None:
-            flight = self._flights.get(part.slot)
-            if flight is None or flight.round != part.round:
-                if flight is not None:
-                    self._count(flight.priority, flight.answered - flight.sent)
-                flight = self._flights[part.slot] = Flight(part.round, priority)
-            self._count(flight.priority, max(part.end - flight.sent, 0))
-            flight.sent = max(part.end, flight.sent)
+            self.release_at = None
+            self._most = _MOST_BESIDE_OTHERS if self._in_flight else _MOST_IN_FLIGHT
+            self._longest = self._longest if self._in_flight else 0
+        elif self._is_windowed and (part := _part(body)) is not None:
+            progress = self._slices.get(part.slot)
+            if progress is None or progress.round != part.round:
+                if progress is not None:
+                    # What was not answered of the slice's former round is in flight no longer.
+                    self._add_in_flight(progress.priority, progress.answered - progress.sent)
+                progress = self._slices[part.slot] = SliceProgress(part.round, priority)
+            if part.end > progress.sent:
+                self._add_in_flight(progress.priority, part.end - progress.sent)
+                progress.sent = part.end
 
     def answered(self, body: m.ReplyBody) -> None:
-        if not self._flights or not isinstance(body, m.Weights):
+        if not self._slices or not isinstance(body, m.Weights):
             return
         for slot, end in map(m.place_of, body.parts[:, 0].tolist()):
-            flight = self._flights.get(slot)
-            if flight is not None:
-                last = min(end, flight.sent) if end else flight.sent
-                self._count(flight.priority, min(flight.answered - last, 0))
-                flight.answered = max(flight.answered, last)
-        if self._is_on:
-            self._stalls.succeed()
-        self.until = None
+            progress = self._slices.get(slot)
+            if progress is not None:
+                # Weights up to `end`, or of the whole slice, may be those of more than this worker has sent.
+                last = min(end, progress.sent) if end else progress.sent
+                if last > progress.answered:
+                    self._add_in_flight(progress.priority, progress.answered - last)
+                    progress.answered = last
+        if self._is_windowed:
+            self._stalls.reset()
+        self.release_at = None
 
-    def _count(self, priority: int, change: int) -> None:
-        self._queued[priority] = self._queued.get(priority, 0) + change
-        if not self._queued[priority]:
-            del self._queued[priority]
+    def _add_in_flight(self, priority: int, numel: int) -> None:
+        """Count elements that were sent, or, if negative, that no longer are in flight."""
+        self._in_flight[priority] = self._in_flight.get(priority, 0) + numel
+        if not self._in_flight[priority]:
+            del self._in_flight[priority]
 
-    def _sent_of(self, part: SliceChunk) -> int:
-        flight = self._flights.get(part.slot)
-        return flight.sent if flight is not None and flight.round == part.round else 0
+    def _sent_of(self, part: PartialPush) -> int:
+        progress = self._slices.get(part.slot)
+        return progress.sent if progress is not None and progress.round == part.round else 0
 
 
-class SliceChunk(NamedTuple):
+class PartialPush(NamedTuple):
+    """A part of a slice in a message that pushes it."""
+
     slot: int
     end: int
     """The element of the slice before which it ends."""
     round: int
 
 
-def _part(body: m.RequestBody) -> SliceChunk | None:
+def _part(body: m.RequestBody) -> PartialPush | None:
     if not isinstance(body, m.Contribute) or len(body.pushes) != 1:
         return None
     slot, end = m.place_of(int(body.pushes[0, 0]))
-    return SliceChunk(slot, end, int(body.pushes[0, 1])) if end else None
+    return PartialPush(slot, end, int(body.pushes[0, 1])) if end else None

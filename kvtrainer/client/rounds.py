@@ -250,7 +250,7 @@ class Rounds:
         if request is None:
             self._session.send(slice_.server, number, body, urgency)
             return
-        self._session.take_what_came()  # answers make room for parts that wait
+        self._session.process_received()  # answers make room for parts that wait
         share = request.layout.total * values.nbytes // max(slice_.nbytes, 1)  # an empty key has 0 bytes
         sent = list(cut(body, share, partial(request.layout.itemsize, form)))
         # Parts keep the order of the backward pass. No weights of the round may be used before its commit, which comes
@@ -299,7 +299,7 @@ class Rounds:
             # A silent server is sent the commits again; it asks for slices that it lacks.
             again = partial(self._send_again, round_, given=())
             if not self._session.wait(round_.open, again, round_.started):
-                raise self._session.late(round_.open, round_.describe_end())
+                raise self._session.deadline_error(round_.open, round_.describe_end())
         except BaseException as error:
             if may_wait_again and not isinstance(error, Exception):
                 round_.resume()
@@ -707,9 +707,9 @@ class EagerPush:
         if not was_right:
             self._surprises.fail()
         elif self.speculative is not None and self.speculative.server_requests:
-            self._surprises.succeed()
+            self._surprises.reset()
         self.speculative = None
         self.expected = None
-        if not self._surprises.skips() and contribution is not None:
+        if not self._surprises.take_skip() and contribution is not None:
             # The gradients themselves are not kept alive.
             self.expected = contribution._replace(borrowed={}, shared_grads={})

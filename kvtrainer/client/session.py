@@ -55,6 +55,7 @@ REPEAT_AFTER = 2.0
 STANDSTILL = 1.0
 """Seconds. A wait that takes this much longer than it should means that this process was suspended."""
 _NO_SESSION = (0, 0)
+"""Stands for (run, session) of a server that has not welcomed this worker yet."""
 _WAITING = 0
 """The trace lane of waits. Requests have the lowest free lane above it."""
 
@@ -63,15 +64,15 @@ Handler = Callable[[int, m.ReplyBody], None]
 
 
 class Transport(ABC):
-    """Carries requests to servers and replies back, over sockets, in shared memory, or by calls."""
+    """Carries requests to servers and their replies back: over sockets, in shared memory, or by function calls."""
 
     num_servers: int
 
     @abstractmethod
     def send(self, server: int, request: m.Request, priority: int = 0) -> None:
-        """Hand a request over without blocking; payload memory must not change until it is answered.
+        """Send or queue a request without blocking. Its payload memory must not change until it is answered.
 
-        Where requests have to queue, one of higher priority overtakes those of lower ones.
+        A queued request of higher priority overtakes those of lower priority.
         """
 
     @abstractmethod
@@ -103,7 +104,7 @@ class Transport(ABC):
         return False
 
     ended: Collection[int] = ()
-    """Servers of this host whose processes have ended. `receive` detects that, and returns when it does."""
+    """Servers of this host whose processes have ended. `receive` detects the end of a process, and then returns."""
 
     def process(self, server: int) -> ProcessState:
         return ProcessState.UNKNOWN
@@ -149,7 +150,9 @@ class SessionOptions:
     slow_after: float = SLOW_AFTER
 
 
-class Asked(Protocol):
+class HasServer(Protocol):
+    """A request, or a part of a round, that one server has to answer."""
+
     @property
     def server(self) -> int: ...
 
@@ -178,26 +181,27 @@ class Calls:
         state = f"awaits {', '.join(waiting[:3])}{more}" if waiting else "nothing is awaited"
         return f"<{type(self).__name__}, {len(self.requests)} requests: {state}>"
 
-    def take(self, at: int, _: int, reply: m.ReplyBody) -> None:
+    def take(self, position: int, _server: int, reply: m.ReplyBody) -> None:
+        """Store the answer to the request at a position. With the position bound, a `Handler`."""
         if not isinstance(reply, m.Pending):
-            self.answers[at] = reply
-            self.waiting.pop(at, None)
+            self.answers[position] = reply
+            self.waiting.pop(position, None)
 
 
-AskedT = TypeVar("AskedT", bound=Asked)
+HasServerT = TypeVar("HasServerT", bound=HasServer)
 
 
 class Report:
-    """Figures of a worker since its start, sent with its heartbeats to those who watch the job.
+    """Figures of a worker since its start. Heartbeats carry them to the tools that show the job.
 
-    The worker's thread counts, and the thread of heartbeats reads.
+    The training thread writes them, and the heartbeat thread reads them.
 
     Attributes:
-        steps: How many steps it has made.
-        step_seconds: Seconds in them; the rest is that of forward and backward passes.
-        wait_seconds: Seconds in which it waited for servers, and so for other workers.
-        samples: How many examples it has trained on, if the script tells.
-        loss: The last loss that the script has told; infinite or not a number counts as none.
+        steps: How many steps the worker has made.
+        step_seconds: Seconds spent in these steps; the remaining time is that of forward and backward passes.
+        wait_seconds: Seconds spent waiting for servers, and so for other workers.
+        samples: How many examples the worker has trained on, if the script reports it.
+        loss: The last loss that the script has reported; infinity and NaN are not sent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -233,7 +237,8 @@ class Session:
         self.is_remote = False
         """Whether there is a network between the workers of synchronous rounds and some of their servers."""
         self.spread_from = 0
-        """Trainers' tables of at least this many bytes are spread over all servers, as the servers want it."""
+        """Bytes. A Trainer's table of at least this size is spread over all servers; a smaller one lies on one of them.
+        Each server says a value when its session opens, and the smallest counts."""
         self.trace: SessionTrace | None = None
         """Where to record requests while the profiler runs."""
         self.log = debug_log("kvtrainer.debug")
@@ -245,29 +250,33 @@ class Session:
         self._peers = [Peer(f"server:{at}", options.namespace) for at in range(transport.num_servers)]
         self._nonce = secrets.token_bytes(SECRET_BYTES)
         self._tokens = [_NO_SESSION] * transport.num_servers
+        """(run, session) of each server: the ids of its process and of this worker's session, both from `Welcome`."""
         # 2. What is known of the servers.
         self._heard = [clock()] * transport.num_servers
-        self._gone: set[int] = set()
-        self._stopped: set[int] = set()
-        """Servers that have sent their shutdown notice."""
-        self._ended: dict[int, float] = {}
-        """Server whose process has ended → when that was detected."""
-        self._lost: KVStoreError | None = None
-        """The error of a server that has lost the state of this job."""
+        """When each server's last message came."""
+        self._unreachable: set[int] = set()
+        """Servers that did not answer, whose process has ended, or that were shut down. A message removes them."""
+        self._shut_down: set[int] = set()
+        """Servers that have sent their shutdown notice. Nothing more comes from them."""
+        self._process_ended_at: dict[int, float] = {}
+        """Server → when the end of its process was detected."""
+        self._lost_state_error: KVStoreError | None = None
+        """The error of a server that was restarted and has lost the state of this job."""
         # 3. Requests under way.
         self._handlers: dict[int, Handler] = {}
         self._last_number = 0
         self._repeat_after = min(REPEAT_AFTER, options.dead_after / 4)
         self._slow_reports = SlowReports(options.slow_after)
         self._reasons: list[str] = []
-        """Why servers have not answered yet, by their own account since requests were last repeated."""
+        """Why the answers are late, as the servers say since requests were last repeated."""
         self._has_repeated = False
+        """Requests were repeated, so the next reason that comes replaces the earlier ones."""
 
     def __repr__(self) -> str:
         o, open_ = self.options, sorted(self._handlers)
         shown = f"{', '.join(map(str, open_[:5]))}{f' and {len(open_) - 5} more' if len(open_) > 5 else ''}"
         state = "closed" if self.is_closed else f"awaits answers to requests {shown}" if open_ else "idle"
-        gone = "".join([f", {self.describe(server)} is gone" for server in sorted(self._gone)])
+        gone = "".join([f", {self.describe(server)} is gone" for server in sorted(self._unreachable)])
         return (
             f"<Session of rank {o.rank} of {o.num_workers} in {o.namespace!r} with {self.num_servers} servers: "
             f"{state}{gone}>"
@@ -313,7 +322,10 @@ class Session:
         return self.transport.describe(server)
 
     def memory_at(self, server: int, place: int) -> tuple[SharedArena, int] | None:
-        """Return a server's memory, and where in it a place lies that `Weights` names; None if that is unknown here."""
+        """Return the arena and the offset in it of a place that a `Weights` message of the server names.
+
+        Returns None without a shared-memory channel to the server, or if the arena is unknown here.
+        """
         channel = self.transport.channel(server)
         return None if channel is None else channel.weights_at(place)
 
@@ -375,11 +387,11 @@ class Session:
         return calls
 
     def finish(self, calls: Calls, timeout: float | None = None) -> list[m.ReplyBody]:
-        """Block for the answers to requests that were begun. The limit counts from now on; raises as `call_all`."""
+        """Block for the answers to the requests of `begin`. `timeout` counts from this call; raises as `call_all`."""
         limit = self.options.dead_after if timeout is None else timeout
-        started, waiting = self.clock(), calls.waiting
+        asked_at, waiting = self.clock(), calls.waiting
         try:
-            is_over = self.wait(waiting.values(), self._send_call, started, limit)
+            is_over = self.wait(waiting.values(), self._send_call, asked_at, limit)
             if (
                 not is_over
                 and timeout is None
@@ -387,14 +399,14 @@ class Session:
             ):
                 # Servers on this host that are seen to run may only be slow.
                 limit = max(limit, self.options.timeout)
-                self.wait(waiting.values(), self._send_call, started, limit)
+                self.wait(waiting.values(), self._send_call, asked_at, limit)
         finally:
             self.drop(calls)
         # The first answer that is missing or an error is raised, in the order of the requests.
         found: list[m.ReplyBody] = []
         for (server, body), answer in zip(calls.requests, calls.answers, strict=True):
             if answer is None:
-                raise self._no_answer(server, body, limit)
+                raise self._no_answer_error(server, body, limit)
             if isinstance(answer, m.Failed):
                 raise from_wire(answer.code, answer.text)
             found.append(answer)
@@ -411,9 +423,11 @@ class Session:
         calls = Calls(())
         try:
             calls = self.begin(requests)
-            self.wait(calls.waiting.values(), self._send_call, self.clock(), timeout, is_needed=False)
+            self.wait(calls.waiting.values(), self._send_call, self.clock(), timeout, raise_if_gone=False)
         except KVStoreError as error:
-            missing = len(requests) - len(calls.answers) + calls.answers.count(None)
+            # If sending failed, `calls` is still the empty one, and no request was answered.
+            answered = len(calls.answers) - calls.answers.count(None)
+            missing = len(requests) - answered
             _log.info("%d of %d requests were not answered: %s", missing, len(requests), error)
         finally:
             self.drop(calls)
@@ -426,93 +440,95 @@ class Session:
     def _send_call(self, call: _ControlCall) -> None:
         self.send(call.server, call.number, call.body)
 
-    def take_what_came(self) -> None:
+    def process_received(self) -> None:
+        """Process the replies that have arrived, without blocking."""
         while (got := self.transport.receive(0.0)) is not None:
-            self._hand_out(*got, self.clock())
+            self._dispatch(*got, self.clock())
 
     def wait(
         self,
-        waiting: Collection[AskedT],
-        ask: Callable[[AskedT], None],
-        started: float,
+        waiting: Collection[HasServerT],
+        ask: Callable[[HasServerT], None],
+        asked_at: float,
         timeout: float | None = None,
-        is_needed: bool = True,
+        raise_if_gone: bool = True,
     ) -> bool:
         """Process replies until handlers have emptied `waiting`. Calls `ask` again for servers that fall silent.
 
-        A wait that takes long is logged, with the reasons that the servers give.
+        A long wait is logged, with the reasons that the servers give.
 
         Args:
-            started: When they were asked first.
-            timeout: Seconds after that. By default those of a round, which a server fails when they are over, naming
-                who was missing; it gets `dead_after` more to report that.
-            is_needed: Whether a server that does not answer is an error; otherwise the wait ends where it is known
-                to be gone.
+            asked_at: When the servers were first asked, on the session's clock.
+            timeout: Seconds from `asked_at` until the wait gives up. By default the timeout of a round, when a server
+                fails the round and names the missing workers, plus `dead_after` for that error to arrive.
+            raise_if_gone: If True, a server that does not answer raises; if False, stop waiting for servers known to
+                be gone.
 
         Returns:
-            False if the time was over before.
+            False if the time was over before `waiting` was empty.
 
         Raises:
-            ServerStoppingError: one of the servers that are waited for was stopped. Other servers' answers to a
-                round are waited for, because it may have ended everywhere.
-            ServerUnreachableError: as `is_silent`, or the process of one of them has ended.
+            ServerStoppingError: a server in `waiting` was shut down. One that has given its answers to a round before
+                does not raise: the wait for the other servers goes on, because the round may have ended everywhere.
+            ServerUnreachableError: a server in `waiting` is unreachable (`check_silence`), or its process has ended.
         """
         if timeout is None:
             timeout = self.options.timeout + self.options.dead_after
-        trace, deadline = self.trace, started + timeout
-        began = now = self.clock()
+        trace, deadline = self.trace, asked_at + timeout
+        wait_began = now = self.clock()
         self._reasons.clear()
-        start = 0.0 if trace is None else trace.trace.clock()
-        while waiting and (is_needed or any(one.server not in self._gone for one in waiting)):
-            # 1. Nothing more comes from servers that were stopped.
-            if is_needed and self._stopped:
-                stopped = sorted(self._stopped.intersection(one.server for one in waiting))
-                if stopped:
-                    names = ", ".join(map(self.describe, stopped))
-                    raise ServerStoppingError(
-                        f"{names} was stopped; restart the job from its last saved states"
-                    )
+        trace_start = 0.0 if trace is None else trace.trace.clock()
+        while waiting and (raise_if_gone or any(one.server not in self._unreachable for one in waiting)):
+            # 1. Nothing more comes from servers that were shut down.
+            if raise_if_gone and self._shut_down:
+                self._check_shut_down(waiting)
             if now >= deadline:
                 return False
             # 2. Wait for one reply, but not longer than until requests have to be repeated.
-            looked, pause = now, min(self._repeat_after, deadline - now)
+            receive_began, pause = now, min(self._repeat_after, deadline - now)
             if self.transport.ended:
                 pause = min(pause, LAST_WORDS)
             got = self.transport.receive(pause)
             now = self.clock()
-            if now - looked > pause + STANDSTILL:
+            if now - receive_began > pause + STANDSTILL:
                 # This process was suspended. What the servers sent meanwhile has yet to be read, so they get more time.
                 self._heard = [now] * self.num_servers
                 deadline = max(deadline, now + STANDSTILL)
             # 3. Process it, or see which servers are silent.
             if got is not None:
-                self._hand_out(*got, now)
+                self._dispatch(*got, now)
             else:
                 self._has_repeated = True
                 for one in list(waiting):
-                    if self._is_dead(one.server, began, now):
-                        self._gone.add(one.server)
-                        if is_needed:
-                            raise self._dead(one.server)
-                    elif not is_needed or self.is_silent(one.server, started, now):
+                    if self._has_process_ended(one.server, wait_began, now):
+                        self._unreachable.add(one.server)
+                        if raise_if_gone:
+                            raise self._process_ended_error(one.server)
+                    elif not raise_if_gone or self.check_silence(one.server, asked_at, now):
                         ask(one)
-            if now - began >= self.options.slow_after:
-                self._report_slow(now - began, now)
-        self.report.wait_seconds += now - began
+            if now - wait_began >= self.options.slow_after:
+                self._report_slow(now - wait_began, now)
+        self.report.wait_seconds += now - wait_began
         if trace is not None:
-            trace.waited(start)
+            trace.waited(trace_start)
         return True
 
-    def late(self, waiting: Collection[Asked], what: str) -> DeadlineError:
-        late = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
+    def _check_shut_down(self, waiting: Collection[HasServer]) -> None:
+        shut_down = sorted(self._shut_down.intersection(one.server for one in waiting))
+        if shut_down:
+            names = ", ".join(map(self.describe, shut_down))
+            raise ServerStoppingError(f"{names} was shut down; restart the job from its last saved states")
+
+    def deadline_error(self, waiting: Collection[HasServer], what: str) -> DeadlineError:
+        names = ", ".join(map(self.describe, sorted({one.server for one in waiting})))
         return DeadlineError(
-            f"{late} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
+            f"{names} did not {what} within {self.options.timeout:g} s; is it overloaded? (timeout=… of the kvstore or "
             "KVSTORE_TIMEOUT raises the limit)"
         )
 
     def _report_slow(self, waited: float, now: float) -> None:
-        """Log whom servers wait for, or which of them are silent, if a line is due."""
-        # A server that is not waited for is not asked anything, so only its heartbeats count.
+        """If a line is due, log which workers the servers wait for, or else which servers are silent."""
+        # A server that has answered is sent no further requests, so only its heartbeats show that it is alive.
         heard = [max(at, self.transport.last_heartbeat(server)) for server, at in enumerate(self._heard)]
         reasons = self._reasons or [
             f"{self.describe(server)} was last heard {now - at:.1f} s ago"
@@ -523,22 +539,24 @@ class Session:
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
             _log.warning("rank %d has waited %.0f s: %s%s", self.options.rank, waited, reasons[0], more)
 
-    def is_silent(self, server: int, since: float, now: float) -> bool:
-        """Return whether a server that must answer was silent so long that it is asked again.
+    def check_silence(self, server: int, since: float, now: float) -> bool:
+        """Return whether a server, asked at `since`, has sent nothing for so long that the request must be repeated.
 
-        A server that is still sending a large answer is not: it would send it twice. Raises ServerUnreachableError
-        if it was silent for too long and is not seen to run.
+        A server that is still sending a large answer is not asked again, because it would send the answer twice.
+
+        Raises:
+            ServerUnreachableError: the server has sent neither messages nor heartbeats for `dead_after` seconds, and
+                is not seen to run.
         """
         unanswered = now - max(self._heard[server], since)
-        # It may have nothing to answer while a large push is still on its way to it, but it sends heartbeats.
+        # While a large push is still on its way, the server has nothing to answer yet, but it answers heartbeats.
         silence = min(unanswered, now - self.transport.last_heartbeat(server))
         is_lost = silence >= self.options.dead_after and self._tokens[server] != _NO_SESSION
         if is_lost and not self._runs(server):
-            self._gone.add(server)
-            is_stopped = self.transport.process(server) is ProcessState.STOPPED
-            where = (
-                f"{self.describe(server)} (its process is stopped)" if is_stopped else self.describe(server)
-            )
+            self._unreachable.add(server)
+            where = self.describe(server)
+            if self.transport.process(server) is ProcessState.STOPPED:
+                where += " (its process is paused by a signal or a debugger)"
             raise ServerUnreachableError(
                 f"{where} has not answered for {silence:.1f} s; is it still running? Restart the job from its last "
                 "saved states (KVSTORE_DEAD_AFTER raises the limit)"
@@ -549,20 +567,21 @@ class Session:
         """Return whether a server's process is seen to run, or has just ended, which is detected elsewhere."""
         return self.transport.process(server) in (ProcessState.RUNS, ProcessState.ENDED)
 
-    def _is_dead(self, server: int, began: float, now: float) -> bool:
-        """Return whether a server's process has ended and all its messages have come.
+    def _has_process_ended(self, server: int, wait_began: float, now: float) -> bool:
+        """Return whether a server's process has ended, and its last messages have had time to arrive.
 
-        Once that was reported, another server may take its place, and gets a while to answer a later wait.
+        After the end was reported once, a new process may serve at the same address. Each later wait therefore gives
+        the server a while to answer.
         """
         if server not in self.transport.ended:
             return False
-        noticed = self._ended.setdefault(server, now)
-        if server in self._gone:
-            return now - max(began, self._heard[server]) >= min(REPEAT_AFTER, self.options.dead_after)
-        return now - max(noticed, self._heard[server]) >= LAST_WORDS
+        detected_at = self._process_ended_at.setdefault(server, now)
+        if server in self._unreachable:
+            return now - max(wait_began, self._heard[server]) >= min(REPEAT_AFTER, self.options.dead_after)
+        return now - max(detected_at, self._heard[server]) >= LAST_WORDS
 
-    def _dead(self, server: int) -> ServerUnreachableError:
-        how = self.transport.how_ended(server) or "has ended without a word"
+    def _process_ended_error(self, server: int) -> ServerUnreachableError:
+        how = self.transport.how_ended(server) or "has ended without giving a reason"
         return ServerUnreachableError(
             f"the process of {self.describe(server)} {how}. Restart the job from its last saved states"
         )
@@ -570,14 +589,15 @@ class Session:
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and close the transport. Idempotent.
 
-        If a server has lost the job, the others are told that reason, whatever this worker's loop made of it.
+        If a server has lost the state of the job, the other servers are given that as the reason instead of `reason`,
+        even if this worker's loop has caught the error.
         """
         if self.is_closed:
             return
-        if self._lost is not None and is_clean:
-            reason, is_clean = describe(self._lost), False
+        if self._lost_state_error is not None and is_clean:
+            reason, is_clean = describe(self._lost_state_error), False
         for server, (run, session) in enumerate(self._tokens):
-            if session and server not in self._stopped:
+            if session and server not in self._shut_down:
                 leave = m.Request(run, session, self.next_number(), m.Leave(reason, is_clean))
                 with suppress(KVStoreError):  # a forked process has no session of its own
                     self.transport.send(server, leave)
@@ -586,22 +606,22 @@ class Session:
         self.is_closed = True
         self.transport.close()
 
-    def _no_answer(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
+    def _no_answer_error(self, server: int, body: m.RequestBody, timeout: float) -> KVStoreError:
         if isinstance(body, m.Hello):
             return ConnectTimeoutError(
                 f"{self.describe(server)} did not answer within {timeout:g} s; is it running, and is KVSTORE_SERVERS "
                 "right? (connect_timeout=… or KVSTORE_CONNECT_TIMEOUT raises the limit)"
             )
         if isinstance(body, m.PullRows):
-            return self.late([_ControlCall(server, 0, body)], "send rows")
-        self._gone.add(server)
+            return self.deadline_error([_ControlCall(server, 0, body)], "send rows")
+        self._unreachable.add(server)
         return ServerUnreachableError(
             f"{self.describe(server)} did not answer {type(body).__name__} within {timeout:g} s; is it still running?"
         )
 
-    def _hand_out(self, server: int, reply: m.Reply, now: float) -> None:
+    def _dispatch(self, server: int, reply: m.Reply, now: float) -> None:
         self._heard[server] = now
-        self._gone.discard(server)
+        self._unreachable.discard(server)
         if self.trace is not None:
             self.trace.received(reply)
         if self.log is not None:
@@ -611,16 +631,16 @@ class Session:
             error = from_wire(reply.body.code, reply.body.text)
             if not isinstance(error, ServerStoppingError):
                 raise error
-            self._gone.add(server)
-            self._stopped.add(server)
-        # 2. What it tells about the state of the job.
+            self._unreachable.add(server)
+            self._shut_down.add(server)
+        # 2. Why the answer is late, or that the server has lost the state of the job.
         if isinstance(reply.body, m.Pending) and reply.body.why:
             if self._has_repeated:
                 self._reasons.clear()
                 self._has_repeated = False
             self._reasons.append(reply.body.why)
         elif isinstance(reply.body, m.Failed) and reply.body.code == ServerLostState.__name__:
-            self._lost = from_wire(reply.body.code, reply.body.text)
+            self._lost_state_error = from_wire(reply.body.code, reply.body.text)
         # 3. The reply itself.
         handler = self._handlers.get(reply.number)
         if handler is not None:

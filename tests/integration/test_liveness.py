@@ -136,5 +136,5 @@ def test_a_stopped_process_is_still_found_by_its_silence_and_the_error_says_that
     stopped.freeze()
     kind = WorkerLostError if waits_for == "worker" else ServerUnreachableError
     [text] = raised([pair.round().outcome(LIMIT)], kind)
-    assert "its process is stopped" in text
+    assert "its process is paused" in text
     stopped.signal(signal.SIGCONT)

@@ -172,7 +172,7 @@ def test_workers_learn_at_once_that_a_server_was_stopped_while_nobody_waited(
     assert servers[1].end()[0] == 0
     outcomes = together(*(lambda s=s: round_of(s, "w", torch.ones(200_000)) for s in pair))
     texts = raised(outcomes, ServerStoppingError)
-    assert all(f"server 1 ({servers[1].address}) was stopped" in text for text in texts)
+    assert all(f"server 1 ({servers[1].address}) was shut down" in text for text in texts)
 
 
 def test_a_server_has_nothing_to_say_to_workers_that_have_left(
@@ -219,7 +219,7 @@ def test_a_round_that_does_not_end_within_the_drain_timeout_fails_for_those_who_
     at_barrier = Call(pair[1].barrier)
     server.signal(signal.SIGTERM)
     [text] = raised([waiting.outcome()], ServerStoppingError)
-    assert "server 0 was stopped while round 1 of 'w' waited: rank 1 (" in text
+    assert "server 0 was shut down while round 1 of 'w' waited: rank 1 (" in text
     raised([at_barrier.outcome()], ServerStoppingError)
     assert server.end()[0] == 0
 

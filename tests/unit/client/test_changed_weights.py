@@ -215,7 +215,7 @@ def test_lost_replies_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, form:
     for client in job.clients:
         session = client._session
         monkeypatch.setattr(session, "transport", Dropping(session.transport, rng))
-        monkeypatch.setattr(session, "is_silent", lambda *_: True)
+        monkeypatch.setattr(session, "check_silence", lambda *_: True)
     for _ in range(20):
         played(job, rng)
     for client in job.clients:

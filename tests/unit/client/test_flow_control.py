@@ -21,7 +21,7 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import decode, encode
 from kvtrainer.client.connection import Connection
 from kvtrainer.client.contribution import Contribution
-from kvtrainer.client.flow_control import LONGEST, STALL, Window, size_of_parts
+from kvtrainer.client.flow_control import MAX_PART_BYTES, STALL, Window, part_bytes
 from kvtrainer.client.tables import Compressor
 from tests.support.messages import contribution
 from tests.support.scripted import SLOT, Bench, is_announcement
@@ -58,7 +58,7 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
     given.values[0]["float32"].copy_(torch.arange(1 << 18))
     bench.rounds.start(given)
     bodies = [body for body in bench.servers.bodies(m.Contribute) if isinstance(body, m.Contribute)]
-    sent, most = dict[int, list[torch.Tensor]](), size_of_parts(1 << 20)
+    sent, most = dict[int, list[torch.Tensor]](), part_bytes(1 << 20)
     for body in bodies:
         for word, _, _, nbytes in body.pushes.tolist():
             slot, end = m.place_of(word)
@@ -72,10 +72,10 @@ def test_large_slices_are_sent_in_parts_which_together_are_the_gradient() -> Non
 
 
 @pytest.mark.parametrize(
-    ("share", "size"), [(1, 32768), (24 << 16, 65536), (24 << 16 | 1, 69632), (1 << 30, LONGEST)]
+    ("share", "size"), [(1, 32768), (24 << 16, 65536), (24 << 16 | 1, 69632), (1 << 30, MAX_PART_BYTES)]
 )
 def test_a_part_is_a_24th_of_what_a_server_has_within_bounds(share: int, size: int) -> None:
-    assert size_of_parts(share) == size
+    assert part_bytes(share) == size
 
 
 def test_weights_that_come_in_parts_are_written_when_all_are_here() -> None:
@@ -205,9 +205,9 @@ def test_parts_are_larger_while_rounds_of_other_tables_are_under_way(monkeypatch
     sizes.clear()
     first = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(0), strict=False)]
     alone = max(sizes)
-    assert alone == size_of_parts(1 << 20)
+    assert alone == part_bytes(1 << 20)
     second = [client.rounds.start(one) for client, one in zip(clients[:1], contribution_to(1), strict=False)]
-    assert max(sizes) == size_of_parts(2 << 20) > alone
+    assert max(sizes) == part_bytes(2 << 20) > alone
     other = [clients[1].rounds.start(contribution_to(which)[1]) for which in range(2)]
     for client, rounds in zip(clients, ([*first, *second], other), strict=True):
         for one in rounds:
@@ -225,10 +225,10 @@ def sent(
 ) -> list[int]:
     """Send those of these parts of a slice, in order, that may go."""
     gone = []
-    window.has_stalled(now)
+    window.end_if_stalled(now)
     for number in numbers:
         body = part(number, numel, slot)
-        if window.holds(body, priority, now):
+        if window.must_hold(body, priority, now):
             break
         window.sent(body, priority)
         gone.append(number)
@@ -278,9 +278,9 @@ def test_parts_of_a_slices_last_round_are_on_their_way_no_longer(window: Window)
     window.sent(ANNOUNCEMENT, 0)
     first = part(0, round_=4)
     window.sent(first, 0)
-    assert not window.holds(part(1, round_=4), 0, 0.0)
+    assert not window.must_hold(part(1, round_=4), 0, 0.0)
     window.sent(part(1, round_=4), 0)
-    assert window.holds(part(2, round_=4), 0, 0.0)
+    assert window.must_hold(part(2, round_=4), 0, 0.0)
 
 
 def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window) -> None:
@@ -288,7 +288,7 @@ def test_the_first_part_of_a_slices_next_round_waits_as_any_other(window: Window
     window.answered(weights(3 * LENGTH))
     window.sent(ANNOUNCEMENT, 0)
     assert sent(window, 0, 1, 2, slot=1) == [0, 1, 2]
-    assert window.holds(part(0, round_=4), 0, 0.0)
+    assert window.must_hold(part(0, round_=4), 0, 0.0)
 
 
 @pytest.mark.parametrize(("is_left", "count"), [(False, 3), (True, 12)])
@@ -302,13 +302,13 @@ def test_more_short_parts_are_on_their_way_while_a_worker_computes(
 def test_a_short_part_waits_no_longer_than_others(window: Window) -> None:
     assert sent(window, 0, 1, 2) == [0, 1, 2]
     window.answered(weights())
-    assert not window.holds(part(3, 1024), 0, 0.0)
+    assert not window.must_hold(part(3, 1024), 0, 0.0)
 
 
 def test_other_messages_never_wait(window: Window) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
     for body in (contribution([(0, b"1234")], 3), contribution([], 3, 0, 8), m.Heartbeat()):
-        assert not window.holds(body, 0, 0.0)
+        assert not window.must_hold(body, 0, 0.0)
 
 
 def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
@@ -317,7 +317,7 @@ def test_parts_of_a_round_that_was_not_announced_do_not_wait() -> None:
 
 def test_a_round_without_answers_goes_on_after_a_while_and_the_next_as_a_whole(window: Window) -> None:
     assert sent(window, 0, 1, 2, 3) == [0, 1, 2]
-    assert window.until == STALL
+    assert window.release_at == STALL
     assert sent(window, *range(3, 9), now=STALL) == [*range(3, 9)]
     window.sent(ANNOUNCEMENT, 0)
     assert sent(window, *range(9)) == [*range(9)]
@@ -468,7 +468,7 @@ class Workers:
         for worker, queue in enumerate(self.queues):
             if self.pushed[worker] < len(self.order):
                 yield worker, "push"
-            if queue and not self.windows[worker].holds(
+            if queue and not self.windows[worker].must_hold(
                 part(queue[0][1], slot=-queue[0][0]), -queue[0][0], 0.0
             ):
                 yield worker, "send"

@@ -217,7 +217,7 @@ def test_a_round_ends_that_needs_no_server_any_more_which_says_farewell() -> Non
     bench = Bench(2, act)
     bench.run()
     assert _values(bench.out) == [9.0]
-    with pytest.raises(ServerStoppingError, match=r"server 0 \(here\) was stopped"):
+    with pytest.raises(ServerStoppingError, match=r"server 0 \(here\) was shut down"):
         bench.run()
 
 

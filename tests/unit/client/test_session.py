@@ -300,7 +300,7 @@ def test_a_silent_server_that_is_stopped_counts_as_gone_and_the_error_says_so() 
     servers = Scripted(1, lambda server, request: [] if isinstance(request.body, m.Gather) else None)
     session = servers.session(dead_after=8.0, timeout=100.0)
     servers.states[0] = ProcessState.STOPPED
-    with pytest.raises(ServerUnreachableError, match="its process is stopped"):
+    with pytest.raises(ServerUnreachableError, match="its process is paused"):
         session.call(0, m.Gather(0, 100.0), timeout=100.0)
     assert servers.now == pytest.approx(108.0, abs=REPEAT_AFTER)
 

@@ -60,7 +60,7 @@ class Job:
         for client, table, value in zip(self.clients, self.tables, values, strict=True):
             for piece in table.plan.slices:
                 client.rounds.push_eagerly(table, piece, [torch.full((piece.used,), value)], predict_hypers)
-        self.clients[0]._session.take_what_came()
+        self.clients[0]._session.process_received()
 
     def play(self, *values: float | Tensor | None, **said: Any) -> list[float]:
         """Make a round to which the first worker says something more; the distinct new weights of both."""

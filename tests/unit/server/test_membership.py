@@ -436,7 +436,7 @@ def test_a_stopped_process_is_lost_by_its_silence_which_begins_when_it_was_last_
     server.seen.states[server.keys[1]] = ProcessState.STOPPED
     [failed] = server.goes_on(2 * PATIENCE)
     assert failed.code == "WorkerLostError"
-    assert "and its process is stopped" in failed.text
+    assert "and its process is paused" in failed.text
     assert 3.4 * DEAD_AFTER <= server.now <= 4.1 * DEAD_AFTER
 
 
