@@ -589,8 +589,8 @@ class Session:
     def close(self, reason: str, is_clean: bool) -> None:
         """Leave the job on every server and close the transport. Idempotent.
 
-        If a server has lost the state of the job, the other servers are given that as the reason instead of `reason`,
-        even if this worker's loop has caught the error.
+        If a server has lost the state of the job, the servers are given that as the reason even if `is_clean`, because
+        the loop of this worker may have caught the error.
         """
         if self.is_closed:
             return
