@@ -54,7 +54,7 @@ _MOST_SKIPPED = 64
 
 
 def part_bytes(bytes_in_flight: int) -> int:
-    """Return the length of parts in bytes if so much is in flight to their server in all."""
+    """Return the length of parts in bytes, given how much is in flight to their server in all."""
     pages = -(-bytes_in_flight // (_PARTS * _PAGE_BYTES))
     return min(max(pages * _PAGE_BYTES, _MIN_PART_BYTES), MAX_PART_BYTES)
 
