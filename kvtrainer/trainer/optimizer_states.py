@@ -110,7 +110,7 @@ class ShardUpdate:
 
 class OptimizerStates:
     def __init__(self, groups: ParameterGroups, memory: Memory, binding: Binding) -> None:
-        self._groups, self._memory, self._link = groups, memory, binding
+        self._groups, self._memory, self._binding = groups, memory, binding
         self.here: list[ShardUpdate | JointUpdate] = []
         """What updates the parameters of each device in this process; empty until they are laid out."""
         self._pending: dict[int, State] | None = None
@@ -140,7 +140,7 @@ class OptimizerStates:
             if joint is not None:
                 joint.instance.state.pop(former.parameters[key], None)
         # 2. Replace the memory, and give the new holders the state.
-        self._link.leave(former, places)
+        self._binding.leave(former, places)
         former.release(gone)
         self._memory, self.here, self._pending = memory, [], None
         self.make_places()
@@ -149,18 +149,18 @@ class OptimizerStates:
     @property
     def holder(self) -> StateHolder | JointUpdate | None:
         """Where the state is; for replicas, the first one's. None before it has a place, here or in a store."""
-        if self._link.updates_weights:
-            return self._link.holder
+        if self._binding.updates_weights:
+            return self._binding.holder
         return self.here[0] if self.here else None
 
     @property
     def _plan(self) -> Plan:
-        store = self._link.holder if self._link.updates_weights else None
+        store = self._binding.holder if self._binding.updates_weights else None
         return self._memory.plan if store is None else store.plan
 
     @property
     def is_in_store(self) -> bool:
-        return self._link.updates_weights and self._link.holder is not None
+        return self._binding.updates_weights and self._binding.holder is not None
 
     @property
     def joint(self) -> JointUpdate | None:
@@ -239,6 +239,7 @@ class OptimizerStates:
             )
         saved, states = state_dict["param_groups"], state_dict["state"]
         _check_form(saved, states)
+        states = with_number_keys(states)
         mine, theirs = ([len(group["params"]) for group in given] for given in (self._groups.live, saved))
         if mine != theirs:
             raise StateMismatchError(
@@ -300,8 +301,8 @@ class OptimizerStates:
         return state if is_counted else {name: value for name, value in state.items() if name != "step"}
 
     def _holders(self) -> Sequence[tuple[StateHolder | JointUpdate, torch.device]]:
-        if self._link.updates_weights:
-            return [] if self._link.holder is None else [(self._link.holder, torch.device("cpu"))]
+        if self._binding.updates_weights:
+            return [] if self._binding.holder is None else [(self._binding.holder, torch.device("cpu"))]
         return [
             (one, device.arena.device) for one, device in zip(self.here, self._memory.devices, strict=False)
         ]
@@ -309,7 +310,7 @@ class OptimizerStates:
     def _update_of(self, device: DeviceMemory) -> ShardUpdate | JointUpdate:
         groups, optimizer, has_replicas = self._groups, self._groups.optimizer, self._memory.has_replicas
         # Replicas without a store are updated separately, so there is no state common to all.
-        can_join = not self._link.updates_weights and not (has_replicas and self._link.is_alone)
+        can_join = not self._binding.updates_weights and not (has_replicas and self._binding.is_alone)
         if not isinstance(optimizer, TorchOptimizer) or not optimizer.is_joint or not can_join:
             return ShardUpdate(device.plan, optimizer, device.arena.weights)
         made = groups.instance or groups.made
@@ -322,6 +323,18 @@ class OptimizerStates:
                     live.setdefault(name, value)
             made.param_groups = groups.live
         return JointUpdate(device, made, lambda: groups.live, optimizer)
+
+
+def with_number_keys(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Merge the entries under "0", "1", … into those under 0, 1, …
+
+    torch.distributed.checkpoint loads an entry that is not a tensor under the text of its parameter's number. Under
+    the number itself the old value of the Trainer that loads stays, and torch ignores the text without a warning.
+    """
+    found = dict(states)
+    for at in [at for at in states if isinstance(at, str) and at.isdecimal() and int(at) in states]:
+        found[int(at)] = {**found[int(at)], **found.pop(at)}
+    return found
 
 
 def _check_form(groups: Any, states: Any) -> None:
@@ -520,7 +533,7 @@ class JointUpdate:
         """Let the optimizer load its state. Return the number of updates of each key."""
         # 1. Split the state: the class's own entries, float32 copies, and what its constructor had created. It is
         # copied first, because torch continues in the memory that it is given.
-        states, taken = cloned(dict(given.get("state", {}))), _Snapshot(self.instance)
+        states, taken = cloned(with_number_keys(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         made_first = {at for key, at in enumerate(order) if key in self._first}
         states = {at: one for at, one in states.items() if at in made_first or not _is_room(one)}

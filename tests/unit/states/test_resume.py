@@ -169,10 +169,7 @@ def resumed(
 
 
 GRID = [
-    (kind, way, *places)
-    for kind, way, *places in pairwise([*ELEMENTWISE, *WHOLE], WAYS, UPDATES, UPDATES)
-    # Its state has a float, which torch.distributed.checkpoint loads only where names are the keys of the state.
-    if kind != "nadam" or way not in (by_checkpoint, by_checkpoint_of_objects)
+    (kind, way, *places) for kind, way, *places in pairwise([*ELEMENTWISE, *WHOLE], WAYS, UPDATES, UPDATES)
 ]
 
 
