@@ -30,7 +30,8 @@ from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
 from kvtrainer.client.contribution import Contribution, ServerLayout, encode, valid_pushes
 from kvtrainer.client.flow_control import Backoff, cut
-from kvtrainer.client.server_request import NO_COMMITS, Round, ServerRequest
+from kvtrainer.client.round import Round
+from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
 from kvtrainer.client.session import Session
 from kvtrainer.client.tables import RemoteTable, Tables
 from kvtrainer.types import Arenas

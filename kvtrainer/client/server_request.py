@@ -1,9 +1,7 @@
-"""A round under way on this worker, and its part on each server.
+"""One server's share of a round: the messages that give it slices and commits, and what it has answered.
 
-`Round` holds the state of a round over all servers: which of them have yet to answer, errors, vetoes, decisions, keys
-that no worker has. `ServerRequest` is one server's share: what is sent to it (slices and commits, packed into as few
-messages as useful), and what it has answered; new weights are stored in its `IncomingWeights` until the round has ended
-on all servers. `Rounds` drives both.
+Slices and commits are packed into as few messages as useful. New weights are stored in the request's `IncomingWeights`
+until the round has ended on all servers; `Round` holds the state of the round over all servers.
 
 Tables and slices are named by position in the layout of the server. All messages of a request have one number, and so
 have those that are sent again.
@@ -12,22 +10,21 @@ have those that are sent again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvstore_server.errors import KVStoreError
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import KEYS_PER_MESSAGE, SENT_ALONE
-from kvstore_server.shard.norms import Decision, Measured
 from kvtrainer.client.contribution import Contribution, EncodedSlice, GatheredSlices, ServerLayout
 from kvtrainer.client.flow_control import cut
 from kvtrainer.client.incoming_weights import IncomingWeights, part_of
 from kvtrainer.client.session import Session
-from kvtrainer.client.tables import RemoteTable, Tables
+from kvtrainer.client.tables import Tables
 
 NO_COMMITS = m.matrix((), m.COMMIT_WORDS)
 _NEAR = 1 << 20
@@ -36,8 +33,18 @@ costs less than a second message. With several servers the commits go last, back
 a crash would leave the servers one round apart."""
 
 
+class RoundInputs(Protocol):
+    """The attributes of a `Round` that its requests read."""
+
+    contribution: Contribution
+    session: Session
+    is_read: bool
+    encoded: dict[int, dict[int, EncodedSlice]]
+    server_requests: list[ServerRequest]
+
+
 class ServerRequest:
-    def __init__(self, layout: ServerLayout, round_: Round, all_tables: Tables) -> None:
+    def __init__(self, layout: ServerLayout, round_: RoundInputs, all_tables: Tables) -> None:
         contribution = round_.contribution
         self.layout = layout
         self.server = layout.server
@@ -93,7 +100,7 @@ class ServerRequest:
             f"{len(self.layout.tables)} tables: {state}{slices}{held}{failed}>"
         )
 
-    def _make_commits(self, round_: Round, all_tables: Tables) -> m.Matrix:
+    def _make_commits(self, round_: RoundInputs, all_tables: Tables) -> m.Matrix:
         contribution, layout = round_.contribution, self.layout
         commits = layout.commits.copy()
         commits[:, 1] = self.rounds
@@ -125,7 +132,7 @@ class ServerRequest:
         self.commits[:, 3] = self.generation * (len(self.given) - len(self.valid))
         self.commits[:, 5] |= m.DISCARD_EAGER * (not valid)
 
-    def intent(self, round_: Round, tentative: bool = False) -> m.Contribute | None:
+    def intent(self, round_: RoundInputs, tentative: bool = False) -> m.Contribute | None:
         """Return a message that tells a server what the commit will say, so that it can use single slices before.
 
         None if that is not worth while: the round is short, or not all of its slices are given.
@@ -155,7 +162,7 @@ class ServerRequest:
         self.number, self.incoming = speculative.number, speculative.incoming
         self.incoming.open = self.open
 
-    def messages(self, round_: Round, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
+    def messages(self, round_: RoundInputs, given: Sequence[int]) -> list[m.Contribute | m.Pull]:
         """Make the messages of some slices. The last one has the commits of the tables that are still open."""
         layout, contribution, timeout = self.layout, round_.contribution, round_.session.options.timeout
         commits = self.commits if len(self.open) == len(self.commits) else self.commits[sorted(self.open)]
@@ -214,7 +221,7 @@ class ServerRequest:
 
     def _encode_some(
         self,
-        round_: Round,
+        round_: RoundInputs,
         given: Sequence[int],
         batches: list[tuple[bytes, Sequence[int], tuple[Tensor, ...]]],
     ) -> list[int]:
@@ -231,129 +238,6 @@ class ServerRequest:
             some, data = zip(*encoded, strict=True)
             batches.append((form, some, data))
         return plain
-
-
-class Round:
-    def __init__(self, contribution: Contribution, session: Session, is_read: bool = False) -> None:
-        self.contribution = contribution
-        self.session = session
-        self.started = session.clock()
-        self.is_read = is_read
-        """Whether weights are only read."""
-        self.is_given = True
-        """Whether this worker computes with the weights that come; False if they are only inspected."""
-        self.server_requests: list[ServerRequest] = []
-        self.open: list[ServerRequest] = []
-        """The requests that are not answered yet."""
-        self.error: KVStoreError | None = None
-        self.absent: dict[str, set[int]] = {}
-        """Table → keys that no worker contributed to."""
-        self.in_force: dict[str, m.EffectiveOptions] = {}
-        """Table → the options that hold, for a worker that has joined."""
-        self.vetoes: dict[str, tuple[int, ...]] = {}
-        """Table → the ranks whose veto kept its round from being applied; empty if that was decided by its sum."""
-        self.decided: dict[str, tuple[Measured | None, Decision]] = {}
-        """Table → the measures of its sum, and the decision about it."""
-        self.encoded: dict[int, dict[int, EncodedSlice]] = {}
-        """Table (index) → its slices that are encoded."""
-        self.valid: frozenset[int] | None = None
-        """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
-        self.aborted: set[str] = set()
-        """Tables whose round was given up as soon as one server had failed it."""
-        self.is_over = False
-        self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
-        """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
-        Only where workers keep what they have."""
-
-    def __repr__(self) -> str:
-        names = [table.name for table in self.contribution.tables]
-        shown = f"{names[:3]!r:.200}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        rounds = sorted({int(one) for request in self.server_requests for one in request.rounds})
-        number = "?" if not rounds else str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]}..{rounds[-1]}"
-        awaited = ", ".join([f"server {request.server} (request {request.number})" for request in self.open])
-        state = "over" if self.is_over else f"awaits {awaited}" if awaited else "all answers are here"
-        error = "" if self.error is None else f", failed with {type(self.error).__name__}"
-        return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
-
-    def log(self, state: str, error: BaseException | None = None) -> None:
-        log = self.session.log
-        if log is None:
-            return
-        # All servers have the same tables: those of one are enough to log.
-        server_requests = [
-            request for request in self.server_requests if request.server == self.server_requests[0].server
-        ]
-        state = {"started": "reading", "applied": "read"}.get(state, state) if self.is_read else state
-        log.round(
-            state,
-            self.session.options.namespace,
-            [number for request in server_requests for number in request.layout.commits[:, 0].tolist()],
-            [number for request in server_requests for number in request.rounds.tolist()],
-            [table.name for table in self.contribution.tables],
-            self.session.options.rank,
-            [f"server:{server}" for server in sorted({request.server for request in self.open})],
-            error,
-        )
-
-    def written(self) -> dict[tuple[int, int], Tensor | None]:
-        found: dict[tuple[int, int], Tensor | None] = {}
-        for key, all_ids in self.rows.items():
-            some = [ids for ids in all_ids if ids is not None]
-            found[key] = torch.cat(some) if len(some) == len(all_ids) else None
-        return found
-
-    def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
-        for request in self.server_requests:
-            at = request.layout.position.get(table.numbers.get(request.server, -1))
-            if at is not None:
-                yield request, at
-
-    def describe_end(self) -> str:
-        tables = sorted({request.layout.tables[at].name for request in self.open for at in request.open})
-        return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
-
-    def is_lost(self, table: RemoteTable) -> bool:
-        """Return whether a table's finished round is not known to be applied on every server."""
-        return any(
-            at in request.open or at in request.failed for request, at in self.server_requests_of(table)
-        )
-
-    def finish(self, request: ServerRequest, tables: Iterable[int]) -> None:
-        """Record that a server has answered for some tables; they stay open if measures are still to come."""
-        if self.contribution.guard is None:
-            request.open.difference_update(tables)
-        else:
-            for at in tables:
-                if at in request.held or self.vetoes.get(request.layout.tables[at].name):
-                    request.open.discard(at)
-                elif at in request.open:
-                    request.complete.add(at)
-        if not request.open and request in self.open:
-            self.open.remove(request)
-
-    def resume(self) -> None:
-        """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""
-        self.open[:] = [request for request in self.open if request.open]
-        for request in self.open if self.contribution.outs is not None else ():
-            for at in request.open:
-                request.incoming.roll_back(at)
-
-    def write(self, request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
-        """Write one server's new weights, except for some tables (by index), and store their versions."""
-        contribution, incoming, layout = self.contribution, request.incoming, request.layout
-        if contribution.outs is None:
-            return
-        follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
-        incoming.write(contribution, gone, follows, self.rows, self.session.memory_at)
-        came = np.array(incoming.came)
-        read = came >= 0
-        if gone:
-            read &= ~np.isin(layout.index, list(gone))
-        if self.is_given:
-            all_tables.newest[layout.server, layout.index[read]] = came[read]
-            all_tables.version[layout.server, layout.index[read]] = came[read]
-        if contribution.is_incremental or follows:
-            all_tables.held[layout.server, layout.index[read]] = came[read]
 
 
 def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:

@@ -45,7 +45,7 @@ from kvtrainer.client.replica_sums import (
     merge_rows,
     sum_rows,
 )
-from kvtrainer.client.server_request import Round
+from kvtrainer.client.round import Round
 from kvtrainer.client.tables import Compressor, RemoteTable
 from kvtrainer.common.tensors import is_sparse
 from kvtrainer.common.thread_guard import exclusive
@@ -631,7 +631,7 @@ class TableKVStore(KVStoreBase):
             self._client.rounds.wait(round_)
         finally:
             if self._replicas is not None:
-                applied = [entry for entry in entries if not round_.is_lost(entry.table)]
+                applied = [entry for entry in entries if not round_.is_outcome_unknown(entry.table)]
                 self._replicas.accept(entry.spec.key for entry in applied)
 
     def _tell_interrupted(self) -> None:

@@ -23,7 +23,7 @@ from kvstore_server.errors import DeadlineError, KVStoreError, WorkerLostError
 from kvstore_server.plan import SIZES, Plan
 from kvtrainer.client.client import Client
 from kvtrainer.client.contribution import Contribution
-from kvtrainer.client.server_request import Round
+from kvtrainer.client.round import Round
 from kvtrainer.common.env import name_host
 from kvtrainer.ranks.shared_memory import Heard, RankMemory, share_memory
 

@@ -15,8 +15,8 @@ from kvstore_server.processes import ProcessState
 from kvstore_server.protocol import messages as m
 from kvstore_server.protocol.frames import divided
 from kvtrainer.client.contribution import Contribution
+from kvtrainer.client.round import Round
 from kvtrainer.client.rounds import Rounds
-from kvtrainer.client.server_request import Round
 from kvtrainer.client.session import Session, SessionOptions, Transport
 from kvtrainer.client.tables import RemoteTable
 

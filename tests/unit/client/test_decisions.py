@@ -9,7 +9,7 @@ import pytest
 
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Guard, Measured
-from kvtrainer.client.server_request import Round
+from kvtrainer.client.round import Round
 from kvtrainer.errors import KVStoreError, OptimizerError
 from tests.support.messages import Done
 from tests.support.scripted import Act, Bench, is_commit

@@ -1,0 +1,144 @@
+"""A round under way on this worker, over all servers.
+
+`Round` knows which servers have yet to answer, and keeps errors, vetoes, decisions and keys that no worker has. Each
+server's share is a `ServerRequest`. `Rounds` drives both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore_server.errors import KVStoreError
+from kvstore_server.protocol import messages as m
+from kvstore_server.shard.norms import Decision, Measured
+from kvtrainer.client.contribution import Contribution, EncodedSlice
+from kvtrainer.client.server_request import ServerRequest
+from kvtrainer.client.session import Session
+from kvtrainer.client.tables import RemoteTable, Tables
+
+
+class Round:
+    def __init__(self, contribution: Contribution, session: Session, is_read: bool = False) -> None:
+        self.contribution = contribution
+        self.session = session
+        self.started = session.clock()
+        self.is_read = is_read
+        """Whether weights are only read."""
+        self.is_given = True
+        """Whether this worker computes with the weights that come; False if they are only inspected."""
+        self.server_requests: list[ServerRequest] = []
+        self.open: list[ServerRequest] = []
+        """The requests that are not answered yet."""
+        self.error: KVStoreError | None = None
+        self.absent: dict[str, set[int]] = {}
+        """Table → keys that no worker contributed to."""
+        self.in_force: dict[str, m.EffectiveOptions] = {}
+        """Table → the options that hold, for a worker that has joined."""
+        self.vetoes: dict[str, tuple[int, ...]] = {}
+        """Table → the ranks whose veto kept its round from being applied; empty if that was decided by its sum."""
+        self.decided: dict[str, tuple[Measured | None, Decision]] = {}
+        """Table → the measures of its sum, and the decision about it."""
+        self.encoded: dict[int, dict[int, EncodedSlice]] = {}
+        """Table (index) → its slices that are encoded."""
+        self.valid: frozenset[int] | None = None
+        """The slices (by index) of the only table whose eager push counts; None if there was no eager push."""
+        self.aborted: set[str] = set()
+        """Tables whose round was given up as soon as one server had failed it."""
+        self.is_over = False
+        self.rows: dict[tuple[int, int], list[Tensor | None]] = {}
+        """(position of the table, first key of a slice) → ids of its rows that came, by server; None for a whole slice.
+        Only where workers keep what they have."""
+
+    def __repr__(self) -> str:
+        names = [table.name for table in self.contribution.tables]
+        shown = f"{names[:3]!r:.200}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        rounds = sorted({int(one) for request in self.server_requests for one in request.rounds})
+        number = "?" if not rounds else str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]}..{rounds[-1]}"
+        awaited = ", ".join([f"server {request.server} (request {request.number})" for request in self.open])
+        state = "over" if self.is_over else f"awaits {awaited}" if awaited else "all answers are here"
+        error = "" if self.error is None else f", failed with {type(self.error).__name__}"
+        return f"<{'Read' if self.is_read else 'Round'} {number} of tables {shown}: {state}{error}>"
+
+    def log(self, state: str, error: BaseException | None = None) -> None:
+        log = self.session.log
+        if log is None:
+            return
+        # All servers have the same tables: those of one are enough to log.
+        server_requests = [
+            request for request in self.server_requests if request.server == self.server_requests[0].server
+        ]
+        state = {"started": "reading", "applied": "read"}.get(state, state) if self.is_read else state
+        log.round(
+            state,
+            self.session.options.namespace,
+            [number for request in server_requests for number in request.layout.commits[:, 0].tolist()],
+            [number for request in server_requests for number in request.rounds.tolist()],
+            [table.name for table in self.contribution.tables],
+            self.session.options.rank,
+            [f"server:{server}" for server in sorted({request.server for request in self.open})],
+            error,
+        )
+
+    def written(self) -> dict[tuple[int, int], Tensor | None]:
+        found: dict[tuple[int, int], Tensor | None] = {}
+        for key, all_ids in self.rows.items():
+            some = [ids for ids in all_ids if ids is not None]
+            found[key] = torch.cat(some) if len(some) == len(all_ids) else None
+        return found
+
+    def server_requests_of(self, table: RemoteTable) -> Iterator[tuple[ServerRequest, int]]:
+        for request in self.server_requests:
+            at = request.layout.position.get(table.numbers.get(request.server, -1))
+            if at is not None:
+                yield request, at
+
+    def describe_end(self) -> str:
+        tables = sorted({request.layout.tables[at].name for request in self.open for at in request.open})
+        return f"finish with {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
+
+    def is_outcome_unknown(self, table: RemoteTable) -> bool:
+        """Return whether a table's finished round is not known to be applied on every server."""
+        return any(
+            at in request.open or at in request.failed for request, at in self.server_requests_of(table)
+        )
+
+    def finish(self, request: ServerRequest, tables: Iterable[int]) -> None:
+        """Record that a server has answered for some tables; they stay open if measures are still to come."""
+        if self.contribution.guard is None:
+            request.open.difference_update(tables)
+        else:
+            for at in tables:
+                if at in request.held or self.vetoes.get(request.layout.tables[at].name):
+                    request.open.discard(at)
+                elif at in request.open:
+                    request.complete.add(at)
+        if not request.open and request in self.open:
+            self.open.remove(request)
+
+    def resume(self) -> None:
+        """Get ready to be waited for again after an interrupt, which may have lost messages that had just come."""
+        self.open[:] = [request for request in self.open if request.open]
+        for request in self.open if self.contribution.outs is not None else ():
+            for at in request.open:
+                request.incoming.roll_back(at)
+
+    def write(self, request: ServerRequest, gone: Collection[int], all_tables: Tables) -> None:
+        """Write one server's new weights, except for some tables (by index), and store their versions."""
+        contribution, incoming, layout = self.contribution, request.incoming, request.layout
+        if contribution.outs is None:
+            return
+        follows = layout.takes_deltas and not self.is_read  # a pull may write elsewhere
+        incoming.write(contribution, gone, follows, self.rows, self.session.memory_at)
+        came = np.array(incoming.came)
+        read = came >= 0
+        if gone:
+            read &= ~np.isin(layout.index, list(gone))
+        if self.is_given:
+            all_tables.newest[layout.server, layout.index[read]] = came[read]
+            all_tables.version[layout.server, layout.index[read]] = came[read]
+        if contribution.is_incremental or follows:
+            all_tables.held[layout.server, layout.index[read]] = came[read]
