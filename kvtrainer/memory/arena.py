@@ -383,7 +383,7 @@ def _check_parameters(
         rows = zip(names_here, here, strict=True)
         problems = problems or [f"{name!r} {problem}" for name, p in rows if (problem := _problem_with(p))]
     # Requires dense parameters on one device.
-    problems = problems or list(_overlaps(here, names_here, list(compress(nbytes, resident))))
+    problems = problems or list(_overlap_problems(here, names_here, list(compress(nbytes, resident))))
     if problems:
         raise ConfigurationError(f"the trainer cannot hold these parameters: {'; '.join(problems)}")
 
@@ -415,7 +415,9 @@ def _problem_with(parameter: Parameter) -> str | None:
     return None
 
 
-def _overlaps(parameters: Sequence[Parameter], names: Sequence[str], nbytes: Sequence[int]) -> Iterator[str]:
+def _overlap_problems(
+    parameters: Sequence[Parameter], names: Sequence[str], nbytes: Sequence[int]
+) -> Iterator[str]:
     """Yield a message for each parameter that shares memory with an earlier one. All are dense, on one device."""
     # Sorted by address, neighbours that do not overlap prove that none do: this is vectorised.
     starts = np.fromiter(map(Tensor.data_ptr, parameters), np.int64)

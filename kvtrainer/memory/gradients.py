@@ -71,7 +71,7 @@ class GradientTracker:
         self._nodes: list[Node | None] = [None] * count
         # Others may hold a node too and would keep calling its hooks, so they are removed.
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, _remove_hooks, self._handles).atexit = False
         self._forward_handle: RemovableHandle | None = None
         self._listener: Callable[[int], None] | None = None
         self.grad_allocators: Mapping[int, Callable[[Tensor], Tensor | None]] = {}
@@ -243,7 +243,7 @@ class GradientTracker:
             self._listener = self._seen = None
             self.grad_allocators = {}
             self._stop_waiting()
-            _remove(self._handles)
+            _remove_hooks(self._handles)
             self._nodes = [None] * len(self._parameters)
 
     def _stop_waiting(self) -> None:
@@ -291,7 +291,7 @@ def _is_zero(grad: Tensor) -> bool:
     return not (grad._values() if grad.is_sparse else grad).any()
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def _remove_hooks(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()

@@ -163,7 +163,7 @@ class RowSparseParameter(Parameter):
         if torch.is_grad_enabled():
             gathered: Tensor = _Gather.apply(self, rows, which)  # type: ignore[no-untyped-call]
         else:
-            gathered = _of_each(rows, which)
+            gathered = _select_rows(rows, which)
         return gathered.view(*shape, *of_row)
 
     def detach(self) -> Tensor:
@@ -411,7 +411,7 @@ def _source_of(flat: Tensor) -> Source:
     return lambda start, numel: flat[start : start + numel]
 
 
-def _of_each(rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
+def _select_rows(rows: Tensor, ids: SortedIds | Tensor) -> Tensor:
     """Repeat fetched rows for all positions of their ids. With plain ids, there is one row for each already."""
     return rows if isinstance(ids, Tensor) else rows.index_select(0, ids.places().to(rows.device))
 
@@ -425,7 +425,7 @@ class _Gather(torch.autograd.Function):
         ctx.shape = tuple(parameter.shape)
         # A clone, because the loop may overwrite its ids before the backward pass.
         ctx.ids = ids.clone() if isinstance(ids, Tensor) else ids
-        return _of_each(rows, ids)
+        return _select_rows(rows, ids)
 
     @staticmethod
     @once_differentiable

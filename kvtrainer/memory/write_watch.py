@@ -117,7 +117,7 @@ class WriteDetector:
         parts = self._parts.get(dtype, ((0, words.numel() * _WORD),))
         between = [(a, b) for a, b in zip(begins, ends, strict=True) if a < b]
         cut = [(max(a, x // _WORD), min(b, y // _WORD)) for a, b in between for x, y in parts]
-        return [_turns(words[a:b], every) for a, b in cut if a < b]
+        return [_split_into_turns(words[a:b], every) for a, b in cut if a < b]
 
     def written_by_others(self) -> list[int]:
         """Return positions of parameters that others wrote since `accept`, perhaps with neighbours."""
@@ -165,7 +165,7 @@ class WriteDetector:
         ]
 
 
-def _turns(words: Tensor, every: int) -> list[list[Tensor]]:
+def _split_into_turns(words: Tensor, every: int) -> list[list[Tensor]]:
     """Split memory into the parts for each turn. The remainder belongs to every turn."""
     body = words.numel() // (every * _BLOCK // _WORD) * (every * _BLOCK // _WORD)
     if not body:

@@ -8,8 +8,8 @@ Life of a scale: `mark_scaled` when a loss is multiplied, `factor` undoes that i
 unscaled its gradients itself, and `update` after each step, with a flag that all workers agree on, so that scales stay
 equal. `_carried` holds the scale of the present gradients, because the scale may be replaced in between.
 
-A saved state may come from torch, MMCV's LossScaler, or this library; `_read` recognises it by its keys and returns it
-under torch's names. A state that does not fit changes nothing.
+A saved state may come from torch, MMCV's LossScaler, or this library; `_read_state` recognises it by its keys and
+returns it under torch's names. A state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class LossScaler:
         if self._kind != _GLUON and isinstance(state, Mapping) and not state:
             _log.info("the saved state of the loss scaler is empty; the scale stays %g", self.loss_scale)
             return
-        numbers = {**self.state_dict(), **_read(state)}
+        numbers = {**self.state_dict(), **_read_state(state)}
         scale, *factors, clean_steps = (numbers[name] for name in _TORCHS)
         if self._kind == _STATIC:
             if scale != self.loss_scale:
@@ -164,7 +164,7 @@ class LossScaler:
             check.integer("a saved count of clean steps", clean_steps, 0, self._interval - 1)
             check.number("a loss scale", scale, LEAST, LARGEST)
         elif self.min_scale is None and state.get("min_scale") is not None:
-            self._least = self.min_scale = _positive("min_scale", state["min_scale"])
+            self._least = self.min_scale = _check_positive("min_scale", state["min_scale"])
         self.loss_scale, self.clean_steps = self._rounded(scale), clean_steps
         self._growth, self._backoff, self._interval = factors
 
@@ -186,10 +186,12 @@ class TorchLossScaler(LossScaler):
         min_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.loss_scale = self._rounded(_positive("init_scale", init_scale))
-        self._growth, self._backoff, self._interval = _factors(growth_factor, backoff_factor, growth_interval)
+        self.loss_scale = self._rounded(_check_positive("init_scale", init_scale))
+        self._growth, self._backoff, self._interval = _check_factors(
+            growth_factor, backoff_factor, growth_interval
+        )
         if min_scale is not None:
-            self._least = self.min_scale = _positive("min_scale", min_scale)
+            self._least = self.min_scale = _check_positive("min_scale", min_scale)
             if self.min_scale > init_scale:
                 raise ConfigurationError(f"min_scale {min_scale!r} is above init_scale {init_scale!r}")
 
@@ -201,7 +203,7 @@ class StaticLossScaler(LossScaler):
 
     def __init__(self, scale: float = 512.0) -> None:
         super().__init__()
-        self.loss_scale = _positive("a loss scale", scale)
+        self.loss_scale = _check_positive("a loss scale", scale)
 
 
 class Precision(NamedTuple):
@@ -258,7 +260,7 @@ def make_loss_scaler(amp: Any) -> LossScaler | None:
     is_enabled = check.boolean("enabled of a loss scaler", given.pop("enabled", True))
     mode = check.one_of("mode of a loss scaler", given.pop("mode", "dynamic"), ("dynamic", "static"))
     if "scale_factor" in given:
-        factor = _positive("scale_factor", given.pop("scale_factor"))
+        factor = _check_positive("scale_factor", given.pop("scale_factor"))
         given = {"growth_factor": factor, "backoff_factor": 1.0 / factor, **given}
     if "scale_window" in given:
         given = {"growth_interval": given.pop("scale_window"), **given}
@@ -275,7 +277,7 @@ def scaler_from_state(state: Mapping[str, Any]) -> LossScaler:
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     kind = state[_KIND] if _KIND in names else _OLD_KINDS.get(names)
     if kind == _STATIC:
-        return StaticLossScaler(_read(state)["scale"])
+        return StaticLossScaler(_read_state(state)["scale"])
     scaler = LossScaler() if kind == _GLUON else TorchLossScaler()
     scaler.load_state_dict(state)
     return scaler
@@ -353,7 +355,7 @@ def refuse_second_scaler(trainer: Any) -> None:
         )
 
 
-def _read(state: Any) -> dict[str, Any]:
+def _read_state(state: Any) -> dict[str, Any]:
     """Return the checked values of a saved state under torch's names; `scale` is always present."""
     names = frozenset(state) if isinstance(state, Mapping) else frozenset()
     factors: Any = ()
@@ -362,13 +364,15 @@ def _read(state: Any) -> dict[str, Any]:
         kind = check.one_of("kind of a saved loss scaler", state.get(_KIND), (None, _GLUON, _STATIC))
         scale, clean = state["scale"], state["_growth_tracker"]
         if kind != _STATIC:
-            factors = _factors(state["growth_factor"], state["backoff_factor"], state["growth_interval"])
+            factors = _check_factors(
+                state["growth_factor"], state["backoff_factor"], state["growth_interval"]
+            )
     # 2. MMCV's. It saves the last overflow instead of a count of clean steps.
     elif names == _MMCVS and state["mode"] == "static":
         scale, clean = state["cur_scale"], 0
     elif names == _MMCVS:
-        factor = _positive("the saved scale_factor", state["scale_factor"])
-        factors = _factors(factor, 1.0 / factor, state["scale_window"])
+        factor = _check_positive("the saved scale_factor", state["scale_factor"])
+        factors = _check_factors(factor, 1.0 / factor, state["scale_window"])
         # If there was no overflow yet, last_overflow_iter is -1.
         scale, done, overflow = state["cur_scale"], state["cur_iter"], state["last_overflow_iter"]
         if not check.is_integer(done) or not check.is_integer(overflow, -1, max(done, 1) - 1):
@@ -380,14 +384,14 @@ def _read(state: Any) -> dict[str, Any]:
     else:
         raise ConfigurationError(f"this is not the state of a loss scaler: {state!r:.200}")
     return {
-        "scale": _positive("the saved scale", scale),
+        "scale": _check_positive("the saved scale", scale),
         "_growth_tracker": check.integer("a saved count of clean steps", clean, 0),
         **dict(zip(_TORCHS[1:4], factors, strict=False)),
     }
 
 
-def _factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, float, int]:
-    growth, backoff = _positive("growth_factor", growth), _positive("backoff_factor", backoff)
+def _check_factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, float, int]:
+    growth, backoff = _check_positive("growth_factor", growth), _check_positive("backoff_factor", backoff)
     if growth <= 1 or backoff >= 1:
         raise ConfigurationError(
             f"a loss scale grows by a growth_factor above 1 and backs off by a backoff_factor below 1, got {growth!r} "
@@ -396,5 +400,5 @@ def _factors(growth: Any, backoff: Any, interval: Any) -> tuple[float, float, in
     return growth, backoff, check.integer("growth_interval", interval, 1)
 
 
-def _positive(name: str, value: Any) -> float:
+def _check_positive(name: str, value: Any) -> float:
     return check.number(name, value, above=0, most=_FLOAT32_MAX)

@@ -93,9 +93,12 @@ def places_in(model: Any) -> list[ModuleParameter]:
     """
     if hasattr(model, "named_replicas"):
         rows_of = {id(replicas[0]): replicas for _, replicas in model.named_replicas()}
-        return [replace(place, given=rows_of[id(place.parameter)]) for place in _walk(model.module, "", None)]
+        return [
+            replace(place, given=rows_of[id(place.parameter)])
+            for place in _walk_parameters(model.module, "", None)
+        ]
     if isinstance(model, Module):
-        return list(_walk(model, "", None))
+        return list(_walk_parameters(model, "", None))
     rows: Iterable[Any] = model.items() if isinstance(model, Mapping) else model
     named: list[Any] = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Tensor) else []
     if not named or not all(
@@ -128,11 +131,11 @@ def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
     return next((one for one in inside if hasattr(one, "named_replicas")), inside[-1])
 
 
-def _walk(module: Module, prefix: str, parent: Module | None) -> Iterator[ModuleParameter]:
+def _walk_parameters(module: Module, prefix: str, parent: Module | None) -> Iterator[ModuleParameter]:
     for name, parameter in module.named_parameters(recurse=False):
         yield ModuleParameter(f"{prefix}{name}", parameter, parameter, module, parent)
     for name, child in module.named_children():
-        yield from _walk(child, f"{prefix}{name}.", module)
+        yield from _walk_parameters(child, f"{prefix}{name}.", module)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class ParamReport:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        lines = [_table(self.rows)]
+        lines = [_format_table(self.rows)]
         if self.unmatched:
             lines.append(f"no parameter matches {', '.join(self.unmatched)}")
         return "\n".join(lines)
@@ -197,14 +200,18 @@ def rows_of(groups: Iterable[Mapping[str, Any]]) -> list[ParamRow]:
     return rows
 
 
-def _table(rows: Sequence[ParamRow]) -> str:
+def _format_table(rows: Sequence[ParamRow]) -> str:
     others = dict.fromkeys(key for row in rows for key in row.options if key not in _ALWAYS)
-    differing = [key for key in others if any(_of(row, key) != _of(rows[0], key) for row in rows)]
+    differing = [
+        key for key in others if any(_format_option(row, key) != _format_option(rows[0], key) for row in rows)
+    ]
     columns = [key for key in _ALWAYS if any(key in row.options for row in rows)] + differing
     lines = [["parameter", "shape", *columns, "rules"]]
     for row in rows:
         shape = "?" if is_lazy(row.parameter) else "x".join(map(str, row.parameter.shape)) or "scalar"
-        lines.append([row.name, shape, *(_of(row, key) for key in columns), ", ".join(row.rules) or "-"])
+        lines.append(
+            [row.name, shape, *(_format_option(row, key) for key in columns), ", ".join(row.rules) or "-"]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -212,7 +219,7 @@ def _table(rows: Sequence[ParamRow]) -> str:
     )
 
 
-def _of(row: ParamRow, key: str) -> str:
+def _format_option(row: ParamRow, key: str) -> str:
     value = row.options.get(key)
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -310,7 +317,7 @@ def apply_paramwise(
     paramwise = check.as_mapping(paramwise)
     # 1. Nothing to do: one group.
     if not paramwise and isinstance(paramwise, Mapping | None):
-        return _apply_rules(_distinct(places_in(model)), [], options, is_complete)
+        return _apply_rules(_distinct_parameters(places_in(model)), [], options, is_complete)
     # 2. MMCV's dict becomes rules.
     if isinstance(paramwise, Mapping):
         rules, places = paramwise_rules(paramwise, base), places_in(model)
@@ -319,13 +326,13 @@ def apply_paramwise(
             places = [place for place in places if not _is_frozen(place)]
             if frozen:
                 _log.warning("left out of all groups, because they are frozen: %s", ", ".join(frozen))
-        once = _distinct(places, paramwise.get("bypass_duplicate", False))
+        once = _distinct_parameters(places, paramwise.get("bypass_duplicate", False))
         return _apply_rules(once, rules, options, is_complete)
     # 3. Rules, or a function that returns groups.
     if isinstance(paramwise, Sequence) and all(isinstance(rule, Rule) for rule in paramwise):
-        return _apply_rules(_distinct(places_in(model)), paramwise, options, is_complete)
+        return _apply_rules(_distinct_parameters(places_in(model)), paramwise, options, is_complete)
     if callable(paramwise) and not isinstance(paramwise, type):
-        return _made_by(paramwise, model, options)
+        return _groups_by_function(paramwise, model, options)
     raise ArgumentTypeError(f"paramwise must be a dict, a list of Rules or a function, got {paramwise!r:.80}")
 
 
@@ -395,7 +402,7 @@ def _is_norm(place: ModuleParameter) -> bool:
 def _is_depthwise(place: ModuleParameter) -> bool:
     module = place.module
     if isinstance(module, Conv2d) and is_lazy(place.parameter):
-        raise _too_early("whether a convolution is depthwise", place)
+        raise _not_initialized_error("whether a convolution is depthwise", place)
     return isinstance(module, Conv2d) and module.in_channels == module.groups
 
 
@@ -414,11 +421,11 @@ def _is_bias(place: ModuleParameter) -> bool:
 
 def _is_flat(place: ModuleParameter) -> bool:
     if is_lazy(place.parameter):
-        raise _too_early("flat_decay_mult", place)
+        raise _not_initialized_error("flat_decay_mult", place)
     return place.parameter.ndim == 1 and not _in_deformable(place)
 
 
-def _too_early(key: str, place: ModuleParameter) -> NotInitializedError:
+def _not_initialized_error(key: str, place: ModuleParameter) -> NotInitializedError:
     return NotInitializedError(f"{key} depends on the shape of {place.name!r}; run a forward pass first")
 
 
@@ -452,7 +459,11 @@ def _apply_rules(
         options: dict[str, Any] = {}
         names = []
         for rule in hits:
-            said = {key: value for key, value in _said(rule, base, is_complete).items() if key not in options}
+            said = {
+                key: value
+                for key, value in _options_of_rule(rule, base, is_complete).items()
+                if key not in options
+            }
             options |= said
             if said or rule.stop:
                 names.append(rule.name)
@@ -480,7 +491,7 @@ def _apply_rules(
     return ParamGroups(groups, ParamReport(tuple(rows), tuple(unmatched)))
 
 
-def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
+def _options_of_rule(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, Any]:
     said = dict(rule.extra)
     if rule.weight_decay is not None:
         said["weight_decay"] = float(rule.weight_decay)
@@ -499,7 +510,9 @@ def _said(rule: Rule, base: Mapping[str, Any], is_complete: bool) -> dict[str, A
     return said
 
 
-def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> list[ModuleParameter]:
+def _distinct_parameters(
+    places: Iterable[ModuleParameter], bypass: bool | None = None
+) -> list[ModuleParameter]:
     """Return the first place of each parameter. If one appears again: None allows it, True warns, False raises."""
     first: dict[int, ModuleParameter] = {}
     again = []
@@ -519,7 +532,7 @@ def _distinct(places: Iterable[ModuleParameter], bypass: bool | None = None) -> 
     return list(first.values())
 
 
-def _made_by(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
+def _groups_by_function(function: Callable[[Any], Any], model: Any, base: Mapping[str, Any]) -> ParamGroups:
     label = getattr(function, "__name__", repr(function))
     made = function(model)
     if not isinstance(made, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in made):

@@ -193,9 +193,9 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
     """
     # 1. A schedule that is not ours is only called.
     by_epoch = bool(cfg.get("by_epoch", True))
-    if (made := _foreign(cfg["type"])) is not None:
+    if (made := _find_foreign_schedule(cfg["type"])) is not None:
         given = {key: value for key, value in cfg.items() if key not in ("type", "by_epoch")}
-        return _calling(made, given, "epoch" if by_epoch else "step")
+        return _schedule_factory(made, given, "epoch" if by_epoch else "step")
     # 2. The value, the options, and the window.
     kind, name = _TYPES[cfg["type"]]
     name = name or cfg.get("param_name")
@@ -203,27 +203,27 @@ def _from_type(cfg: Mapping[str, Any], run: Mapping[str, Any]) -> ScheduleSpec |
         raise ConfigurationError(f"a {cfg['type']} needs param_name, the key of the groups that it schedules")
     last_step = check.integer("last_step", cfg.get("last_step", -1), -1)
     options = {key: value for key, value in cfg.items() if key not in _WHEN}
-    begin, end = _window(cfg, run, is_optional=kind == _PLATEAU)
+    begin, end = _begin_and_end(cfg, run, is_optional=kind == _PLATEAU)
     if kind == _PLATEAU:
-        return _plateau(cfg, name, begin, end, options)
+        return _read_plateau(cfg, name, begin, end, options)
     # 3. The window in steps, if that is asked for.
     if cfg.get("convert_to_iter_based"):
-        begin, end = _converted(cfg, run, options, begin, end)
+        begin, end = _epochs_to_steps(cfg, run, options, begin, end)
         by_epoch = False
     span = (_INFINITE if end is None else end) - begin
     if kind in ("Constant", "Linear") and span == 1:
         end = None  # the value changes after this single step
-    options = _completed(kind, name, options, span)
+    options = _options_with_span(kind, name, options, span)
     # 4. `last_step` resumes: this many steps or epochs have passed.
     passed = 0 if last_step == -1 else begin + last_step + 1
     policy, by = f"{MMENGINE}{kind}", "epoch" if by_epoch else "step"
     spec = ScheduleSpec(
         name, policy, by, begin, end, groups=cfg.get("groups"), passed=passed, options=options
     )
-    return spec if last_step == -1 else _resumed(spec)
+    return spec if last_step == -1 else _require_initial_values(spec)
 
 
-def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -> tuple[Any, Any]:
+def _begin_and_end(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -> tuple[Any, Any]:
     begin, end = cfg.get("begin", 0), cfg.get("end")
     if end is None:
         limit = "max_epochs" if cfg.get("by_epoch", True) else "max_iters"
@@ -239,7 +239,7 @@ def _window(cfg: Mapping[str, Any], run: Mapping[str, Any], is_optional: bool) -
     return begin, end
 
 
-def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
+def _options_with_span(kind: str, name: str, options: dict[str, Any], span: int) -> dict[str, Any]:
     if kind == "OneCycle":
         if name != "lr":
             raise ConfigurationError(
@@ -255,7 +255,7 @@ def _completed(kind: str, name: str, options: dict[str, Any], span: int) -> dict
     return options
 
 
-def _resumed(spec: ScheduleSpec) -> Maker:
+def _require_initial_values(spec: ScheduleSpec) -> Maker:
     def checked(optimizer: torch.optim.Optimizer) -> ScheduleSpec:
         for index, group in enumerate(getattr(optimizer, "param_groups", ())):
             if f"initial_{spec.name}" not in group:
@@ -268,7 +268,7 @@ def _resumed(spec: ScheduleSpec) -> Maker:
     return checked
 
 
-def _foreign(given: object) -> Callable[..., Any] | None:
+def _find_foreign_schedule(given: object) -> Callable[..., Any] | None:
     """Return a schedule that is not ours: a class or function, a registered one, or torch's. None if it is ours."""
     if callable(given):
         return given
@@ -288,7 +288,7 @@ def _foreign(given: object) -> Callable[..., Any] | None:
     return found
 
 
-def _calling(made: Callable[..., Any], options: dict[str, Any], by: str) -> Maker:
+def _schedule_factory(made: Callable[..., Any], options: dict[str, Any], by: str) -> Maker:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         try:
             schedule = made(optimizer, **options)
@@ -300,7 +300,7 @@ def _calling(made: Callable[..., Any], options: dict[str, Any], by: str) -> Make
     return make
 
 
-def _converted(
+def _epochs_to_steps(
     cfg: Mapping[str, Any], run: Mapping[str, Any], options: dict[str, Any], begin: Any, end: Any
 ) -> tuple[int, int | None]:
     if not cfg.get("by_epoch", True):
@@ -316,7 +316,7 @@ def _converted(
     return int(begin * length), None if end is None else int(end * length)
 
 
-def _plateau(
+def _read_plateau(
     cfg: Mapping[str, Any], name: str, begin: int, end: int | None, options: dict[str, Any]
 ) -> Callable[[torch.optim.Optimizer], PlateauSchedule]:
     """Read ReduceOnPlateau with mmengine's options. `monitor` is ignored, since the caller passes the metric."""
@@ -367,9 +367,9 @@ def bind_schedules(
     bound: list[BoundSchedule] = []
     made: list[BoundSchedule] = []
     last = {one.name: one for one in bound_before if isinstance(one, ParamSchedule)}
-    with _kept_on_error(optimizer, made):
+    with _restore_groups_on_error(optimizer, made):
         for one in given:
-            schedule = _bind(one, optimizer, default_args or {}, last)
+            schedule = _bind_schedule(one, optimizer, default_args or {}, last)
             if schedule is not one:
                 made.append(schedule)
             bound.append(schedule)
@@ -424,7 +424,7 @@ def schedules_by_optimizer(cfg: Any, optimizers: Mapping[str, Any]) -> dict[str,
     return dict(found)
 
 
-def _bind(
+def _bind_schedule(
     given: Any, optimizer: torch.optim.Optimizer, run: Mapping[str, Any], last: Mapping[str, ParamSchedule]
 ) -> BoundSchedule:
     # 1. Unpack dict(scheduler=…, by=…).
@@ -482,7 +482,9 @@ def _check_conflicts(schedules: Sequence[BoundSchedule]) -> None:
 
 
 @contextmanager
-def _kept_on_error(optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedule]) -> Iterator[None]:
+def _restore_groups_on_error(
+    optimizer: torch.optim.Optimizer, made: Sequence[BoundSchedule]
+) -> Iterator[None]:
     """Run a block that binds schedules and appends them to `made`. If it raises, restore the groups and unbind."""
     groups = list(getattr(optimizer, "param_groups", ()))
     before = [

@@ -6,8 +6,8 @@ Systems that differ only in names share a formula.
 
 `_NAMED` maps the name of a policy to its formula. mmengine's names have the prefix "mmengine:", because some mean other
 values in MMCV. `make_policy` returns a `Formula`, whose options have our names (`_ALIASES`), have defaults, and are
-checked: each by itself (`_CHECKS`), and against each other and the length of the run (`_misfit`). So a formula that was
-made cannot fail while training, except where it says so.
+checked: each by itself (`_CHECKS`), and against each other and the length of the run (`_option_problem`). So a
+formula that was made cannot fail while training, except where it says so.
 
 To add a policy: write the function, add it to `_NAMED`, and add checks for options that are not plain numbers.
 """
@@ -129,7 +129,7 @@ def poly_over(point: Point, *, length: int, low: Low, power: float = 1.0) -> flo
 
 def linear(point: Point, *, low: Low) -> float:
     """Decay linearly from `base` to the minimum."""
-    return _line(point.base, low.of(point.base), point.share)
+    return _interpolate(point.base, low.of(point.base), point.share)
 
 
 def cosine(point: Point, *, low: Low) -> float:
@@ -259,11 +259,11 @@ def _half_cosine(start: float, end: float, share: float) -> float:
     return end + 0.5 * (start - end) * (math.cos(math.pi * share) + 1.0)
 
 
-def _line(start: float, end: float, share: float) -> float:
+def _interpolate(start: float, end: float, share: float) -> float:
     return start + (end - start) * share
 
 
-_ANNEAL = {"cos": _half_cosine, "linear": _line}
+_ANNEAL = {"cos": _half_cosine, "linear": _interpolate}
 
 
 def _period_at(at: int, periods: Sequence[int]) -> tuple[int, float]:
@@ -376,7 +376,7 @@ def make_policy(
             raise ConfigurationError(f"a function takes no options, got {', '.join(options)}")
         return Formula(lambda point: policy(point.base, point.at, point.span))
     given = check_options(policy, options, name, span)
-    kind, function = _find(policy, name)
+    kind, function = _find_formula(policy, name)
     if _NAMED[kind].needs_end and span is None and given.get("total_steps") is None:
         raise ConfigurationError(
             f"the policy {kind!r} leads to an end, which is not known; give `end`, or max_epochs or max_iters in a "
@@ -392,11 +392,11 @@ def check_options(
 ) -> dict[str, Any]:
     """Return all options of a policy under our names, with defaults. Raises as `make_policy`."""
     # 1. Our names, and defaults.
-    kind, function = _find(policy, name)
+    kind, function = _find_formula(policy, name)
     label = f"the policy {kind.removeprefix(MMENGINE)!r}"
     aliases = _ALIASES_OF_MMENGINE if kind.startswith(MMENGINE) else _ALIASES
     defaults = _NAMED[kind].of_momentum if name == "momentum" else {}
-    given = _under_our_names(label, function, options, aliases, defaults)
+    given = _rename_options(label, function, options, aliases, defaults)
     # 2. A minimum can be absolute or relative, but not both.
     minima = [key for key in ("minimum", "minimum_ratio") if given.get(key) is not None]
     if len(minima) > 1 or (_NAMED[kind].needs_minimum and not minima):
@@ -414,14 +414,14 @@ def check_options(
     for key, value in given.items():
         if value is not None:
             _CHECKS.get(key, check.number)(f"{key} of {label}", value)
-    if problem := _misfit(kind, label, given, span):
+    if problem := _option_problem(kind, label, given, span):
         raise ConfigurationError(problem)
     return given
 
 
-def _find(policy: str, name: str) -> tuple[str, Callable[..., float]]:
-    known = {_plainly(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
-    kind = known.get(_plainly(policy))
+def _find_formula(policy: str, name: str) -> tuple[str, Callable[..., float]]:
+    known = {_normalized_name(one): one for one in _NAMED} | {"flatcosine": "FlatCosineAnnealing"}
+    kind = known.get(_normalized_name(policy))
     if kind is None:
         there = [one for one in _NAMED if not one.startswith(MMENGINE)]
         raise UnregisteredNameError(
@@ -430,11 +430,11 @@ def _find(policy: str, name: str) -> tuple[str, Callable[..., float]]:
     return kind, one_cycle_momentum if (kind, name) == ("OneCycle", "momentum") else _NAMED[kind].formula
 
 
-def _plainly(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _under_our_names(
+def _rename_options(
     label: str,
     function: Callable[..., float],
     options: Mapping[str, Any],
@@ -512,7 +512,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 """Option → its check. All other options must be numbers."""
 
 
-def _misfit(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
+def _option_problem(kind: str, label: str, given: Mapping[str, Any], span: int | None) -> str:
     """Return what is contradictory among the options, or with the span; '' if nothing is."""
     if "target_ratio" in given:
         check.number(f"gamma of {label}", given["gamma"], above=0, most=1)

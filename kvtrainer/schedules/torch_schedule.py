@@ -57,7 +57,11 @@ class TorchSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain part of the scheduler's state: numbers, text and collections; never code."""
-        return {key: _packed(value) for key, value in self.scheduler.state_dict().items() if _is_plain(value)}
+        return {
+            key: _encode_state(value)
+            for key, value in self.scheduler.state_dict().items()
+            if _is_plain(value)
+        }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise StateMismatchError if it is for another kind of schedule. Some kinds cannot be distinguished."""
@@ -74,7 +78,7 @@ class TorchSchedule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the scheduler. Raises as `check_state_dict`; nothing has changed then."""
         self.check_state_dict(state_dict)
-        self.scheduler.load_state_dict({key: _unpacked(value) for key, value in state_dict.items()})
+        self.scheduler.load_state_dict({key: _decode_state(value) for key, value in state_dict.items()})
 
 
 class PlateauSchedule:
@@ -214,23 +218,23 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _packed(value: Any) -> Any:
+def _encode_state(value: Any) -> Any:
     """Encode collections as lists for JSON, which has no tuples and no keys other than strings."""
     if isinstance(value, list):
-        return [_packed(one) for one in value]
+        return [_encode_state(one) for one in value]
     if isinstance(value, tuple):
-        return {"tuple": [_packed(one) for one in value]}
+        return {"tuple": [_encode_state(one) for one in value]}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[_packed(key), _packed(one)] for key, one in value.items()]}
+        return {kind: [[_encode_state(key), _encode_state(one)] for key, one in value.items()]}
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _decode_state(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one) for one in value]
+        return [_decode_state(one) for one in value]
     if isinstance(value, Mapping):
         [(kind, items)] = value.items()
-        unpacked = [_unpacked(one) for one in items]
+        unpacked = [_decode_state(one) for one in items]
         return _KINDS[kind](unpacked if kind == "tuple" else dict(unpacked))
     return value

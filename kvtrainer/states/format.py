@@ -77,7 +77,7 @@ def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = 
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
     with announced("putting optimizer states together", nbytes):
         for key in range(len(plan.specs)) if keys is None else keys:
-            parts = _parts(plan, kept, key)
+            parts = _segments_of(plan, kept, key)
             if parts and parts[0][0].steps[parts[0][1]]:
                 state: State = joined(parts, plan.specs[key].shape)
                 found[key] = {
@@ -125,7 +125,7 @@ def read_states(
             "optimizer"
         )
     # 2. Convert it to the form of a store.
-    states = {key: _copied(state) for key, state in given.items() if state and _is_updated(state)}
+    states = {key: _copy_state(state) for key, state in given.items() if state and _is_updated(state)}
     for key, state in states.items():
         _name_own_count(state, given[key], options[key], plan.specs[key], optimizer)
         if plan.specs[key].dtype not in _HALF:
@@ -180,7 +180,7 @@ def import_states(
             per_element = of_scalars
             if optimizer.elementwise and plan.specs[key].shape:
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
-            spread(_parts(plan, kept, key), entries, per_element)
+            spread(_segments_of(plan, kept, key), entries, per_element)
     # 4. Store the slices.
     for index, state_of_slice in tracked(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
@@ -236,7 +236,7 @@ def _is_room(value: Tensor) -> bool:
     return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))
 
 
-def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
+def _segments_of(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[States, int]]:
     return [
         (kept[piece.index], at)
         for piece in plan.slices_with(key)
@@ -245,7 +245,7 @@ def _parts(plan: Plan, kept: Mapping[int, States], key: int) -> list[tuple[State
     ]
 
 
-def _copied(state: Mapping[str, Any]) -> State:
+def _copy_state(state: Mapping[str, Any]) -> State:
     """Copy state, add a step count if torch keeps none, and drop unused entries."""
     used = {name: value for name, value in state.items() if value is not None and name != "step"}
     return {"step": torch.tensor(float(state.get("step", 1.0)), device="cpu"), **cloned(used)}
@@ -329,12 +329,12 @@ def _state_problems(
         expected = None
         if trial is not None:
             expected = {n: _shape_of(v) for n, v in trial.items()}
-        for problem in _differences(state, expected, spec, optimizer):
+        for problem in _entry_problems(state, expected, spec, optimizer):
             found.setdefault(problem, []).append(repr(spec.key))
     return [problem.replace("PARAMETERS", ", ".join(names)) for problem, names in found.items()]
 
 
-def _differences(
+def _entry_problems(
     state: State,
     expected: Mapping[str, tuple[int, ...] | None] | None,
     spec: TensorSpec,
@@ -431,7 +431,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"the states hold a value that is neither a tensor nor plain: {error}"
         ) from error
     # 3. The checksum covers both.
-    tensors = {name: _storable(tensor) for name, tensor in tensors.items()}
+    tensors = {name: _storable_tensor(tensor) for name, tensor in tensors.items()}
     check = checksum(tensors, text)
     return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
 
@@ -479,12 +479,12 @@ def unpack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedS
             "its contents do not have the checksum that was saved with them, so it was damaged since"
         )
     try:
-        return _rebuilt(tensors, json.loads(text))
+        return _decode_saved_states(tensors, json.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StateFileError(f"its description makes no sense ({type(error).__name__}: {error})") from error
 
 
-def _rebuilt(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
+def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedStates:
     parameters = {
         row["name"]: {**row, "state": {name: decode(value) for name, value in row["numbers"].items()}}
         for row in content["parameters"]
@@ -509,7 +509,7 @@ def rebuilt(content: Mapping[str, Any]) -> SavedStates:
     }
     optimizer = dict(content["optimizer"])
     # JSON has no tuples, but options such as `betas` are tuples.
-    groups = [{name: _tupled(value) for name, value in group.items()} for group in content["groups"]]
+    groups = [{name: _lists_to_tuples(value) for name, value in group.items()} for group in content["groups"]]
     if not isinstance(optimizer["name"], str):
         raise ValueError(f"the optimizer is called {optimizer['name']!r}")
     for name, parameter in parameters.items():
@@ -525,14 +525,14 @@ def _name(*parts: str) -> str:
     return "/".join(quote(part, safe=" ") for part in parts)
 
 
-def _storable(tensor: Tensor) -> Tensor:
+def _storable_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     # Parameters may share scalars, but a file must not contain shared memory.
     return tensor.clone() if tensor.dim() == 0 else tensor
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
 def write_state_file(fname: Path, saved: SavedStates) -> None:
@@ -585,7 +585,7 @@ def read_state_file(fname: Path) -> SavedStates:
             names = list(opened.keys())
             return unpack({name: opened.get_tensor(name) for name in names}, metadata)
     except SafetensorError as error:
-        raise StateFileError(f"{what}: {_kind(head, size)} ({error})") from error
+        raise StateFileError(f"{what}: {_describe_damage(head, size)} ({error})") from error
     except StateFileError as error:
         raise StateFileError(f"{what}: {error}") from error
     except OSError as error:
@@ -598,7 +598,7 @@ def _refuse_directory(what: str, fname: Path) -> None:
         raise file_error(StateFileError, text, errno.EISDIR, fname)
 
 
-def _kind(head: bytes, size: int) -> str:
+def _describe_damage(head: bytes, size: int) -> str:
     if not size:
         return "it is empty"
     for sign, kind in _SIGNS:

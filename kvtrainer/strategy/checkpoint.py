@@ -156,14 +156,16 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
     meta = check.mapping("the 'meta' of a checkpoint", checkpoint.get(META, {}))
     content = {**checkpoint, META: {**meta, _FORMAT: _WITH_CHECKSUM}}
     content[META][_CHECKSUM] = tree_checksum(content)
-    with _naming(f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename):
+    with _name_file_in_errors(
+        f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename
+    ):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with replacing(path) as file:  # given a path, torch.save would store its name in each record
             torch.save(content, file)
 
 
 @contextmanager
-def _naming(what: str, filename: str) -> Iterator[None]:
+def _name_file_in_errors(what: str, filename: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -173,14 +175,14 @@ def _naming(what: str, filename: str) -> Iterator[None]:
 def record_last(work_dir: str, filename: str) -> None:
     """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
-    with _naming(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:
+    with _name_file_in_errors(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:
         file.write(noted.encode())
 
 
 def find_last(work_dir: str) -> str | None:
     """Return the latest checkpoint of a work directory, even if that was moved since; None before the first one."""
     path = os.path.join(work_dir, LAST)
-    with _naming(f"read in {path!r} which checkpoint is the latest", path):
+    with _name_file_in_errors(f"read in {path!r} which checkpoint is the latest", path):
         try:
             with open(path, encoding="utf-8") as file:
                 noted = file.read().strip()
@@ -196,13 +198,13 @@ def find_last(work_dir: str) -> str | None:
 
 def path_to_write(filename: str) -> str:
     """Return the local path at which a checkpoint is written. Raises ConfigurationError for other addresses."""
-    scheme, path = _parted(filename)
+    scheme, path = _split_address(filename)
     if scheme not in ("", "file"):
         raise ConfigurationError(f"checkpoints are written to files, not to {filename!r}; give a path")
     return path
 
 
-def _parted(filename: str) -> tuple[str, str]:
+def _split_address(filename: str) -> tuple[str, str]:
     """Return the scheme of an address ('' for a path), and the rest."""
     if not isinstance(filename, str | os.PathLike):
         raise ConfigurationError(f"the name of a checkpoint must be a path, got {filename!r:.80}")
@@ -211,7 +213,7 @@ def _parted(filename: str) -> tuple[str, str]:
 
 
 def _local_path(filename: str) -> str:
-    scheme, path = _parted(filename)
+    scheme, path = _split_address(filename)
     if scheme in ("", "file"):
         return path
     if scheme != "https":
@@ -222,7 +224,7 @@ def _local_path(filename: str) -> str:
     mark = hashlib.sha256(filename.encode()).hexdigest()[:16]
     path = os.path.join(torch.hub.get_dir(), "checkpoints", f"{mark}-{base}")
     if not os.path.exists(path):
-        with _naming(f"download {filename!r}", filename):
+        with _name_file_in_errors(f"download {filename!r}", filename):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(filename, path, progress=False)
     return path
@@ -277,10 +279,10 @@ def plain_copy(value: Any, where: str) -> Any:
 
 def tree_checksum(value: Any) -> str:
     """Return the checksum of a `plain_copy`, of tensors, values and structure. Raises for anything else."""
-    return checksum(*_taken_apart(value))
+    return checksum(*_flatten_tree(value))
 
 
-def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
+def _flatten_tree(value: Any) -> tuple[dict[str, Tensor], str]:
     tensors: dict[str, Tensor] = {}
 
     def walk(one: Any) -> Any:
@@ -301,11 +303,11 @@ def _taken_apart(value: Any) -> tuple[dict[str, Tensor], str]:
 def pack_tree(value: Any) -> bytes:
     """Encode plain values and tensors for another worker; `unpack_tree` returns a `plain_copy` of them."""
     packed = io.BytesIO()
-    torch.save(_with_memory_of_its_own(plain_copy(value, "what a worker tells")), packed)
+    torch.save(_copy_tensors(plain_copy(value, "what a worker tells")), packed)
     return packed.getvalue()
 
 
-def _with_memory_of_its_own(value: Any) -> Any:
+def _copy_tensors(value: Any) -> Any:
     """Copy the tensors of a `plain_copy`, because torch.save writes the whole storage of a view."""
     return map_tree(lambda one: one.contiguous().clone() if isinstance(one, Tensor) else one, value)
 

@@ -251,13 +251,13 @@ def rng_state(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
             "gauss": float(numbers[4]),
         },
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in _on_cuda(devices)],
+        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices(devices)],
     }
 
 
 def check_rng_state(state: Mapping[str, Any]) -> None:
     """Raise an error of any kind unless `set_rng_state` can restore this state. Nothing changes."""
-    of_python, of_numpy = _unpacked(state)
+    of_python, of_numpy = _rng_states_from_tensors(state)
     random.Random().setstate(of_python)
     np.random.RandomState().set_state(of_numpy)
     torch.Generator().set_state(state["torch"].cpu())
@@ -266,11 +266,11 @@ def check_rng_state(state: Mapping[str, Any]) -> None:
 
 def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()) -> None:
     """Restore the result of `rng_state`; CUDA states in the order of `devices`, as far as both have them."""
-    of_python, of_numpy = _unpacked(state)
+    of_python, of_numpy = _rng_states_from_tensors(state)
     random.setstate(of_python)
     np.random.set_state(of_numpy)
     torch.set_rng_state(state["torch"].cpu())
-    mine, saved = _on_cuda(devices), state["cuda"]
+    mine, saved = _cuda_devices(devices), state["cuda"]
     if len(mine) != len(saved):
         text = (
             "random states of %d CUDA devices were saved, but %d are used now: the others start from the seed"
@@ -280,7 +280,7 @@ def set_rng_state(state: Mapping[str, Any], devices: Sequence[torch.device] = ()
         torch.cuda.set_rng_state(one.cpu(), device)
 
 
-def _unpacked(state: Mapping[str, Any]) -> tuple[Any, Any]:
+def _rng_states_from_tensors(state: Mapping[str, Any]) -> tuple[Any, Any]:
     python, numbers = state["python"], state["numpy"]
     key = numbers["key"].cpu().numpy().astype(np.uint32)
     return (
@@ -289,5 +289,5 @@ def _unpacked(state: Mapping[str, Any]) -> tuple[Any, Any]:
     )
 
 
-def _on_cuda(devices: Sequence[torch.device]) -> list[torch.device]:
+def _cuda_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     return list(dict.fromkeys(device for device in devices if device.type == "cuda"))

@@ -82,18 +82,18 @@ def load_weights(
     inner = unwrapped(model)
     own = inner.state_dict()
     if revise_keys is WITHOUT_WRAPPER:
-        called = dict(zip(_revised(own, _WITHOUT_COMPILED), own, strict=True))
-        state_dict = _revised(state_dict, _WITHOUT_COMPILED)
+        called = dict(zip(_rename_keys(own, _WITHOUT_COMPILED), own, strict=True))
+        state_dict = _rename_keys(state_dict, _WITHOUT_COMPILED)
         as_they_are = sum([name in called for name in state_dict])
         without = sum([str(name).removeprefix("module.") in called for name in state_dict])
         is_bare = 0 < as_they_are >= without
-        given = _revised(state_dict, () if is_bare else revise_keys)
+        given = _rename_keys(state_dict, () if is_bare else revise_keys)
         given = {called.get(name, name): value for name, value in given.items()}
     else:
-        given = _revised(state_dict, revise_keys)
+        given = _rename_keys(state_dict, revise_keys)
     # 2. Compare shapes. A lazy parameter takes any shape.
     mismatched = {
-        name: f"{name} ({_shape(value)} in the checkpoint, {_shape(own[name])} in the model)"
+        name: f"{name} ({_describe_shape(value)} in the checkpoint, {_describe_shape(own[name])} in the model)"
         for name, value in given.items()
         if isinstance(own.get(name), Tensor)
         and not (
@@ -134,13 +134,13 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
             load_weights(model, {**state, **found}, strict=True, revise_keys=())
 
 
-def _shape(value: Any) -> str:
+def _describe_shape(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return "no shape yet" if nn.parameter.is_lazy(value) else str(list(value.shape))
 
 
-def _revised(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
+def _rename_keys(state_dict: Mapping[str, Any], revise_keys: ReviseKeys) -> dict[str, Any]:
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in state_dict.items():
