@@ -124,11 +124,11 @@ class Client:
 
     def _register(self, requests: Sequence[tuple[int, RemoteTable]]) -> None:
         # 1. Declare all tables at once: one round trip for each of a thousand keys would take long.
-        bodies = [(server, _declaration(table, 0)) for server, table in requests]
+        bodies = [(server, _register_message(table, 0)) for server, table in requests]
         for (server, table), reply in zip(requests, self._session.call_all(bodies), strict=True):
             # 2. A table with more keys than fit into a message is declared in several.
             while isinstance(reply, m.Status):
-                reply = self._session.call(server, _declaration(table, int(reply.values["keys"])))
+                reply = self._session.call(server, _register_message(table, int(reply.values["keys"])))
             assert isinstance(reply, m.Registered)
             # 3. The server may know the table already.
             is_known = len(table.numbers) > 0
@@ -255,7 +255,7 @@ class Client:
         self._session.close(reason, is_clean=error is None)
 
 
-def _declaration(table: RemoteTable, first: int) -> m.Register:
+def _register_message(table: RemoteTable, first: int) -> m.Register:
     """Declare as many keys of a table as fit into a message, from the first one given."""
     plan = table.plan
     specs = plan.specs[first : first + KEYS_PER_MESSAGE]

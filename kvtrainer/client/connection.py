@@ -94,8 +94,10 @@ class Connection(Transport):
         self._heartbeat_sockets: list[Any] = []
         try:
             for address, (own, other) in zip(addresses, self._ids, strict=True):
-                self._sockets.append(_dealer(self._context, address, own, sent=water_mark))
-                self._heartbeat_sockets.append(_dealer(self._context, address, other, sent=2, received=2))
+                self._sockets.append(_connect_dealer(self._context, address, own, sent=water_mark))
+                self._heartbeat_sockets.append(
+                    _connect_dealer(self._context, address, other, sent=2, received=2)
+                )
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -464,7 +466,7 @@ class _Heartbeats:
                 socket.send_multipart(encode(m.Request(*self._sessions[server], 0, sign)), zmq.NOBLOCK)
 
 
-def _dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
+def _connect_dealer(context: Any, address: str, own: bytes, sent: int = 0, received: int = 0) -> Any:
     """Connect a DEALER socket. It queues at most this many messages each way; 0 means no limit."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, own)

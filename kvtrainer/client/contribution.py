@@ -248,13 +248,13 @@ class ServerLayout:
     def _stack_ends(self) -> list[int]:
         """By slice, the end of its key's exclusive slices; for shared slices, the next index."""
         where = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
-        return _ends(where)
+        return _ends_of_runs(where)
 
     @cached_property
     def _run_ends(self) -> list[int]:
         groups = [table.plan.row_groups for table in self.tables]
         keys = [(of, slice_.segments[0].key) for of, slice_ in zip(self.table, self.slices, strict=True)]
-        return _ends([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
+        return _ends_of_runs([(of, groups[of].get(key, (key,))[0]) for of, key in keys])
 
     @cached_property
     def _place(self) -> dict[tuple[int, int], int]:
@@ -315,7 +315,7 @@ class GatheredSlices:
         ]
 
 
-def _ends(where: Sequence[object]) -> list[int]:
+def _ends_of_runs(where: Sequence[object]) -> list[int]:
     """For each item, return the end of the run of equal neighbours that it is in."""
     sizes = [len(list(own)) for _, own in itertools.groupby(where)]
     return np.repeat(np.cumsum(sizes), sizes).tolist()

@@ -313,14 +313,14 @@ def _write_staged(
     # 1. Changes of the weights before, or weights that later changes are added to.
     plan, out, key = table.plan, part_of(arenas, slice_), slice_.segments[0].key
     if table.delta_codec is not None and version >= 0 and kind in (m.WHOLE, m.DELTA):
-        out.copy_(_followed(table, table.delta_codec, slice_, kind, raw, version)[: slice_.used])
+        out.copy_(_apply_changes(table, table.delta_codec, slice_, kind, raw, version)[: slice_.used])
         return {key: None}
     # 2. A slice, or a part of it.
     if kind in (m.WHOLE, m.HALF):
         given = raw.view(out.dtype if kind == m.WHOLE else torch.bfloat16)
         place = out[begin:][: len(given)]
         given = given[: len(place)]
-        place.copy_(_rounded(given) if table.takes_half else given)
+        place.copy_(_round_to_bfloat16(given) if table.takes_half else given)
         return {key: None}
     if kind != m.ROWS:
         raise ProtocolError(f"slice {slice_.index} of {table.name!r} came back as kind {kind}")
@@ -330,7 +330,7 @@ def _write_staged(
     for position, values in parts.items():
         segment = slice_.segments[position]
         if isinstance(values, Tensor):
-            values = _rounded(values) if table.takes_half else values
+            values = _round_to_bfloat16(values) if table.takes_half else values
             out[segment.start : segment.start + segment.numel].copy_(values)
             continue
         places, start = plan.joined_rows(segment.key), plan.key_offsets[segment.key]
@@ -339,7 +339,7 @@ def _write_staged(
         for one in block.slices[first : first + slices]:
             table.followed.pop(one.index, None)  # its rows come from now on
         ids = torch.from_numpy(block.in_key(values.ids.numpy(), first, first + slices))
-        rows = _rounded(values.values) if table.takes_half else values.values
+        rows = _round_to_bfloat16(values.values) if table.takes_half else values.values
         whole = arenas[slice_.dtype][start : start + int(places.starts[-1]) * places.width]
         scatter_rows(whole.view(-1, places.width), ids, rows)
         if len(slice_.segments) == 1:
@@ -348,7 +348,7 @@ def _write_staged(
     return written
 
 
-def _followed(
+def _apply_changes(
     table: RemoteTable, codec: Codec, slice_: Slice, kind: int, raw: Tensor, version: int
 ) -> Tensor:
     """Return the weights of a slice that all workers have, with changes added or replaced by whole ones.
@@ -368,7 +368,7 @@ def _followed(
     return weights
 
 
-def _rounded(weights: Tensor) -> Tensor:
+def _round_to_bfloat16(weights: Tensor) -> Tensor:
     """Round weights to bfloat16, in their own dtype, as `Storage.half` does."""
     is_wider = weights.dtype.itemsize > torch.bfloat16.itemsize
     return weights.to(torch.bfloat16).to(weights.dtype) if is_wider else weights

@@ -89,7 +89,7 @@ class Profiler:
         Raises:
             ConfigurationError: a key is unknown or a value wrong; nothing has changed.
         """
-        self._configs[_checked(profile_process)] = read_profile_config(options)
+        self._configs[_check_process(profile_process)] = read_profile_config(options)
 
     def set_state(self, state: str = "stop", profile_process: str = WORKER) -> None:
         """Start recording ("run"), or stop it and write the file ("stop"). Waits for this worker's own pushes.
@@ -101,7 +101,7 @@ class Profiler:
             TraceFileError: a file cannot be written.
             KVStoreError: an open push failed, or a server did not answer; a stop is done anyway.
         """
-        process = _checked(profile_process)
+        process = _check_process(profile_process)
         check.one_of("the state of a profiler", state, ("run", "stop"))
         try:
             self._client.wait_pending()
@@ -113,10 +113,10 @@ class Profiler:
             self._switch(process, "run")
 
     def pause(self, profile_process: str = WORKER) -> None:
-        self._switch(_checked(profile_process), "pause")
+        self._switch(_check_process(profile_process), "pause")
 
     def resume(self, profile_process: str = WORKER) -> None:
-        self._switch(_checked(profile_process), "resume")
+        self._switch(_check_process(profile_process), "resume")
 
     def dump(self, finished: bool = True, profile_process: str = WORKER) -> None:
         """Write what was recorded so far, except for requests under way.
@@ -126,7 +126,7 @@ class Profiler:
         Raises:
             TraceFileError: a file cannot be written.
         """
-        process = _checked(profile_process)
+        process = _check_process(profile_process)
         self._write(process)
         if finished:
             self._switch(process, "finish")
@@ -171,5 +171,5 @@ def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
         raise file_error(TraceFileError, text, error, path) from error
 
 
-def _checked(process: object) -> str:
+def _check_process(process: object) -> str:
     return check.one_of("profile_process", process, (WORKER, SERVER))

@@ -41,7 +41,7 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
     Raises:
         ShapeMismatchError: a replica has a row that the key does not have.
     """
-    parts = [_coalesced(spec, one) for one in replicas]
+    parts = [_coalesce_sparse(spec, one) for one in replicas]
     if len(parts) == 1:
         return RowSet(parts[0].ids, parts[0].values.to(torch_dtype(spec.dtype)))
     ids, values = torch.cat([part.ids for part in parts]), torch.cat([part.values for part in parts])
@@ -135,7 +135,7 @@ class ReplicaCompressor:
         }
 
 
-def _coalesced(spec: TensorSpec, value: Tensor) -> RowSet:
+def _coalesce_sparse(spec: TensorSpec, value: Tensor) -> RowSet:
     value = value.detach()
     ids = value._indices()[0].to("cpu")
     values = value._values().to("cpu", compute_dtype(spec.dtype)).reshape(len(ids), row_numel(spec))

@@ -513,7 +513,7 @@ class Rounds:
             lost.update(table.index for table in tables)
         # 3. Tables that did not end alike everywhere.
         for table in tables if round_.decided else ():
-            differs = None if table.index in lost else _disagreement(round_, table)
+            differs = None if table.index in lost else _decision_conflict(round_, table)
             if differs is not None:
                 all_tables.broken[table.index] = differs
         gone = lost.union(all_tables.broken)
@@ -572,7 +572,7 @@ class Rounds:
         for table in tables:
             # 4. A table whose servers may not agree is broken; all others go on with the next round.
             outcome = {self._session.describe(server): fates[table.name, server] for server in table.numbers}
-            error = _half_applied(table, outcome, reason)
+            error = _half_applied_error(table, outcome, reason)
             if error is not None:
                 self.tables.broken[table.index] = error
             if not all(outcome.values()):
@@ -603,7 +603,7 @@ def _receive_speculative(request: ServerRequest, _: int, reply: m.ReplyBody) -> 
         request.incoming.receive(reply)
 
 
-def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
+def _decision_conflict(round_: Round, table: RemoteTable) -> KVStoreError | None:
     if table.name not in round_.decided:
         return None
     _, decision = round_.decided[table.name]
@@ -616,7 +616,9 @@ def _disagreement(round_: Round, table: RemoteTable) -> KVStoreError | None:
     )
 
 
-def _half_applied(table: RemoteTable, outcome: dict[str, bool | None], reason: str) -> KVStoreError | None:
+def _half_applied_error(
+    table: RemoteTable, outcome: dict[str, bool | None], reason: str
+) -> KVStoreError | None:
     if len(set(outcome.values())) == 1 and None not in outcome.values():
         return None
     applied = [server for server, fate in outcome.items() if fate]

@@ -174,15 +174,15 @@ class ServerRequest:
         plain: Sequence[int] = self._encode_some(round_, given, batches) if round_.encoded else given
         runs: list[list[int]] = []
         if contribution.shared_grads:
-            runs, plain = _in_place(contribution, layout, plain)
+            runs, plain = _split_shared_slices(contribution, layout, plain)
         # 2. Small plain slices are gathered in one buffer; large ones are sent from where they are.
         small = [at for at in plain if layout.begin[at] >= 0]
         if small and contribution.values is not None:
-            sources = [_given(contribution, layout, at) for at in small]
+            sources = [_values_of_slice(contribution, layout, at) for at in small]
             torch._foreach_copy_([self.memory.views[at] for at in small], sources)
         if plain:
             payloads = [
-                _whole(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
+                _padded_values(contribution, layout, at) if at >= 0 else self.memory.raw[begin:end]
                 for at, begin, end in (layout.runs if plain is layout.resident else layout.runs_of(plain))
             ]
             batches.append((b"", plain, tuple(payloads)))
@@ -240,7 +240,7 @@ class ServerRequest:
         return plain
 
 
-def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
+def _values_of_slice(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     slice_ = layout.slices[at]
     key, _, start, numel = slice_.segments[0]
     if key in contribution.sources:
@@ -254,7 +254,7 @@ def _given(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     return arenas[slice_.dtype][slice_.offset : slice_.offset + slice_.length]
 
 
-def _in_place(
+def _split_shared_slices(
     contribution: Contribution, layout: ServerLayout, given: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
     """Return the slices in the server's memory, neighbours together, and all others."""
@@ -273,9 +273,9 @@ def _in_place(
     return runs, others
 
 
-def _whole(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
+def _padded_values(contribution: Contribution, layout: ServerLayout, at: int) -> Tensor:
     """Return the values of a slice with its padding, which the end of an arena may lack."""
-    length, found = layout.slices[at].length, _given(contribution, layout, at)
+    length, found = layout.slices[at].length, _values_of_slice(contribution, layout, at)
     if len(found) == length:
         return found
     padded = torch.zeros(length, dtype=found.dtype, device="cpu")

@@ -117,7 +117,7 @@ class SharedGradients:
         self._sizes: dict[int, int] = {}
         """Server → the bytes of its staging buffer without places for large gradients."""
         for slice_ in self._gathered:
-            self._sizes[slice_.server] = self._sizes.get(slice_.server, 0) + _nbytes(slice_)
+            self._sizes[slice_.server] = self._sizes.get(slice_.server, 0) + _nbytes_of_slice(slice_)
         self._sizes = {server: _whole_pages(size) for server, size in self._sizes.items()}
         self._spread = list(_runs_of(plan, spread, self._sizes))
         """The slices of small keys that are on several servers."""
@@ -166,7 +166,7 @@ class SharedGradients:
             self._map(found)
             if not self._has_forks:
                 self._has_forks = True
-                os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
+                os.register_at_fork(after_in_child=partial(_detach_in_child, weakref.ref(self)))
         except OSError as error:
             _log.warning("gradients are copied to servers, not made in their memory: %s", error)
             if self._asked is self._all_sizes and self._sizes:
@@ -295,15 +295,15 @@ class SharedGradients:
             self._map_run(run, part, staging_buffer, is_shared=True)
             shared, at = staging_buffer.arena.data, run.place
             for slice_ in run.slices:
-                part.slices[slice_.index] = shared[at : at + _nbytes(slice_)].view(part.dtype)
-                at += _nbytes(slice_)
+                part.slices[slice_.index] = shared[at : at + _nbytes_of_slice(slice_)].view(part.dtype)
+                at += _nbytes_of_slice(slice_)
             if run.own > run.begin:
                 front = flat[part.begin + run.begin : part.begin + run.own]
                 pair = (shared[run.place : run.place + len(front)], front)
                 self._edges.setdefault(run.key, []).append(pair)
         # 3. Only now may gradients be here.
         targets, self._filled = self._lay_out(staging_buffers)
-        self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _nobody)
+        self._last = dict.fromkeys({run.key for run in self._runs[len(self._spread) :]}, _dead_reference)
         self._targets = targets
 
     def _lay_out(
@@ -317,7 +317,7 @@ class SharedGradients:
         ends: dict[int, int] = {}
         for slice_ in self._gathered:
             shared, begin = staging_buffers[slice_.server].arena.data, ends.get(slice_.server, 0)
-            end = ends[slice_.server] = begin + _nbytes(slice_)
+            end = ends[slice_.server] = begin + _nbytes_of_slice(slice_)
             filled[slice_.index] = shared[begin:end].view(torch_dtype(slice_.dtype))
             for segment in slice_.segments:
                 if not segment.key_start:  # further slices of the key come next
@@ -348,7 +348,7 @@ def _runs_of(plan: Plan, keys: Collection[int], sizes: dict[int, int]) -> Iterat
     for (_, server), own in itertools.groupby(pieces, lambda p: (p.segments[0].key, p.server)):
         run = tuple(own)
         begin = run[0].segments[0].key_start * SIZES[run[0].dtype]
-        end = begin + sum(map(_nbytes, run))
+        end = begin + sum(map(_nbytes_of_slice, run))
         place = sizes.get(server, 0) + begin % PAGE
         sizes[server] = _whole_pages(place + end - begin)
         yield _SliceRange(run, begin, end, place)
@@ -358,7 +358,7 @@ def _keys_of(pieces: Collection[Slice]) -> set[int]:
     return {segment.key for slice_ in pieces for segment in slice_.segments}
 
 
-def _nbytes(slice_: Slice) -> int:
+def _nbytes_of_slice(slice_: Slice) -> int:
     return slice_.length * SIZES[slice_.dtype]
 
 
@@ -366,11 +366,11 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _nobody() -> None:
+def _dead_reference() -> None:
     """A reference to memory that is not in use."""
 
 
-def _part(gradients: weakref.ref[SharedGradients]) -> None:
+def _detach_in_child(gradients: weakref.ref[SharedGradients]) -> None:
     found = gradients()
     if found is not None:
         found.part()

@@ -205,12 +205,12 @@ class RemoteTable:
 
     @property
     def numbers(self) -> dict[int, int]:
-        return _known(self._tables.number[:, self.index])
+        return _numbers_by_server(self._tables.number[:, self.index])
 
     @property
     def versions(self) -> dict[int, int]:
         """Server → the version of its weights that this worker computes with."""
-        return _known(self._tables.version[:, self.index])
+        return _numbers_by_server(self._tables.version[:, self.index])
 
     @property
     def staleness(self) -> int:
@@ -291,5 +291,5 @@ class Tables:
         return table
 
 
-def _known(by_server: Any) -> dict[int, int]:
+def _numbers_by_server(by_server: Any) -> dict[int, int]:
     return {server: number for server, number in enumerate(by_server.tolist()) if number >= 0}

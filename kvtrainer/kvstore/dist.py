@@ -132,7 +132,7 @@ class DistKVStore(TableKVStore):
         self.servers = topology.servers
         """Addresses of the servers, by index."""
         self._clients: list[Client] = []
-        weakref.finalize(self, _leave, self._clients)
+        weakref.finalize(self, _close_clients, self._clients)
         self._sides = 0
         super().__init__(type, self._connect(""))
 
@@ -188,7 +188,7 @@ def _show_debug_log(rank: int) -> None:
         logger.propagate = False
 
 
-def _leave(clients: Sequence[Client]) -> None:
+def _close_clients(clients: Sequence[Client]) -> None:
     for client in clients:
         client.close(getattr(sys, "last_value", None))
 
@@ -210,7 +210,7 @@ def mode_of(
     if name in ASYNC_NAMES:
         return Mode(ASYNC, 0, scale_lr_by_staleness)
     if name in SSP_NAMES:
-        return Mode(SSP, _staleness(staleness, environ), scale_lr_by_staleness)
+        return Mode(SSP, _read_staleness(staleness, environ), scale_lr_by_staleness)
     if scale_lr_by_staleness:
         raise ConfigurationError(
             f"scale_lr_by_staleness does not apply to kvstore {type!r}, whose gradients are never stale; use "
@@ -241,7 +241,7 @@ def _next_namespace(environ: Mapping[str, str]) -> str:
     return f"{name}, attempt {attempt}" if attempt else name
 
 
-def _staleness(given: int | None, environ: Mapping[str, str]) -> int:
+def _read_staleness(given: int | None, environ: Mapping[str, str]) -> int:
     value: object = given
     if given is None:
         text = environ.get(STALENESS, "").strip()

@@ -36,7 +36,7 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     Raises:
         ConfigurationError: Tensors differ in length along the axis, or have no entries.
     """
-    sizes = dict(_sizes(batch, axis, "the batch"))
+    sizes = dict(_lengths_along(batch, axis, "the batch"))
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{path} has {size}" for path, size in sizes.items())
         raise ConfigurationError(
@@ -51,23 +51,25 @@ def scatter(batch: Any, devices: Sequence[torch.device], axis: int = 0) -> PerRe
     counts = [total // len(devices) + (at < total % len(devices)) for at in range(len(devices))]
 
     def part(one: Tensor, at: int) -> Tensor:
-        return _to(one.tensor_split(len(devices), axis)[at] if one.dim() else one, devices[at])
+        return _copy_to_device(one.tensor_split(len(devices), axis)[at] if one.dim() else one, devices[at])
 
-    parts = PerReplica(_mapped(batch, partial(part, at=at)) if n else None for at, n in enumerate(counts))
+    parts = PerReplica(
+        _map_tensors(batch, partial(part, at=at)) if n else None for at, n in enumerate(counts)
+    )
     parts.shares = [count / total for count in counts]
     return parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    return _mapped(batch, partial(_to, device=device))
+    return _map_tensors(batch, partial(_copy_to_device, device=device))
 
 
-def _to(one: Tensor, device: torch.device) -> Tensor:
+def _copy_to_device(one: Tensor, device: torch.device) -> Tensor:
     # Only copies from pinned memory are asynchronous; elsewhere non_blocking is unsafe or useless.
     return one.to(device, non_blocking=one.device.type == "cpu" and device.type == "cuda" and one.is_pinned())
 
 
-def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
+def _lengths_along(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             if not -batch.ndim <= axis < batch.ndim:
@@ -75,24 +77,24 @@ def _sizes(batch: Any, axis: int, path: str) -> Iterator[tuple[str, int]]:
             yield path, int(batch.shape[axis])
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _sizes(value, axis, f"{path}[{key!r}]")
+            yield from _lengths_along(value, axis, f"{path}[{key!r}]")
     elif isinstance(batch, list | tuple):
         for at, value in enumerate(batch):
-            yield from _sizes(value, axis, f"{path}[{at}]")
+            yield from _lengths_along(value, axis, f"{path}[{at}]")
 
 
-def _mapped(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(batch: Any, call: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, Tensor):
         return call(batch)
     if isinstance(batch, np.ndarray):
         return call(torch.from_numpy(batch))
     if isinstance(batch, Mapping):
-        return {key: _mapped(value, call) for key, value in batch.items()}
+        return {key: _map_tensors(value, call) for key, value in batch.items()}
     # A named tuple takes its fields as separate arguments.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, call) for value in batch))
+        return type(batch)(*(_map_tensors(value, call) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_mapped(value, call) for value in batch)
+        return type(batch)(_map_tensors(value, call) for value in batch)
     return batch
 
 

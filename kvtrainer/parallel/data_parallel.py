@@ -98,7 +98,7 @@ class DataParallel(Module):
         self._policy = ReplicaPolicy(reducer, loss_scale_by_replicas, may_lack=True, must_agree=True)
         self.batch_axis = batch_axis
         # 2. Build the replicas.
-        built = _replicas(module, self.devices)
+        built = _build_replicas(module, self.devices)
         # Set through __dict__, not as submodules, so that parameters and buffers are those of replica 0 only.
         self.__dict__["replicas"] = tuple(built)
         self.module = built[0]
@@ -322,7 +322,7 @@ def build_data_parallel_model(
     )
 
 
-def _replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
+def _build_replicas(module: Module | Callable[[], Module], devices: Sequence[torch.device]) -> list[Module]:
     """Return a module for each device. A given module becomes the first, and is copied for the others."""
     # 1. Build or copy.
     if isinstance(module, Module):

@@ -68,10 +68,10 @@ class ReplicaInfo:
 def policy_of(groups: Sequence[Mapping[str, Any]]) -> ReplicaPolicy:
     """Return the policy for the replicas in these groups, which may still have COPIES, or torch's form."""
     replicas = (p for group in groups for p in group["params"] if hasattr(p, MEMBERSHIP))
-    return next(filter(None, map(_policy, replicas)), LISTS)
+    return next(filter(None, map(_policy_of_parameter, replicas)), LISTS)
 
 
-def _policy(parameter: Tensor) -> ReplicaPolicy | None:
+def _policy_of_parameter(parameter: Tensor) -> ReplicaPolicy | None:
     membership: ReplicaInfo | None = getattr(parameter, MEMBERSHIP, None)
     return None if membership is None else membership.policy
 
@@ -93,7 +93,7 @@ def check_replicas(parameters: Mapping[str, Sequence[Tensor]]) -> None:
                 f"a replica of {name!r} is also another replica or parameter; give each device its own"
             )
         seen |= ids
-        if len(replicas) == 1 and _policy(replicas[0]) is not None:
+        if len(replicas) == 1 and _policy_of_parameter(replicas[0]) is not None:
             raise ConfigurationError(
                 f"parameter {name!r} is one replica of several in a DataParallel; give the Trainer that itself, or "
                 "groups made by its with_replicas()"
@@ -140,10 +140,10 @@ def spread(group: Mapping[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def flat_sum(parts: Sequence[Tensor]) -> None:
     """Add from left to right on the first device, in the order of devices."""
-    total = _wide(parts[0])
+    total = _widen(parts[0])
     for other in parts[1:]:
         total.add_(other.to(total.device, total.dtype))
-    _write(total, parts[0])
+    _write_total(total, parts[0])
 
 
 @torch.no_grad()
@@ -156,24 +156,24 @@ def tree_sum(parts: Sequence[Tensor]) -> None:
     if len(parts) not in _TREE_SIZES:
         flat_sum(parts)
         return
-    wide = [_wide(part) for part in parts]
+    wide = [_widen(part) for part in parts]
     distance = 1
     while distance < len(wide):
         for at in range(0, len(wide), 2 * distance):
             wide[at].add_(wide[at + distance].to(wide[at].device))
         distance *= 2
-    _write(wide[0], parts[0])
+    _write_total(wide[0], parts[0])
 
 
 @torch.no_grad()
 def coalesced_sum(parts: Sequence[Tensor]) -> None:
     """Add with torch.cuda.comm on distinct CUDA devices; elsewhere from left to right, one buffer at a time."""
     if are_distinct_cuda([part.device for part in parts]):
-        wide = [[_wide(part)] for part in parts]
+        wide = [[_widen(part)] for part in parts]
         [total] = comm.reduce_add_coalesced(wide, parts[0].device.index, _BUFFER)  # type: ignore[no-untyped-call]
-        _write(total, parts[0])
+        _write_total(total, parts[0])
         return
-    step = _BUFFER // _wide(parts[0][:0]).itemsize
+    step = _BUFFER // _widen(parts[0][:0]).itemsize
     for start in range(0, parts[0].numel(), step):
         flat_sum([part[start : start + step] for part in parts])
 
@@ -181,9 +181,9 @@ def coalesced_sum(parts: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def nccl_sum(parts: Sequence[Tensor]) -> None:
     """Add with NCCL's all-reduce between distinct CUDA devices of this process, in an order that NCCL chooses."""
-    wide = [_wide(part) for part in parts]
+    wide = [_widen(part) for part in parts]
     nccl.all_reduce(wide)  # type: ignore[no-untyped-call]
-    _write(wide[0], parts[0])
+    _write_total(wide[0], parts[0])
 
 
 def copy_each(source: Tensor, targets: Sequence[Tensor]) -> None:
@@ -263,11 +263,11 @@ def _is_tree_direct(devices: Sequence[torch.device], can_access: Callable[[int, 
     return reach(places) or (len(places) == 4 and reach(places[:2]) and reach(places[2:]))
 
 
-def _wide(part: Tensor) -> Tensor:
+def _widen(part: Tensor) -> Tensor:
     # Half-precision sums are accumulated in float32.
     return part.float() if part.dtype.itemsize < 4 else part
 
 
-def _write(total: Tensor, target: Tensor) -> None:
+def _write_total(total: Tensor, target: Tensor) -> None:
     if total is not target:
         target.copy_(total)

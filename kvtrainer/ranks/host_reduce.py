@@ -164,20 +164,20 @@ def open_host_sum(client: Client) -> HierarchicalReduce | None:
         return None
     said = {"is_near": client.shares_all_memory}
     memory, ranks, heard, trouble = share_memory(
-        options.rank, name_host, said, _hosts, client.gather, lambda: client.options.timeout
+        options.rank, name_host, said, _ranks_by_host, client.gather, lambda: client.options.timeout
     )
     if memory is not None:
         return HierarchicalReduce(memory, options.rank, ranks)
     if trouble and options.rank == ranks[0]:
         _log.warning("workers of one host, %s, push their gradients separately: %s", ranks, trouble)
-    elif not options.rank and not _hosts(heard):
+    elif not options.rank and not _ranks_by_host(heard):
         _log.info(
             "hierarchy=True changes nothing: no workers share a host, or all share memory with all servers"
         )
     return None
 
 
-def _hosts(heard: Heard) -> list[Sequence[int]]:
+def _ranks_by_host(heard: Heard) -> list[Sequence[int]]:
     hosts: dict[str, list[int]] = {}
     for rank, one in enumerate(heard):
         hosts.setdefault(one["host"], []).append(rank)

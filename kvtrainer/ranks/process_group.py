@@ -193,7 +193,7 @@ class RankGroup:
             # The exchange that opens the memory calls this too, and must go through torch.distributed.
             _memories[group] = None
             try:
-                _memories[group] = open_memory(self.rank, self.all_gather_bytes, _timeout)
+                _memories[group] = open_memory(self.rank, self.all_gather_bytes, _group_timeout)
             except BaseException:
                 del _memories[group]
                 raise
@@ -317,7 +317,7 @@ class PendingSums:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group = group
         backend = "gloo" if device.type == "cpu" else "nccl"
-        self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_timeout(device)))
+        self._own = dist.new_group(backend=backend, timeout=timedelta(seconds=_group_timeout(device)))
         self._started: list[Any] = []
         # Kept until the next sums have ended. Torch attaches a Python object to a sum that is started in a backward
         # pass, and the process aborts if a gloo thread drops the last reference to it while the interpreter shuts down.
@@ -345,7 +345,7 @@ class PendingSums:
                 dist.destroy_process_group(self._own)
 
 
-def _timeout(device: torch.device = _CPU) -> float:
+def _group_timeout(device: torch.device = _CPU) -> float:
     assert dist.group.WORLD is not None
     backend: Any = dist.group.WORLD._get_backend(device)
     seconds: float = backend.options._timeout.total_seconds()

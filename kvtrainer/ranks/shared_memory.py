@@ -101,13 +101,13 @@ class RankMemory:
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, by rank: contiguous CPU tensors of equal shape and dtype."""
         found = [torch.empty_like(mine) for _ in range(self._size)]
-        for part, *parts in zip(*(_cut(one) for one in (mine, *found)), strict=True):
+        for part, *parts in zip(*(_split_into_places(one) for one in (mine, *found)), strict=True):
             places = self._exchange([part], torch.uint8, part.numel(), _GATHER)
             torch._foreach_copy_(parts, places)
         return found
 
     def broadcast(self, flat: Tensor) -> None:
-        for part in _cut(flat):
+        for part in _split_into_places(flat):
             places = self._exchange(() if self._at else [part], torch.uint8, part.numel(), _BROADCAST)
             if self._at:
                 part.copy_(places[0])
@@ -126,26 +126,26 @@ class RankMemory:
         """
         last: tuple[Sequence[Tensor], Tensor] = (), torch.empty(0, device="cpu")
         takes = for_all or not self._at
-        for window in _windows(pieces, PLACE // dtype.itemsize):
+        for window in _split_into_windows(pieces, PLACE // dtype.itemsize):
             # 1. Write this rank's addends of one window, and meet.
             addends, targets = zip(*window, strict=True)
             numel = sum([one.numel() for one in addends])
             places = self._exchange(addends, dtype, numel, _SUM, before)
             # 2. The meeting also shows that all shares of the window before are summed: copy them to the targets.
             if takes:
-                _take(*last)
+                _copy_total_to(*last)
             last = (), places[0]
             # 3. Sum small windows completely on each rank, and only a share of large ones.
             if self._size == 2 or numel * dtype.itemsize <= SMALL:
-                _fold_to(targets if takes else (), places, after)
+                _sum_places_into(targets if takes else (), places, after)
             else:
                 last = targets, places[0]
                 share = slice(numel * self._at // self._size, numel * (self._at + 1) // self._size)
-                _fold([place[share] for place in places], places[0][share], after)
+                _sum_places([place[share] for place in places], places[0][share], after)
         # 4. The last shares need a meeting of their own.
         if last[0]:
             self._meet(_SUMMED)
-            _take(*last if takes else ((), places[0]))
+            _copy_total_to(*last if takes else ((), places[0]))
 
     def _exchange(
         self, given: Sequence[Tensor], dtype: torch.dtype, numel: int, what: int, factor: float = 1.0
@@ -235,7 +235,7 @@ def open_memory(
     if memory is not None:
         return memory
     transports = [one["transport"] for one in heard]
-    trouble = trouble or _why_apart(heard)
+    trouble = trouble or _reason_not_shared(heard)
     if "shm" in transports:
         raise ConfigurationError(
             f"the ranks of torch.distributed cannot share memory: {trouble} ({env.TRANSPORT}=auto goes without it)"
@@ -248,10 +248,10 @@ def open_memory(
 
 
 def _all_of_one_host(heard: Heard) -> list[Sequence[int]]:
-    return [] if _why_apart(heard) else [range(len(heard))]
+    return [] if _reason_not_shared(heard) else [range(len(heard))]
 
 
-def _why_apart(heard: Heard) -> str:
+def _reason_not_shared(heard: Heard) -> str:
     """Return why the ranks cannot share memory, or an empty string. Raises as `open_memory`."""
     transports = [env.transport_of({env.TRANSPORT: one["transport"]}) for one in heard]
     if "tcp" in transports:
@@ -284,7 +284,7 @@ def share_memory(
         address = b"\0kvtrainer-" + uuid.uuid4().hex.encode()
         try:
             name = host()
-            listener = opened.enter_context(_socket())
+            listener = opened.enter_context(_make_socket())
             listener.bind(address)
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
@@ -300,8 +300,10 @@ def share_memory(
         peers, arena = list[_Peer](), None
         if listener is not None and len(ranks) > 1:
             try:
-                peers = _connect(listener, rank, {other: heard[other]["address"] for other in ranks}, opened)
-                arena = _share(rank, peers)
+                peers = _connect_peers(
+                    listener, rank, {other: heard[other]["address"] for other in ranks}, opened
+                )
+                arena = _share_arena(rank, peers)
             except (OSError, struct.error) as error:
                 trouble = f"rank {rank}: {error}"
                 opened.close()  # tells ranks that wait for this one
@@ -313,7 +315,7 @@ def share_memory(
         return Shared(RankMemory(rank, peers, arena, seconds, opened.pop_all()), ranks, heard, "")
 
 
-def _socket() -> socket.socket:
+def _make_socket() -> socket.socket:
     """Return a new socket. Raises OSError on systems other than Linux, which lack pidfd and sealed memory."""
     if not hasattr(os, "pidfd_open"):
         raise OSError("this system has no pidfd and no sealed memory")
@@ -322,13 +324,13 @@ def _socket() -> socket.socket:
     return end
 
 
-def _connect(
+def _connect_peers(
     listener: socket.socket, rank: int, addresses: Mapping[int, bytes], opened: ExitStack
 ) -> list[_Peer]:
     """Connect to all other ranks, by rank. Raises OSError or struct.error if that fails or takes too long."""
     ends: dict[int, socket.socket] = {}
     for other in [other for other in addresses if other < rank]:
-        ends[other] = opened.enter_context(_socket())
+        ends[other] = opened.enter_context(_make_socket())
         ends[other].connect(addresses[other])
         ends[other].send(_GREETING.pack(rank))
     for _ in [other for other in addresses if other > rank]:
@@ -348,7 +350,7 @@ def _connect(
     return peers
 
 
-def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
+def _share_arena(rank: int, peers: Sequence[_Peer]) -> SharedArena:
     """Create and send the memory, on the lowest rank, or receive it. Raises OSError if it could be truncated."""
     nbytes = _ROOMS * (len(peers) + 1) * PLACE
     if rank < peers[0].rank:
@@ -372,13 +374,13 @@ def _share(rank: int, peers: Sequence[_Peer]) -> SharedArena:
     return SharedArena(fd)
 
 
-def _cut(tensor: Tensor) -> Iterator[Tensor]:
+def _split_into_places(tensor: Tensor) -> Iterator[Tensor]:
     flat = tensor.view(-1).view(torch.uint8)
     for at in range(0, flat.numel(), PLACE):
         yield flat[at : at + PLACE]
 
 
-def _windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
+def _split_into_windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
     """Split pieces into windows of `size` elements. The last one may be shorter."""
     window: list[Piece] = []
     room = size
@@ -395,7 +397,7 @@ def _windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
         yield window
 
 
-def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
+def _sum_places(places: Sequence[Tensor], total: Tensor, after: float) -> None:
     torch.add(places[0], places[1], out=total)
     for place in places[2:]:
         total.add_(place)
@@ -403,20 +405,20 @@ def _fold(places: Sequence[Tensor], total: Tensor, after: float) -> None:
         total.mul_(after)
 
 
-def _fold_to(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
+def _sum_places_into(targets: Sequence[Tensor], places: Sequence[Tensor], after: float) -> None:
     """Sum places from left to right into targets, which may differ in device and dtype."""
     at = 0
     for target in targets:
         addends = [place[at : at + target.numel()] for place in places]
         is_direct = target.is_cpu and target.dtype == addends[0].dtype
         total = target if is_direct else torch.empty_like(addends[0])
-        _fold(addends, total, after)
+        _sum_places(addends, total, after)
         if not is_direct:
             target.copy_(total)
         at += target.numel()
 
 
-def _take(targets: Sequence[Tensor], total: Tensor) -> None:
+def _copy_total_to(targets: Sequence[Tensor], total: Tensor) -> None:
     at = 0
     for target in targets:
         target.copy_(total[at : at + target.numel()])

@@ -432,12 +432,12 @@ class Binding:
             return
         # 2. What differs from the weights that came last, and from the store's present ones.
         devices, weights, are_looked_at = layout.devices, layout.arena.weights, False
-        changed = _differing(devices, written, self.holder.given(weights))
+        changed = _differing_keys(devices, written, self.holder.given(weights))
         if any(changed) and not self.holder.is_sync:
             looked_at = self.holder.looked_at()
-            changed = _differing(devices, changed, looked_at)
+            changed = _differing_keys(devices, changed, looked_at)
             every = [range(len(one.names)) for one in devices]
-            are_looked_at = not any(changed) and not any(_differing(devices, every, looked_at))
+            are_looked_at = not any(changed) and not any(_differing_keys(devices, every, looked_at))
         names = [one.names[key] for one, keys in zip(devices, changed, strict=True) for key in keys]
         if names or given:
             raise WeightsWrittenError.of([*names, *given], sum(len(one.names) for one in devices))
@@ -595,7 +595,7 @@ class Binding:
         return None if self.store is None else PluginExchange(self.store, plan)
 
 
-def _differing(
+def _differing_keys(
     devices: Sequence[DeviceMemory], among: Sequence[Iterable[int]], held: Mapping[str, Tensor]
 ) -> list[list[int]]:
     return [one.differing(keys, held) for one, keys in zip(devices, among, strict=True)]

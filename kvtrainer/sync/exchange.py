@@ -500,7 +500,9 @@ class StoreExchange(Exchange):
         assign: bool = False,
     ) -> Contribution:
         plan = self._table.plan
-        given = {} if self.rank else {key: _interleaved(plan, key, make()) for key, make in tables.items()}
+        given = (
+            {} if self.rank else {key: _interleave_rows(plan, key, make()) for key, make in tables.items()}
+        )
         is_incremental = self.updates_weights and self._has_rows and out is not None and self.sink.holds_all
         values, outs = None if self.rank else [mine], None if out is None else [out]
         return Contribution(
@@ -514,7 +516,7 @@ class StoreExchange(Exchange):
         )
 
 
-def _interleaved(plan: Plan, key: int, source: Source) -> Source:
+def _interleave_rows(plan: Plan, key: int, source: Source) -> Source:
     """Return a source of a key's values in the order of its slices, over which rows are interleaved."""
     [deal] = plan.rows(key).round_robins
     if deal.is_plain:

@@ -142,8 +142,8 @@ class GroupExchange(Exchange):
                 overlap.end_round()
             return RoundResult(frozenset(), skipped=headers is None)
         # 1. What each key is on all ranks together, and where it is scaled: after the sum if all scales are equal.
-        left_out = _keys((headers.states == _ABSENT).all(0))
-        dense = _keys((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
+        left_out = _keys_in_mask((headers.states == _ABSENT).all(0))
+        dense = _keys_in_mask((headers.states == _DENSE).any(0))  # if one rank has all rows, the sum has, too
         is_common = len(set(headers.scales)) == 1
         before, after = (1.0, headers.scales[0]) if is_common else (contribution.scale, 1.0)
         [arenas] = contribution.values or ()
@@ -274,7 +274,7 @@ class GroupExchange(Exchange):
         return total._replace(values=total.values * after) if after != 1.0 else total
 
 
-def _keys(mask: Tensor) -> frozenset[int]:
+def _keys_in_mask(mask: Tensor) -> frozenset[int]:
     return frozenset(mask.nonzero().flatten().tolist())
 
 
@@ -382,7 +382,7 @@ class BucketOverlap:
             if arena is None or any([key in rows for key in keys]):
                 states.append(CHANGED)
             else:
-                is_same = all(_equal(*pair) for pair in bucket.pairs(arena, bucket.sent))
+                is_same = all(_have_same_bits(*pair) for pair in bucket.pairs(arena, bucket.sent))
                 states.append(SAME if is_same else CHANGED)
         return states
 
@@ -485,16 +485,16 @@ def lay_out(order: Sequence[int], plan: Plan, sizes: Buckets) -> list[BucketLayo
         dtype = plan.specs[key].dtype
         nbytes = plan.specs[key].numel * compute_dtype(dtype).itemsize
         if dtype not in filled:
-            filled[dtype], room[dtype] = [], _limit(sizes, FIRST)
+            filled[dtype], room[dtype] = [], _bucket_limit(sizes, FIRST)
         elif room[dtype] < nbytes:
-            full.append(_layout(filled[dtype], ends, plan))
-            filled[dtype], room[dtype] = [], _limit(sizes)
+            full.append(_bucket_layout(filled[dtype], ends, plan))
+            filled[dtype], room[dtype] = [], _bucket_limit(sizes)
         filled[dtype].append(key)
         room[dtype] -= nbytes
-    return full + [_layout(keys, ends, plan) for keys in filled.values()]
+    return full + [_bucket_layout(keys, ends, plan) for keys in filled.values()]
 
 
-def _limit(sizes: Buckets, most: float = math.inf) -> float:
+def _bucket_limit(sizes: Buckets, most: float = math.inf) -> float:
     """Return the bytes that a bucket may have; a longer gradient is a bucket of its own."""
     if not sizes.coalesce:
         return 0.0
@@ -502,7 +502,7 @@ def _limit(sizes: Buckets, most: float = math.inf) -> float:
     return math.inf if nbytes is None else min(nbytes, most)
 
 
-def _layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
+def _bucket_layout(keys: Collection[int], ends: Mapping[int, int], plan: Plan) -> BucketLayout:
     by_place = sorted(keys, key=lambda key: (plan.key_offsets[key], ends[key]))
     runs: list[tuple[int, int]] = []
     for key in by_place:
@@ -523,7 +523,7 @@ def key_ends(plan: Plan) -> dict[int, int]:
     return ends
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_cpu:
         return same_bits(one, other)
     return torch.equal(one.view(torch.int64), other.view(torch.int64))

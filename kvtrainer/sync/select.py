@@ -164,7 +164,7 @@ def select_store(
         _check_for_rows(store, asked)
         asked = True
     # 2. How gradients and weights travel.
-    compression_params, pull_codec = _split(compression_params)
+    compression_params, pull_codec = _split_compression(compression_params)
     wanted = Selection(
         kvstore,
         updates_weights=False,
@@ -177,7 +177,7 @@ def select_store(
     )
     _check_pull(wanted, store, asked)
     if store is None:
-        return _without(wanted, asked)
+        return _select_without_kvstore(wanted, asked)
     if is_nccl(store.name):
         check_on_cuda(devices, "the Trainer's parameters")
     if store.over_ranks:
@@ -185,19 +185,19 @@ def select_store(
         return replace(wanted, allows_halves=not asked, over_ranks=True)
     if store.is_in_process:
         asked = False if is_joint and asked is None else asked
-        return _in_process(wanted, store, asked, aggregate_num, largest, len(devices))
+        return _select_in_process(wanted, store, asked, aggregate_num, largest, len(devices))
     if store.is_on_servers and isinstance(kvstore, str):
         serve_role(os.environ)
-    return _over(wanted, store, asked, aggregate_num, largest)
+    return _decide_who_updates(wanted, store, asked, aggregate_num, largest)
 
 
-def _without(wanted: Selection, asked: bool | None) -> Selection:
+def _select_without_kvstore(wanted: Selection, asked: bool | None) -> Selection:
     if asked:
         raise ConfigurationError("update_on_kvstore=True needs a kvstore, but kvstore=None")
-    return _no_store(wanted)
+    return _drop_store(wanted)
 
 
-def _in_process(
+def _select_in_process(
     wanted: Selection,
     store: Traits,
     asked: bool | None,
@@ -208,12 +208,12 @@ def _in_process(
     """Use a store of this process. A named one is not even made if there is nothing for it to do."""
     _warn_of_workers(store)
     if isinstance(wanted.kvstore, str) and num_devices == 1 and not asked:
-        return _no_store(wanted, is_alone_by_name=store.takes_ranks)
-    chosen = _over(wanted, store, asked, aggregate_num, largest)
-    return chosen if num_devices == 1 else _for_replicas(chosen, asked)
+        return _drop_store(wanted, is_alone_by_name=store.takes_ranks)
+    chosen = _decide_who_updates(wanted, store, asked, aggregate_num, largest)
+    return chosen if num_devices == 1 else _select_for_replicas(chosen, asked)
 
 
-def _over(
+def _decide_who_updates(
     wanted: Selection, store: Traits, asked: bool | None, aggregate_num: float, largest: int
 ) -> Selection:
     updates = _updates_weights(store, asked, aggregate_num, largest)
@@ -221,7 +221,7 @@ def _over(
     return replace(wanted, updates_weights=updates, allows_halves=not updates)
 
 
-def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
+def _drop_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
     if chosen.codec is not None:
         _log.warning(
             "compression_params %r have no effect: one process needs no store, so no gradient travels",
@@ -230,7 +230,7 @@ def _no_store(chosen: Selection, is_alone_by_name: bool = False) -> Selection:
     return replace(chosen, kvstore=None, codec=None, is_alone_by_name=is_alone_by_name)
 
 
-def _for_replicas(chosen: Selection, asked: bool | None) -> Selection:
+def _select_for_replicas(chosen: Selection, asked: bool | None) -> Selection:
     """Use an in-process store for replicas on several devices, each compressed on its own."""
     if chosen.codec is not None and not is_left_fold(chosen.reducer):
         raise ConfigurationError(
@@ -332,7 +332,7 @@ def _check_for_rows(store: Traits | None, update_on_kvstore: bool | None) -> Non
         raise ConfigurationError(f"kvstore {store.name!r} cannot hold row_sparse parameters{way_out} kvstore")
 
 
-def _split(params: Any) -> tuple[Any, Codec | None]:
+def _split_compression(params: Any) -> tuple[Any, Codec | None]:
     """Split `compression_params` into the part for gradients and that for new weights.
 
     Raises:

@@ -67,7 +67,7 @@ class SideStream:
             self._say_why(code)
             with suppress(RuntimeError):  # the runtime reports the error again at the next call
                 torch.zeros(1, device=self._device)
-            return _pinned_nothing
+            return _unpin_nothing
 
         def unpin() -> None:
             if os.getpid() == process:  # a forked one has no device
@@ -99,7 +99,7 @@ class SideStream:
         self._side.synchronize()
 
 
-def _pinned_nothing() -> None:
+def _unpin_nothing() -> None:
     """Unpin memory that could not be pinned."""
 
 
@@ -147,7 +147,7 @@ class Staging:
         kept = {view.pinned.data_ptr() for view in views.values()}
         for former in self._views.values():
             if former.pinned.data_ptr() not in kept:
-                self._pins.pop(former.pinned.data_ptr(), _pinned_nothing)()
+                self._pins.pop(former.pinned.data_ptr(), _unpin_nothing)()
         # 2. The parts of the weights that are there.
         self._views, self._num_moves, self._seen = views, weights.num_moves, {}
         for one in ranges:
@@ -182,7 +182,7 @@ class Staging:
         places = {dtype: self._place_of(flat) for dtype, flat in arenas.items()}
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            for part, place in _cut(flat, places[dtype], overrides.get(dtype, ())):
+            for part, place in _split_by_overrides(flat, places[dtype], overrides.get(dtype, ())):
                 self._stream.copy(place, part)
         self._stream.wait()
         return places
@@ -192,7 +192,7 @@ class Staging:
         """Copy buffers back; the device waits for it before it computes what is queued from now on."""
         self._stream.after_current()
         for dtype, flat in arenas.items():
-            for part, place in _cut(flat, places[dtype], self._seen.get(dtype, ())):
+            for part, place in _split_by_overrides(flat, places[dtype], self._seen.get(dtype, ())):
                 self._stream.copy(part, place)
         self._stream.before_current()
 
@@ -231,7 +231,9 @@ def _call_all(left: dict[int, Callable[[], None]]) -> None:
             stack.callback(left.popitem()[1])
 
 
-def _cut(flat: Tensor, place: Tensor, overrides: BufferOverrides) -> Iterator[tuple[Tensor, Tensor]]:
+def _split_by_overrides(
+    flat: Tensor, place: Tensor, overrides: BufferOverrides
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parts of a flat tensor with their places, without the padding behind parts that lie elsewhere."""
     at, line = 0, ALIGNMENT // flat.element_size()
     for first, other in overrides:

@@ -269,13 +269,13 @@ def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool
     seen: dict[int, Sequence[Any]] = {}
     """id of the first replica → all replicas of the parameter."""
     found: dict[str, Sequence[Any]] = {}
-    for options, named in _groups(params):
+    for options, named in _split_groups(params):
         are_given = are_given or named.are_given
         names: list[str] = []
         for name, given in zip(named.names, named.parameters, strict=True):
             # 1. Skip parameters that were seen. Usually this is a plain leaf, and there may be thousands.
             is_leaf = isinstance(given, Tensor) and given.is_leaf
-            replicas = (given,) if is_leaf else _replicas(name, given)
+            replicas = (given,) if is_leaf else _checked_replicas(name, given)
             first = id(replicas[0]) if replicas else 0
             if first in seen and list(map(id, seen[first])) == list(map(id, replicas)):
                 continue
@@ -305,13 +305,13 @@ def unused_number(at: int, *taken: Collection[str]) -> str:
     return str(at)
 
 
-def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
+def _checked_replicas(name: str | None, given: Any) -> tuple[Any, ...]:
     is_one = isinstance(given, Tensor) or not isinstance(given, Sequence)
     replicas = (given,) if is_one else tuple(given)
     what = "a parameter" if name is None else repr(name)
     for parameter in replicas:
         if not isinstance(parameter, Tensor):
-            raise ArgumentTypeError(f"{_expected(parameter)} for {what}")
+            raise ArgumentTypeError(f"{_type_problem(parameter)} for {what}")
         if not parameter.is_leaf:
             raise ConfigurationError(
                 f"{what} is the result of a computation; only leaf tensors can be trained"
@@ -319,12 +319,12 @@ def _replicas(name: str | None, given: Any) -> tuple[Any, ...]:
     return replicas
 
 
-def _groups(params: Any) -> list[tuple[Group, Named]]:
+def _split_groups(params: Any) -> list[tuple[Group, Named]]:
     if isinstance(params, Tensor):
         raise ArgumentTypeError(
             "parameters must come in a list or a dict; got a single tensor, put it in a list"
         )
-    items = [] if isinstance(params, Mapping | Module) else list(_ordered(params))
+    items = [] if isinstance(params, Mapping | Module) else list(_check_params_are_ordered(params))
     if not items or not all(isinstance(item, dict) for item in items):
         return [({}, named_members(items or params))]
     found: list[tuple[Group, Named]] = []
@@ -356,24 +356,24 @@ def named_members(params: Any) -> Named:
         keys = sorted(params, key=str)
         return Named(list(map(str, keys)), [params[key] for key in keys], True)
     names, given = list[str | None](), []
-    for item in _ordered(params):
+    for item in _check_params_are_ordered(params):
         is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
         names.append(item[0] if is_named else None)
         given.append(item[1] if is_named else item)
     return Named(names, given, not is_module and any(name is not None for name in names))
 
 
-def _ordered(params: Any) -> Iterable[Any]:
+def _check_params_are_ordered(params: Any) -> Iterable[Any]:
     if isinstance(params, Set):
         raise ArgumentTypeError(
             "a set of parameters has no order that all workers share; give a list or a dict"
         )
     if not isinstance(params, Iterable) or isinstance(params, str | bytes):
-        raise ArgumentTypeError(_expected(params))
+        raise ArgumentTypeError(_type_problem(params))
     return params
 
 
-def _expected(got: Any) -> str:
+def _type_problem(got: Any) -> str:
     return f"expected a Module, or a list or dict of parameters, got {type(got).__name__}"
 
 

@@ -492,15 +492,15 @@ class JointUpdate:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the optimizer's own state_dict, with the present options; before its first step with a `_room`."""
+        """Copy the optimizer's own state_dict, with the present options; before its first step with placeholders."""
         for own, live in zip(self.instance.param_groups, self._groups(), strict=True):
             own.update({name: value for name, value in live.items() if name not in _LISTS})
         state: dict[str, Any] = cloned(self.instance.state_dict())
         if not self.instance.state and state.get("state") == {}:
-            state["state"] = self._room()
+            state["state"] = self._placeholder_state()
         return {**state, "param_groups": [self._optimizer.with_tensors(one) for one in state["param_groups"]]}
 
-    def _room(self) -> dict[int, State]:
+    def _placeholder_state(self) -> dict[int, State]:
         """Return the entries that the first step will create, by number of the parameter, to load state into.
 
         Nothing changes. The entries have a count of 0, or negative zeros if the class keeps no count; this tells
@@ -527,7 +527,7 @@ class JointUpdate:
             return {}
         finally:
             taken.restore()
-        return {at: _emptied(state) for at, state in states.items() if state}
+        return {at: _as_placeholder(state) for at, state in states.items() if state}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> dict[int, int]:
         """Let the optimizer load its state. Return the number of updates of each key."""
@@ -536,8 +536,8 @@ class JointUpdate:
         states, taken = cloned(with_number_keys(given.get("state", {}))), _Snapshot(self.instance)
         order = [at for group in given.get("param_groups", ()) for at in group["params"]]
         made_first = {at for key, at in enumerate(order) if key in self._first}
-        states = {at: one for at, one in states.items() if at in made_first or not _is_room(one)}
-        own = {at: _as_torchs(state) if at in order else state for at, state in states.items()}
+        states = {at: one for at, one in states.items() if at in made_first or not _is_placeholder(one)}
+        own = {at: _as_torch_state(state) if at in order else state for at, state in states.items()}
         masters = {at: own[at].pop("master") for at in order if at in own and "master" in own[at]}
         first = {at: cloned(self._first[key]) for key, at in enumerate(order) if key in self._first}
         # If there was only the store's count, the class keeps no state for this parameter.
@@ -556,12 +556,12 @@ class JointUpdate:
             ) from error
         # 3. Undo torch's conversions, and adopt counts, copies and options.
         for key, at in enumerate(order):
-            self._counts[key] = _count(states[at].get("step", 1)) if states.get(at) else 0
+            self._counts[key] = _step_count(states[at].get("step", 1)) if states.get(at) else 0
             kept = self.instance.state.get(self._parameters[key])
             if isinstance(kept, dict) and at in own:
                 # "step" stays as torch has converted it, since its kernels require that form.
                 kept.update(
-                    {name: _as_given(kept[name], own[at].get(name)) for name in kept if name != "step"}
+                    {name: _like_given(kept[name], own[at].get(name)) for name in kept if name != "step"}
                 )
         self._masters = {key: masters[at] for key, at in enumerate(order) if at in masters}
         for live, loaded in zip(self._groups(), self.instance.param_groups, strict=True):
@@ -713,7 +713,7 @@ class _Snapshot:
             group.update(entries)
 
 
-def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
+def _as_torch_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the class's own step count, which the store's count had replaced."""
     if OWN_COUNT not in state:
         return dict(state)
@@ -721,31 +721,31 @@ def _as_torchs(state: Mapping[str, Any]) -> dict[str, Any]:
     return entries if state[OWN_COUNT] is None else {**entries, "step": state[OWN_COUNT]}
 
 
-def _emptied(state: State) -> State:
-    """Return the entries marked as no real state; see `_is_room`."""
+def _as_placeholder(state: State) -> State:
+    """Return the entries marked as no real state; see `_is_placeholder`."""
     if "step" in state:
         step = state["step"]
         return {**state, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0}
 
-    def emptied(one: Any) -> Any:
+    def placeholder(one: Any) -> Any:
         is_filled = isinstance(one, Tensor) and one.is_floating_point() and not is_composed(one)
         return torch.full_like(one, -0.0) if is_filled else one
 
-    made: State = map_tree(emptied, state)
+    made: State = map_tree(placeholder, state)
     return made
 
 
-def _is_room(state: Any) -> bool:
-    """Return whether entries were made by `_room`: their count is 0, or all numbers are negative zeros."""
+def _is_placeholder(state: Any) -> bool:
+    """Return whether entries were made by `_placeholder_state`: their count is 0, or all numbers are negative zeros."""
     if not isinstance(state, Mapping):
         return False
     if "step" in state:
-        return _count(state["step"]) == 0
+        return _step_count(state["step"]) == 0
     tensors = [one for one in flatten(state).values() if isinstance(one, Tensor) and not is_composed(one)]
     return bool(tensors) and all(bool((one.signbit() & (one == 0)).all()) for one in tensors)
 
 
-def _as_given(kept: Any, given: Any) -> Any:
+def _like_given(kept: Any, given: Any) -> Any:
     """Undo what torch's load_state_dict does to a state beside copying it to a device.
 
     It rebuilds every iterable from its items, even text, and converts every tensor to the dtype of the parameter.
@@ -758,14 +758,14 @@ def _as_given(kept: Any, given: Any) -> Any:
     if isinstance(kept, str) and isinstance(given, str):
         return given if kept.startswith("<generator object") else kept
     if isinstance(kept, dict) and isinstance(given, Mapping):
-        made = {name: _as_given(one, given[name]) if name in given else one for name, one in kept.items()}
+        made = {name: _like_given(one, given[name]) if name in given else one for name, one in kept.items()}
         return OrderedDict(made) if type(given) is OrderedDict else made
     if type(kept) in (list, tuple) and type(kept) is type(given) and len(kept) == len(given):
-        return type(kept)(map(_as_given, kept, given))
+        return type(kept)(map(_like_given, kept, given))
     return kept
 
 
-def _count(step: Any) -> int:
+def _step_count(step: Any) -> int:
     return (
         int(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1) else 1
     )

@@ -49,7 +49,9 @@ def export_own_states(pipeline: StepPipeline) -> SavedStates:
         if len(residuals.values) > 1:
             extra[_RESIDUALS]["devices"] = len(residuals.values)
         for at, values in enumerate(residuals.values):
-            tensors[_section(at)] = {pipeline.memory.names[key]: value for key, value in values.items()}
+            tensors[_residual_section(at)] = {
+                pipeline.memory.names[key]: value for key, value in values.items()
+            }
     return SavedStates({}, 0, [], {}, extra, tensors)
 
 
@@ -68,7 +70,7 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
         # A plain number, so that the file's header lists the step count with the parameter.
         state = {**states[key], "step": int(states[key]["step"])} if key in states else {}
         parameters[spec.key] = SavedParameter(spec.shape, spec.dtype, spec.group, state)
-    described, num_update = _description(optimizer), optimizer.num_update
+    described, num_update = _describe_optimizer(optimizer), optimizer.num_update
     return SavedStates(described, num_update, options, parameters, own.extra, own.tensors)
 
 
@@ -114,7 +116,7 @@ def adopt_rest(saved: SavedStates, pipeline: StepPipeline) -> None:
             "the states were saved without lr_scheduler, so %r is not used any more", optimizer.lr_scheduler
         )
         optimizer.lr_scheduler = None
-    elif theirs not in (None, _CODE, _description(optimizer).get("lr_scheduler")):
+    elif theirs not in (None, _CODE, _describe_optimizer(optimizer).get("lr_scheduler")):
         optimizer.lr_scheduler = lr_scheduler.create_from_spec(theirs)
     # 2. The loss scaler.
     if _SCALER in saved.extra:
@@ -136,16 +138,16 @@ def saved_residuals(saved: SavedStates, names: Sequence[str]) -> WorkerResiduals
     place = saved.extra.get(_RESIDUALS)
     if place is None:
         return None
-    sections = [saved.tensors.get(_section(at), {}) for at in range(place.get("devices", 1))]
+    sections = [saved.tensors.get(_residual_section(at), {}) for at in range(place.get("devices", 1))]
     found = [{key: values[name] for key, name in enumerate(names) if name in values} for values in sections]
     return WorkerResiduals(place["rank"], place["num_workers"], found)
 
 
-def _section(device: int) -> str:
+def _residual_section(device: int) -> str:
     return f"{_RESIDUALS} {device}" if device else _RESIDUALS
 
 
-def _description(optimizer: Optimizer) -> dict[str, Any]:
+def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return `Optimizer.spec`, also if the scheduler is code."""
     described = optimizer.without_scheduler().spec()
     # Options that are not plain are left out: the groups, which are saved separately, have them.
@@ -160,7 +162,7 @@ def _description(optimizer: Optimizer) -> dict[str, Any]:
 
 def _optimizer_problems(saved: Mapping[str, Any], pipeline: StepPipeline) -> Iterator[str]:
     optimizer = pipeline.groups.optimizer
-    mine = _description(optimizer)
+    mine = _describe_optimizer(optimizer)
     for name in _ON_SERVERS if pipeline.states.is_in_store else ():
         default = getattr(Optimizer, name, None)
         theirs, ours = saved.get(name, default), mine.get(name, default)

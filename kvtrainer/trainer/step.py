@@ -437,7 +437,7 @@ class StepPipeline:
         if batch_size is None:
             return rescale
         is_known = type(batch_size) in (int, float) or is_number(batch_size)  # also NumPy's numbers
-        number: Any = batch_size if is_known else _integer_in(batch_size)
+        number: Any = batch_size if is_known else _as_integer(batch_size)
         if number is None or not 0 < number < math.inf:
             more = "" if is_known else "; of a tensor or an array it takes one integer"
             raise ConfigurationError(f"the batch size must be a number above 0, got {batch_size!r}{more}")
@@ -769,7 +769,7 @@ class StepPipeline:
         self.binding.guard.end()
 
 
-def _integer_in(value: Any) -> int | None:
+def _as_integer(value: Any) -> int | None:
     """Return the single integer in a tensor or an array; None if it contains something else."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
