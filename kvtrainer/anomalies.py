@@ -50,7 +50,7 @@ def find_unused_parameters(loss: Any, named_parameters: Any) -> list[Unused]:
     Returns:
         Names and shapes, in the order of the parameters.
     """
-    return _search(losses_of(loss), named_parameters)[0]
+    return _search_unused(losses_of(loss), named_parameters)[0]
 
 
 def report_anomalies(
@@ -70,7 +70,7 @@ def report_anomalies(
     what = checked_mode(mode)
     if what is False:
         return []
-    unused, is_hidden = _search(losses_of(loss), named_parameters)
+    unused, is_hidden = _search_unused(losses_of(loss), named_parameters)
     if not unused:
         return []
     hint = (
@@ -165,7 +165,7 @@ def losses_of(loss: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in losses_of(part)]
 
 
-def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unused], bool]:
+def _search_unused(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unused], bool]:
     """Find the unused parameters. The flag is true if a reentrant checkpoint hides a part of the graph."""
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
@@ -179,12 +179,12 @@ def _search(losses: Sequence[Tensor], named_parameters: Any) -> tuple[list[Unuse
             nodes = [get_gradient_edge(p).node for p in trained]
             places.append((Unused(name, tuple(trained[0].shape)), nodes))
     # A parameter is used if the walk from the losses comes to one of its nodes.
-    reached = _reached([get_gradient_edge(loss).node for loss in losses if loss.requires_grad])
+    reached = _reachable_nodes([get_gradient_edge(loss).node for loss in losses if loss.requires_grad])
     unused = [found for found, nodes in places if not any(node in reached for node in nodes)]
     return unused, any(type(node).__name__ == _REENTRANT for node in reached)
 
 
-def _reached(roots: Iterable[Node]) -> set[Node]:
+def _reachable_nodes(roots: Iterable[Node]) -> set[Node]:
     """Return all nodes that can be reached from these. Not recursive: graphs are deeper than Python's stack."""
     waiting = list(roots)
     seen = set(waiting)

@@ -230,7 +230,7 @@ def optimizer_arguments(
         ArgumentTypeError: `cfg` is not a dict or an optimizer, or the constructor did not return a torch optimizer.
         ConfigurationError: As in `trainer_arguments`.
     """
-    return _only(_each_optimizer(model, cfg, paramwise_cfg, constructor))
+    return _single_optimizer(_each_optimizer(model, cfg, paramwise_cfg, constructor))
 
 
 def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
@@ -245,10 +245,10 @@ def wrapper_arguments(model: Any, cfg: Any) -> dict[str, Any]:
         those = ", ".join(_WRAPPERS)
         text = f"optim_wrapper of type {cfg['type']!r} is not supported by a Trainer; supported are {those}"
         raise ConfigurationError(text)
-    return _only(each)
+    return _single_optimizer(each)
 
 
-def _only(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _single_optimizer(each: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     if "" not in each:
         several = ", ".join(each)
         raise ArgumentTypeError(

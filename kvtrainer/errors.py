@@ -50,13 +50,13 @@ def file_error(
     number = cause if isinstance(cause, int) else getattr(cause, "errno", None)
     if not isinstance(number, int):
         return kind(text)
-    made: Any = _native(kind, number)(text)  # type: ignore[arg-type]
+    made: Any = _with_oserror_base(kind, number)(text)  # type: ignore[arg-type]
     made.errno, made.strerror, made.filename = number, os.strerror(number), os.fspath(filename)
     return made  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
+def _with_oserror_base(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
     native = type(OSError(number, ""))
     if issubclass(kind, native):
         return kind
@@ -71,12 +71,12 @@ def _native(kind: type[KVStoreError], number: int) -> type[KVStoreError]:
 def level_of_user() -> int:
     """Return the `stacklevel` with which a warning by the caller points to the user's line that called this package."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and _is_of_library(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_ours(module: str) -> bool:
+def _is_of_library(module: str) -> bool:
     """Return whether a module is part of this package, or torch's wrapper around `Optimizer.step`."""
     return module.partition(".")[0] == "kvtrainer" or module == "torch.optim.optimizer"
 

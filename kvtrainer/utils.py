@@ -169,14 +169,16 @@ def _global_norm(grads: Sequence[Tensor]) -> Tensor:
     # Entries of one sparse gradient that share an index are summed before they are squared.
     flats = [(grad.coalesce().values() if grad.is_sparse else grad).reshape(-1) for grad in grads]
     norms = [
-        _norm(flat[start : start + _CHUNK]) for flat in flats for start in range(0, flat.numel(), _CHUNK)
+        _stable_norm(flat[start : start + _CHUNK])
+        for flat in flats
+        for start in range(0, flat.numel(), _CHUNK)
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    return _norm(torch.stack([norm.to(grads[0].device) for norm in norms]))
+    return _stable_norm(torch.stack([norm.to(grads[0].device) for norm in norms]))
 
 
-def _norm(flat: Tensor) -> Tensor:
+def _stable_norm(flat: Tensor) -> Tensor:
     """Return the 2-norm in float64, without overflow or underflow of squares."""
     scale: Tensor | float = 1.0
     # Squares of narrower dtypes fit into float64 anyway.

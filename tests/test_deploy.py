@@ -210,5 +210,5 @@ def test_the_image_runs_a_job_as_an_ordinary_user_with_what_make_wheel_builds() 
     assert ["COPY", "kvtrainer-*.whl /tmp/"] in steps
     [command] = [eval(rest, {}) for step, rest in steps if step == "CMD"]
     program, *arguments = command
-    options, worker = kvlaunch._parse(arguments)
+    options, worker = kvlaunch._parse_arguments(arguments)
     assert (program, options.workers, options.servers, worker) == ("kvlaunch", 2, 2, ["python", "train.py"])

@@ -151,13 +151,13 @@ def read_topology(
 
 def read_place(environ: Mapping[str, str], rank: int | None, num_workers: int | None) -> tuple[int, int]:
     is_said = rank is not None and num_workers is not None
-    source = SOURCES[0] if is_said else _source(environ) or SOURCES[0]
+    source = SOURCES[0] if is_said else _find_launcher(environ) or SOURCES[0]
     (rank_name, rank_text), count_name = source.rank_in(environ), source.count
     count_text = text_of(environ, count_name)
     if rank is None and not rank_text:
-        raise ConfigurationError(_missing(environ, source, rank_name, "rank"))
+        raise ConfigurationError(_missing_message(environ, source, rank_name, "rank"))
     if num_workers is None and not count_text:
-        raise ConfigurationError(_missing(environ, source, count_name, "num_workers"))
+        raise ConfigurationError(_missing_message(environ, source, count_name, "num_workers"))
     own = as_int(rank_text if rank is None else rank, f"rank ({rank_name})")
     count = as_int(count_text if num_workers is None else num_workers, f"num_workers ({count_name})")
     if count < 1:
@@ -180,7 +180,7 @@ def read_servers(
             f"servers ({SERVERS}) is {listed!r:.80}; it must be a list of tcp://HOST:PORT, or a comma-separated string"
         )
     if isinstance(listed, str):
-        listed = _lines(listed[1:]) if listed.startswith("@") else listed.split(",")
+        listed = _read_lines(listed[1:]) if listed.startswith("@") else listed.split(",")
     addresses = tuple(map(parse_address, listed))
     if not addresses:
         raise ConfigurationError(
@@ -195,7 +195,7 @@ def read_servers(
 
 def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """Return the number of workers and its variable, if a launcher also gives this process a rank."""
-    source = _source(environ)
+    source = _find_launcher(environ)
     if source is None or not source.rank_in(environ)[1]:
         return None
     text = text_of(environ, source.count)
@@ -204,7 +204,7 @@ def workers_of_job(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 def local_rank(environ: Mapping[str, str], rank: int | None = None) -> int:
     """Return this process's rank on its host, preferably from the launcher that gives the rank; else the rank or 0."""
-    source = _source(environ)
+    source = _find_launcher(environ)
     told = [text_of(environ, one.local) for one in ((source,) if source else ()) + SOURCES]
     worker = (source.rank_in(environ)[1] if source else "") if rank is None else str(rank)
     return next((int(text) for text in (*told, worker) if text.isdecimal()), 0)
@@ -215,7 +215,7 @@ def attempt_of_job(environ: Mapping[str, str]) -> int:
 
     torchrun on several hosts is ignored: it counts restarts by host, and workers with different numbers would not meet.
     """
-    source = _source(environ) or SOURCES[0]
+    source = _find_launcher(environ) or SOURCES[0]
     name = ATTEMPT if text_of(environ, ATTEMPT) else source.attempt
     if not text_of(environ, name):
         return 0
@@ -332,7 +332,7 @@ _ADVICE = (
 )
 
 
-def _missing(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
+def _missing_message(environ: Mapping[str, str], source: LauncherEnv, name: str, option: str) -> str:
     found = source.found_in(environ)
     if not found:
         return f"{name} is not set and no {option} was given. {_ADVICE}"
@@ -347,11 +347,11 @@ def _missing(environ: Mapping[str, str], source: LauncherEnv, name: str, option:
     return text + (f". Found, but not used: {'; '.join(others)}" if others else "")
 
 
-def _source(environ: Mapping[str, str]) -> LauncherEnv | None:
+def _find_launcher(environ: Mapping[str, str]) -> LauncherEnv | None:
     return next((source for source in SOURCES if source.found_in(environ)), None)
 
 
-def _lines(path: str) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     """Read the lines of a file, without comments (`#`) and empty lines."""
     try:
         with open(path, encoding="utf-8") as file:

@@ -92,8 +92,8 @@ class Registry:
                 present = self._entries.get(one, self._fallback().get(one))
                 if present not in (None, entry):
                     raise RegistryError(
-                        f"the {self.name} {one!r} is already {_where(present)}; register {_where(entry)} under another "
-                        "name, or replace the entry with force=True"
+                        f"the {self.name} {one!r} is already {_qualified_name(present)}; register "
+                        f"{_qualified_name(entry)} under another name, or replace the entry with force=True"
                     )
             for one in own:
                 self._add(one, entry)
@@ -192,7 +192,7 @@ class Registry:
                 self._add(point.name, loaded)
 
 
-def _where(entry: Any) -> str:
+def _qualified_name(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
 
 
@@ -216,7 +216,7 @@ def _other_optimizers() -> dict[str, Any]:
     return found | {name: cls for name, cls in known().items() if name.startswith("torch:")}
 
 
-def _tell_stores(cls: Any) -> None:
+def _register_with_stores(cls: Any) -> None:
     """Register an optimizer class for stores and servers, too; a server imports the same module.
 
     An unknown torch class gets whole keys, which is right for every class that treats parameters independently.
@@ -230,7 +230,7 @@ def _tell_stores(cls: Any) -> None:
 
 
 OPTIMIZERS = Registry(
-    "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_tell_stores
+    "optimizer", "kvtrainer.optimizers", fallback=_other_optimizers, on_register=_register_with_stores
 )
 """Every class of torch.optim by its name, and Gluon's by theirs; with the prefix "gluon:" where both have one."""
 OPTIMIZER_CONSTRUCTORS = Registry("optimizer constructor", "kvtrainer.optimizer_constructors")

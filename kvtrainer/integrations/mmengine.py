@@ -418,7 +418,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
             checkpoint["meta"]["mmengine"] = mmengine.__version__
             if OPTIMIZER in checkpoint:
                 for name, wrapper in self._optim_wrappers.items():
-                    _part(checkpoint[OPTIMIZER], name)[_NOTES] = wrapper.notes()
+                    _states_of_wrapper(checkpoint[OPTIMIZER], name)[_NOTES] = wrapper.notes()
             if callback is not None:
                 callback(checkpoint)
             encode_checkpoint(checkpoint)
@@ -426,7 +426,9 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         super().save_checkpoint(filename, callback=encode, **options)
 
     def _fit_optimizer(self, states: Any, own: Mapping[str, Any]) -> Steps:
-        parts = [(wrapper, _part(states, name)) for name, wrapper in self._optim_wrappers.items()]
+        parts = [
+            (wrapper, _states_of_wrapper(states, name)) for name, wrapper in self._optim_wrappers.items()
+        ]
         if not any("param_groups" in part for _, part in parts):
             notes = [partial(wrapper.record_messages, part.get(_NOTES, {})) for wrapper, part in parts]
             return [*super()._fit_optimizer(states, own), *notes]
@@ -459,7 +461,7 @@ def _by_name(built: Any) -> dict[str, Any]:
     return dict(built.items()) if isinstance(built, OptimWrapperDict) else {"": built}
 
 
-def _part(states: Any, name: str) -> Any:
+def _states_of_wrapper(states: Any, name: str) -> Any:
     """Return one wrapper's part of states, or all of it for a single one, which is named ''."""
     return states.get(name, {}) if name else states
 

@@ -154,7 +154,7 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
 
     def _tell_workers(self, worker_group: Any, config: KVStoreConfig) -> None:
         """Make the servers listen where all workers reach them, and publish their addresses."""
-        of_workers = worker_group.execute(_host)
+        of_workers = worker_group.execute(_node_address)
         hosts = {*of_workers, *ray.get([server.host.remote() for server in self._servers])}
         if len(hosts) > 1 and not config.allow_public_bind:
             raise ConfigurationError(
@@ -166,7 +166,7 @@ class KVStoreBackend(Backend):  # type: ignore[misc]
         told = []
         for rank, host in enumerate(of_workers):
             place = Topology(rank, len(of_workers), servers).as_variables(of_workers[:rank].count(host))
-            told.append(worker_group.execute_single_async(rank, _tell, place))
+            told.append(worker_group.execute_single_async(rank, _set_environment, place))
         ray.get(told)
 
 
@@ -178,19 +178,19 @@ class KVServer:
         self._group = FollowedProcesses(JobTimeouts.grace, threading.Condition())
 
     def host(self) -> str:
-        return _host()
+        return _node_address()
 
     def listen(self, config: KVStoreConfig, is_public: bool) -> str:
-        bind = tcp_address(_host() if is_public else "127.0.0.1", 0)
+        bind = tcp_address(_node_address() if is_public else "127.0.0.1", 0)
         flags = ["--bind", bind, *(["--allow-public-bind"] if is_public else []), *config.server_args]
         command = server_command(self._index, config.num_servers, JobTimeouts.grace, flags)
         [address] = start_servers(self._group, {self._index: command}, config.start_timeout)
         return address
 
 
-def _host() -> str:
+def _node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _tell(place: dict[str, str]) -> None:
+def _set_environment(place: dict[str, str]) -> None:
     os.environ.update(place)

@@ -184,7 +184,7 @@ class LocalCluster:
                 paper.close()
         # 3. Raise what failed, or return the results.
         if failed:
-            raise _failure(failed, group.children, outcomes)
+            raise _error_of_run(failed, group.children, outcomes)
         return [outcome.value for outcome in outcomes if outcome is not None]
 
     def _wait(
@@ -210,7 +210,7 @@ class LocalCluster:
         return failed
 
 
-def _failure(
+def _error_of_run(
     failed: Sequence[Child], workers: Sequence[Child], outcomes: Sequence[CallResult | None]
 ) -> Exception:
     """Return the error of a failed run, with a worker's traceback as its cause if there is one."""
@@ -218,7 +218,7 @@ def _failure(
     order = sorted(told, key=lambda rank: told[rank].at)
     silent = [child for child in failed if child not in [workers[rank] for rank in order]]
     error: Exception = ClusterError(
-        _end_of(silent[0], "before its work was done") if silent else f"worker {order[0]} failed"
+        _describe_end(silent[0], "before its work was done") if silent else f"worker {order[0]} failed"
     )
     if not order:
         return error
@@ -271,7 +271,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Pickle a call for `main`. Raises ArgumentTypeError if it is not callable, ConfigurationError if not picklable."""
     if not callable(function):
         raise ArgumentTypeError(f"workers run a function, got {function!r:.80}")
-    dumps = _cloud()
+    dumps = _find_cloudpickle()
     name = getattr(function, "__qualname__", "")
     if dumps is None and (getattr(function, "__module__", "") == "__main__" or "<" in name):
         raise ConfigurationError(
@@ -295,7 +295,7 @@ def unpack(told: bytes) -> CallResult | None:
         raise ClusterError(f"what a worker returned cannot be unpacked here: {error!r}") from error
 
 
-def _cloud() -> Callable[[Any], bytes] | None:
+def _find_cloudpickle() -> Callable[[Any], bytes] | None:
     try:
         import cloudpickle
     except ImportError:
@@ -318,7 +318,7 @@ def main(code: int, outcome: int) -> int:
         trace = "".join(traceback.format_exception(error))
     at = time.monotonic()
     try:
-        told.write(_packed(CallResult(at, value, failure, trace)))
+        told.write(_pickle_outcome(CallResult(at, value, failure, trace)))
     except Exception as error:
         text = f"what the worker returned cannot be packed: {error}"
         told.write(pickle.dumps(tuple(CallResult(at, None, None, text))))
@@ -326,8 +326,8 @@ def main(code: int, outcome: int) -> int:
     return 1 if trace else 0
 
 
-def _packed(outcome: CallResult) -> bytes:
-    dumps = _cloud() or pickle.dumps
+def _pickle_outcome(outcome: CallResult) -> bytes:
+    dumps = _find_cloudpickle() or pickle.dumps
     error = outcome.error
     try:
         is_whole = isinstance(error, Exception) and type(pickle.loads(dumps(error))) is type(error)
@@ -436,14 +436,14 @@ def start_servers(
     group.wait(lambda: not silent() or any(server.returncode is not None for server in silent()), seconds)
     for server in sorted(silent(), key=lambda server: server.returncode is None):
         if server.returncode is not None:
-            raise ClusterError(_end_of(server, "before it listened"))
+            raise ClusterError(_describe_end(server, "before it listened"))
         raise ConnectTimeoutError(
             f"{server.name} did not listen in time; raise the limit with start_timeout="
         )
     return tuple(parse_address(addresses.found[index]) for index in commands)
 
 
-def _end_of(child: Child, when: str) -> str:
+def _describe_end(child: Child, when: str) -> str:
     """Describe the end of a process that left no error of its own."""
     cause = ", as the system does when memory runs out" if child.returncode == -signal.SIGKILL else ""
     return f"{child.describe_exit()} {when}{cause}"

@@ -88,21 +88,24 @@ def read_dmlc(environ: Mapping[str, str]) -> DmlcJob | None:
         return None
     if role not in _RANKS:
         raise ConfigurationError(f"{env.ROLE} is {role!r}; it must be {SCHEDULER}, {SERVER} or {WORKER}")
-    host, port = _need(environ, "DMLC_PS_ROOT_URI"), _need(environ, "DMLC_PS_ROOT_PORT")
+    host, port = _read_required(environ, "DMLC_PS_ROOT_URI"), _read_required(environ, "DMLC_PS_ROOT_PORT")
     root = env.parse_address(f"{host}:{port}")
-    counts = {WORKER: _count(environ, "DMLC_NUM_WORKER"), SERVER: _count(environ, "DMLC_NUM_SERVER")}
-    rank = _first(environ, _RANKS[role])
+    counts = {
+        WORKER: _read_count(environ, "DMLC_NUM_WORKER"),
+        SERVER: _read_count(environ, "DMLC_NUM_SERVER"),
+    }
+    rank = _read_first_number(environ, _RANKS[role])
     if rank is not None and not 0 <= rank[1] < counts[role]:
         raise ConfigurationError(
             f"{rank[0]} is {rank[1]}; a job with {counts[role]} {role}s numbers them 0..{counts[role] - 1}"
         )
-    task = _first(environ, (_TASK,)) if role != SCHEDULER else None
+    task = _read_first_number(environ, (_TASK,)) if role != SCHEDULER else None
     numbers = rank and rank[1], task and task[1]
     node_host = env.text_of(environ, "DMLC_NODE_HOST")
     return DmlcJob(role, root, counts[WORKER], counts[SERVER], *numbers, node_host)
 
 
-def _need(environ: Mapping[str, str], name: str) -> str:
+def _read_required(environ: Mapping[str, str], name: str) -> str:
     text = env.text_of(environ, name)
     if not text:
         raise ConfigurationError(
@@ -113,14 +116,14 @@ def _need(environ: Mapping[str, str], name: str) -> str:
     return text
 
 
-def _count(environ: Mapping[str, str], name: str) -> int:
-    count = env.as_int(_need(environ, name), name)
+def _read_count(environ: Mapping[str, str], name: str) -> int:
+    count = env.as_int(_read_required(environ, name), name)
     if not 1 <= count <= MAX_PROCESSES:
         raise ConfigurationError(f"{name} is {count}; it must lie in 1..{MAX_PROCESSES}")
     return count
 
 
-def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
+def _read_first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
     return next(
         ((name, env.as_int(text, name)) for name in names if (text := env.text_of(environ, name))), None
     )
@@ -145,7 +148,7 @@ def find_topology(
     own = _claimed_rank(environ, job, rank, num_workers)
     topology = _joined.get((os.getpid(), job.root))
     if topology is None:
-        topology = _join(job, own, *_limits(environ, connect_timeout, dead_after))
+        topology = _join_job(job, own, *_read_timeouts(environ, connect_timeout, dead_after))
         _joined[os.getpid(), job.root] = topology
     if own is not None and own != topology.rank:
         raise ConfigurationError(
@@ -171,16 +174,16 @@ def serve_role(
             f"{env.ROLE} is {job.role!r}, but {env.SERVERS} or servers= names servers that are running already; unset "
             "one of them"
         )
-    limits = _limits(environ, connect_timeout, dead_after)
+    limits = _read_timeouts(environ, connect_timeout, dead_after)
     if job.role == SCHEDULER:
-        _be_scheduler(job, *limits)
-    _be_server(environ, job, *limits)
+        _run_scheduler(job, *limits)
+    _run_server(environ, job, *limits)
 
 
-def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+def _run_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     scheduler = Scheduler(job.num_workers, job.num_servers, timeout, dead_after, time.monotonic())
     # The launcher chose this address so that other hosts can reach it, so it may be public.
-    server = Server(scheduler, ServerOptions(_numeric(job.root), drain_timeout=dead_after))
+    server = Server(scheduler, ServerOptions(_numeric_address(job.root), drain_timeout=dead_after))
     server.stop_when(scheduler.is_over)
     try:
         with limited_log():
@@ -192,7 +195,7 @@ def _be_scheduler(job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     raise SystemExit(0)
 
 
-def _be_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
+def _run_server(environ: Mapping[str, str], job: DmlcJob, timeout: float, dead_after: float) -> NoReturn:
     client = SchedulerClient(job.root)
     failures: list[KVStoreError] = []
 
@@ -260,7 +263,7 @@ class _Workers:
 _joined: dict[tuple[int, str], env.Topology] = {}
 
 
-def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
+def _join_job(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> env.Topology:
     """Join the job, and show the scheduler and servers that this process is alive until it ends."""
     client = SchedulerClient(job.root)
     servers: Session | None = None
@@ -283,11 +286,11 @@ def _join(job: DmlcJob, rank: int | None, timeout: float, dead_after: float) -> 
         client.close()
         raise
     # Runs at exit after the stores, which are younger, have left the servers.
-    weakref.finalize(servers, _leave, client, servers)
+    weakref.finalize(servers, _leave_job, client, servers)
     return topology
 
 
-def _leave(client: SchedulerClient, servers: Session) -> None:
+def _leave_job(client: SchedulerClient, servers: Session) -> None:
     servers.close("its process ended", is_clean=True)
     client.leave()
     client.close()
@@ -300,7 +303,7 @@ class SchedulerClient:
         self._root = root
         # The name may become resolvable while this waits.
         with suppress(ConfigurationError):
-            root = _numeric(root)
+            root = _numeric_address(root)
         self._connection = Connection([root], transport="tcp")
         self._number = 0
         self._session = 0
@@ -384,7 +387,7 @@ def _join_message(job: DmlcJob, rank: int | None) -> m.JoinJob:
     own, task = (-1 if number is None else number for number in (rank, job.task))
     counts = job.num_workers, job.num_servers
     host = (job.node_host or socket.gethostname())[:255]
-    return m.JoinJob(job.role, *counts, own, task, host, _started(), os.getpid(), env.name_host())
+    return m.JoinJob(job.role, *counts, own, task, host, _process_start_time(), os.getpid(), env.name_host())
 
 
 def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bool) -> str:
@@ -401,7 +404,7 @@ def _host_of_server(environ: Mapping[str, str], job: DmlcJob, is_one_machine: bo
     return host
 
 
-def _numeric(address: str) -> str:
+def _numeric_address(address: str) -> str:
     parts = urlsplit(address)
     return env.tcp_address(env.numeric_host(parts.hostname or ""), parts.port or 0)
 
@@ -424,7 +427,7 @@ def _claimed_rank(
     return own if rank is not None or env.RANK in ours else job.rank
 
 
-def _limits(
+def _read_timeouts(
     environ: Mapping[str, str], connect_timeout: float | None, dead_after: float | None
 ) -> tuple[float, float]:
     return (
@@ -433,5 +436,5 @@ def _limits(
     )
 
 
-def _started() -> int:
+def _process_start_time() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

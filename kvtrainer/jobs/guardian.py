@@ -137,10 +137,12 @@ def end_with_parent(parent: int) -> Callable[[], None]:
 def survivors(mark: str, sessions: Collection[int]) -> list[int]:
     """Return pids, except zombies, in `sessions` or with `mark` (unless empty) in their environment. Reads /proc."""
     needle = mark.encode()
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, needle, sessions)]
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and _is_of_job(name, needle, sessions)
+    ]
 
 
-def _belongs(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
+def _is_of_job(pid: str, mark: bytes, sessions: Collection[int]) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # "pid (name) state ppid pgrp session ...". The name may contain anything, even parentheses.
@@ -162,17 +164,17 @@ def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
     asked: set[int] = set()
     deadline = time.monotonic() + grace
     while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
-        _send([pid for pid in left if pid not in asked], signal.SIGTERM)
+        _send_signal([pid for pid in left if pid not in asked], signal.SIGTERM)
         asked.update(left)
         time.sleep(_POLL)
     deadline = time.monotonic() + KILL_WAIT
     # List them again each time: a process may have forked between listing and killing.
     while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
-        _send(left, signal.SIGKILL)
+        _send_signal(left, signal.SIGKILL)
         time.sleep(_POLL)
 
 
-def _send(pids: Collection[int], number: signal.Signals) -> None:
+def _send_signal(pids: Collection[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -187,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(argv)
     if options.command:
-        return _run(options.command, options.grace, options.share)
+        return _run_command(options.command, options.grace, options.share)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()
@@ -201,9 +203,9 @@ class _Stopped(Exception):
     """A signal asked this program to end."""
 
 
-def _run(command: Sequence[str], grace: float, share: int) -> int:
+def _run_command(command: Sequence[str], grace: float, share: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        signal.signal(number, _raise_stopped)
     mark = secrets.token_hex(16)
     try:
         process = subprocess.Popen(
@@ -217,7 +219,7 @@ def _run(command: Sequence[str], grace: float, share: int) -> int:
         print(f"cannot start the command: {error}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
     try:
-        grace = _watch(process, grace)
+        grace = _wait_for_end(process, grace)
     except _Stopped:
         pass
     finally:
@@ -226,7 +228,7 @@ def _run(command: Sequence[str], grace: float, share: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _watch(process: subprocess.Popen[bytes], grace: float) -> float:
+def _wait_for_end(process: subprocess.Popen[bytes], grace: float) -> float:
     """Wait until the process or standard input ends. Return the grace period for what is left."""
     poll = select.poll()
     ended = os.pidfd_open(process.pid)
@@ -244,7 +246,7 @@ def _watch(process: subprocess.Popen[bytes], grace: float) -> float:
             return grace
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
+def _raise_stopped(_number: int, _frame: FrameType | None) -> None:
     raise _Stopped
 
 

@@ -272,7 +272,7 @@ class Launcher:
         if self._code is not None:
             self._wait(self._no_worker_left, self._linger, until=self._was_signalled)
         self._stopping = True
-        self._group.end(partial(self._wait, until=_never), self._in_a_hurry)
+        self._group.end(partial(self._wait, until=_never_stop), self._in_a_hurry)
         self._group.close_streams()
         for server in self._servers:
             if server.returncode:
@@ -282,7 +282,7 @@ class Launcher:
         """Print the remaining output. A slow reader gets all of it, unless a signal asks the job to end."""
         output = self._events.output
         self._wait(lambda: output.target is None, None, until=self._was_signalled)
-        self._wait(lambda: output.target is None, LAST_OUTPUT_WAIT, until=_never)
+        self._wait(lambda: output.target is None, LAST_OUTPUT_WAIT, until=_never_stop)
 
     # Starting.
 
@@ -373,5 +373,5 @@ class Launcher:
         return len(self._workers) == self._num_workers and self._no_worker_left()
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False

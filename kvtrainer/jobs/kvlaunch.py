@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` by default) and return its exit code. Blocks; wrong usage raises SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # 1. Make the servers' commands and the environment.
-    options, command = _parse(arguments)
+    options, command = _parse_arguments(arguments)
     imports = [part for module in options.imports for part in ("--import", module)]
     flags = [*options.server_arg, *imports]
     servers = [
@@ -151,7 +151,7 @@ def _set_hosts(options: argparse.Namespace) -> None:
     options.remote = Remote(workers, servers, options.grace, shlex.split(options.ssh), tuple(options.env))
 
 
-def _environment(given: Sequence[str]) -> dict[str, str]:
+def _parse_environment(given: Sequence[str]) -> dict[str, str]:
     environ = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -163,7 +163,7 @@ def _environment(given: Sequence[str]) -> dict[str, str]:
     return environ
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # 1. Separate kvlaunch's own options from the command.
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = _make_parser()
@@ -187,7 +187,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if options.linger is None and options.servers:
             unheard = read_timeout(os.environ, DEAD_AFTER) + TO_REPORT
         options.limits = JobTimeouts(options.start_timeout, linger, unheard, options.grace)
-        options.env = _environment(options.env)
+        options.env = _parse_environment(options.env)
         _set_hosts(options)
     except ConfigurationError as error:
         parser.error(str(error))
@@ -205,8 +205,22 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     # Two more groups follow, under headings of their own in --help.
     add = parser.add_argument
-    add("-n", "--workers", type=_at_least(1), required=True, metavar="W", help="how many workers to start")
-    add("-s", "--servers", type=_at_least(0), default=1, metavar="S", help="how many servers to start (1)")
+    add(
+        "-n",
+        "--workers",
+        type=_integer_at_least(1),
+        required=True,
+        metavar="W",
+        help="how many workers to start",
+    )
+    add(
+        "-s",
+        "--servers",
+        type=_integer_at_least(0),
+        default=1,
+        metavar="S",
+        help="how many servers to start (1)",
+    )
     add(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="let every server import MODULE, for optimizers of your own; may be repeated",
@@ -220,7 +234,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="set a variable for all processes, or pass it on to other hosts; may be repeated",
     )  # fmt: skip
     add(
-        "--dashboard", type=_address, metavar="[HOST:]PORT",
+        "--dashboard", type=_parse_bind_address, metavar="[HOST:]PORT",
         help="serve a page that shows the job, as kvtop --http does; only to this host unless HOST says otherwise; "
         "port 0 takes a free one",
     )  # fmt: skip
@@ -232,7 +246,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="let servers listen on addresses that other hosts can reach, although traffic is neither authenticated "
         "nor encrypted; for networks that you trust only [KVSTORE_ALLOW_PUBLIC_BIND=1]",
     )  # fmt: skip
-    add = partial(parser.add_argument_group("waits, in seconds").add_argument, type=_seconds, metavar="SEC")
+    add = partial(
+        parser.add_argument_group("waits, in seconds").add_argument, type=_parse_seconds, metavar="SEC"
+    )
     # It has no default here, because that depends on how the others can notice the failure.
     add(
         "--start-timeout",
@@ -256,7 +272,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _integer_at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -265,14 +281,14 @@ def _at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _address(text: str) -> str:
+def _parse_bind_address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not [HOST:]PORT")
     return f"{host or '127.0.0.1'}:{port}"
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

@@ -287,11 +287,11 @@ class Stream:
             text = bytes(self._buffer[start : end.start()]).rstrip(b"\r")
             # Lines that end in a newline are all emitted, states of a progress bar only now and then.
             if end.group().endswith(b"\n") or self._due(text):
-                self._put_all(_cut(text))
+                self._put_all(_split_line(text))
             start = end.end()
         del self._buffer[:start]
         if len(self._buffer) > MAX_LINE:
-            *whole, rest = _cut(bytes(self._buffer))
+            *whole, rest = _split_line(bytes(self._buffer))
             self._put_all(whole)
             self._buffer[:] = rest
 
@@ -299,7 +299,7 @@ class Stream:
         text = bytes(self._buffer).rstrip(b"\r")
         self._buffer.clear()
         if text:
-            self._put_all(_cut(text))
+            self._put_all(_split_line(text))
 
     def _put_all(self, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -436,7 +436,7 @@ class Events:
                 self.stop_signals.append(signal.Signals(number))
 
 
-def _cut(text: bytes) -> list[bytes]:
+def _split_line(text: bytes) -> list[bytes]:
     """Split into pieces of at most MAX_LINE bytes, not inside a UTF-8 character. At least one piece."""
     pieces: list[bytes] = []
     while len(text) > MAX_LINE:

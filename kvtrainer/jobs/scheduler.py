@@ -57,7 +57,7 @@ class _Member:
 
     @property
     def name(self) -> str:
-        return _name(self.join)
+        return _describe_process(self.join)
 
     def claims_the_place_of(self, join: m.JoinJob) -> bool:
         own = self.join
@@ -225,7 +225,9 @@ class Scheduler:
         if join.role not in self._counts or max(len(join.host), len(join.machine)) > _MAX_NAME:
             raise ProtocolError(f"no process of a job: {join!r:.200}")
         if self._is_assigned:
-            raise ConfigurationError(f"{_name(join)} comes too late: all processes of this job are there")
+            raise ConfigurationError(
+                f"{_describe_process(join)} comes too late: all processes of this job are there"
+            )
         self._check(join)
         # 2. A process that was restarted takes the place of its silent predecessor. A second live one is an error.
         for other_peer, other in list(self._members.items()):
@@ -235,7 +237,7 @@ class Scheduler:
                 self._forget(other_peer)
             else:
                 claim = f"rank {join.rank}" if join.rank >= 0 else f"task {join.task} (DMLC_TASK_ID)"
-                self._refuse(f"{other.name} and {_name(join)} both have {claim}")
+                self._refuse(f"{other.name} and {_describe_process(join)} both have {claim}")
         # 3. Add it, and assign ranks once all are there.
         member = self._members[peer] = _Member(join, self._tokens(), now)
         self._peers[member.token] = peer
@@ -252,8 +254,8 @@ class Scheduler:
         theirs, ours = (join.num_workers, join.num_servers), (self._counts[WORKER], self._counts[SERVER])
         if theirs != ours or join.rank >= self._counts[join.role]:
             self._turned_away = (
-                f"{_name(join)}, which has rank {join.rank} in a job of {theirs[0]} workers and {theirs[1]} servers, "
-                f"while the scheduler's has {ours[0]} and {ours[1]}"
+                f"{_describe_process(join)}, which has rank {join.rank} in a job of {theirs[0]} workers and "
+                f"{theirs[1]} servers, while the scheduler's has {ours[0]} and {ours[1]}"
             )
             raise ConfigurationError(f"the scheduler has turned away {self._turned_away}")
 
@@ -305,5 +307,5 @@ def ranks_of(joins: list[m.JoinJob]) -> list[int]:
     return ranks
 
 
-def _name(join: m.JoinJob) -> str:
+def _describe_process(join: m.JoinJob) -> str:
     return f"{join.role} on {join.host} (process {join.pid})"

@@ -122,7 +122,7 @@ def read_values(key: Any, value: Any, what: str) -> tuple[Sequence[Key], Values]
         if isinstance(item, Tensor) and item.layout is torch.strided and not item.is_meta:
             first.append(item)
         else:
-            one, *more = _checked_replicas(key[at], item, what)
+            one, *more = _replica_tensors(key[at], item, what)
             first.append(one)
             if more:
                 others[at] = more
@@ -247,7 +247,7 @@ def write_rows(out: Tensor, rows: Tensor) -> None:
     out[ids.to(out.device)] = values.to(out.device, out.dtype)
 
 
-def _checked_replicas(key: Key, value: Any, what: str) -> list[Tensor]:
+def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
     tensors = list(value) if isinstance(value, list | tuple) else [value]
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
         raise ConfigurationError(
@@ -296,7 +296,7 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
     outs = (
         []
         if out is None or (isinstance(out, list | tuple) and not out)
-        else _checked_replicas(key, out, "out")
+        else _replica_tensors(key, out, "out")
     )
     for one in outs:
         if not is_sparse(one):

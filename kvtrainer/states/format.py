@@ -227,10 +227,10 @@ def _is_updated(state: Mapping[str, Any]) -> bool:
     if "step" in state:
         return float(state["step"]) > 0
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    return not tensors or not all(map(_is_room, tensors))
+    return not tensors or not all(map(_is_negative_zeros, tensors))
 
 
-def _is_room(value: Tensor) -> bool:
+def _is_negative_zeros(value: Tensor) -> bool:
     """Return whether an entry is from an uncounted `initial_state`: all negative zeros, which no update produces."""
     flat = value.flatten()
     return all(bool((part.signbit() & (part == 0)).all()) for part in (flat[:1], flat))

@@ -175,16 +175,17 @@ class View(NamedTuple):
 
 def view_of(before: JobStatus, now: JobStatus, addresses: Sequence[str]) -> View:
     """Compute a view from what the servers at `addresses` reported at two moments."""
-    pairs = [(_earlier(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
-    seconds = [_seconds(*pair) for pair in pairs]
+    pairs = [(_same_process_before(*pair), pair[1]) for pair in zip(before.facts, now.facts, strict=True)]
+    seconds = [_seconds_between(*pair) for pair in pairs]
     servers = [
-        _server(*pair, passed, where) for pair, passed, where in zip(pairs, seconds, addresses, strict=True)
+        _server_status(*pair, passed, where)
+        for pair, passed, where in zip(pairs, seconds, addresses, strict=True)
     ]
     names = dict.fromkeys(job["name"] for facts in now.facts if facts is not None for job in facts["jobs"])
     jobs = [
-        _job(
+        _merge_job(
             [
-                (_named(a, name), _named(b, name), passed)
+                (_job_named(a, name), _job_named(b, name), passed)
                 for (a, b), passed in zip(pairs, seconds, strict=True)
             ]
         )
@@ -217,26 +218,26 @@ def as_values(view: View) -> dict[str, Any]:
     return {"at": view.at, "servers": [server._asdict() for server in view.servers], "jobs": jobs}
 
 
-def _named(facts: Facts | None, name: str) -> Facts | None:
+def _job_named(facts: Facts | None, name: str) -> Facts | None:
     jobs = () if facts is None else facts["jobs"]
     return next((job for job in jobs if job["name"] == name), None)
 
 
-def _earlier(before: Facts | None, now: Facts | None) -> Facts | None:
+def _same_process_before(before: Facts | None, now: Facts | None) -> Facts | None:
     """Return a server's earlier report if it is from the same process; a restarted server counts from zero."""
     is_same = before is not None and now is not None and before["uptime"] <= now["uptime"]
     return before if is_same else None
 
 
-def _seconds(before: Facts | None, now: Facts | None) -> float:
+def _seconds_between(before: Facts | None, now: Facts | None) -> float:
     """Return the time between two reports on the server's clock, which is above 0."""
     return max(now["clock"] - before["clock"], 1e-9) if before is not None and now is not None else 1e-9
 
 
-def _server(before: Facts | None, now: Facts | None, seconds: float, address: str) -> ServerStatus:
+def _server_status(before: Facts | None, now: Facts | None, seconds: float, address: str) -> ServerStatus:
     if now is None:
         return ServerStatus(address, is_there=False)
-    pairs = [(_named(before, job["name"]) or job, job) for job in now["jobs"]]
+    pairs = [(_job_named(before, job["name"]) or job, job) for job in now["jobs"]]
     bytes_in = sum([new["bytes_in"] - old["bytes_in"] for old, new in pairs]) / seconds
     bytes_out = sum([new["bytes_out"] - old["bytes_out"] for old, new in pairs]) / seconds
     cpu = 0.0
@@ -259,7 +260,7 @@ def _server(before: Facts | None, now: Facts | None, seconds: float, address: st
     )
 
 
-def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
+def _merge_job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
     """Combine what the servers report about one job: (before, now, seconds between) for each server."""
     known = [(before or now, now, seconds) for before, now, seconds in told if now is not None]
     nows = [now for _, now, _ in known]
@@ -277,8 +278,8 @@ def _job(told: Sequence[tuple[Facts | None, Facts | None, float]]) -> Job:
         max([one["age"] for one in nows]),
         RoundTimes(times["bounds"], times["counts"], times["sum"]),
         max([one["keys"] for one in nows]),
-        _with_distances([_worker(known, rank) for rank in ranks]),
-        _waits([WaitStatus(**one) for now in nows for one in now["waits"]]),
+        _with_distances([_merge_worker(known, rank) for rank in ranks]),
+        _merge_waits([WaitStatus(**one) for now in nows for one in now["waits"]]),
         list(dict.fromkeys(one["text"] for now in nows for one in now["errors"])),
     )
 
@@ -289,7 +290,7 @@ def _with_distances(workers: list[Worker]) -> list[Worker]:
     return [one if one.round < 0 else one._replace(behind=first - one.round) for one in workers]
 
 
-def _waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
+def _merge_waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
     """Merge reports of one wait by several servers, keeping the longest."""
     longest: dict[tuple[str, tuple[int, ...]], WaitStatus] = {}
     for one in sorted(told, key=lambda wait: wait.seconds):
@@ -297,13 +298,13 @@ def _waits(told: Sequence[WaitStatus]) -> list[WaitStatus]:
     return sorted(longest.values(), key=lambda wait: -wait.seconds)
 
 
-def _late(job: Facts, rank: int) -> float:
+def _seconds_late(job: Facts, rank: int) -> float:
     """Return how many seconds others have waited for a rank, including a wait in progress."""
     late: float = job["workers"][rank]["late"]
     return late + max([one["seconds"] for one in job["waits"] if rank in one["missing"]], default=0.0)
 
 
-def _waiting(job: Facts, rank: int) -> float:
+def _seconds_waiting(job: Facts, rank: int) -> float:
     """Return the seconds of the wait that a rank is in. The rank itself reports it only when it is over."""
     # In asynchronous modes a wait belongs to one rank, and does not name it.
     if job["mode"] != "sync":
@@ -312,7 +313,7 @@ def _waiting(job: Facts, rank: int) -> float:
     return max(waits, default=0.0)
 
 
-def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
+def _merge_worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
     """Combine what the servers report about one worker."""
     # 1. The reports of this rank, and the newest of what the worker says about itself.
     told = [(before["workers"][rank], now["workers"][rank]) for before, now, _ in known]
@@ -326,7 +327,12 @@ def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
     if passed <= 0 and silence < SILENT:
         said, passed = {}, says.get("seconds", 0.0)
     # 2. Rates over the worker's own clock; delays over the servers'.
-    waits = max([(_waiting(b, rank) - _waiting(a, rank)) / max(passed, seconds) for a, b, seconds in known])
+    waits = max(
+        [
+            (_seconds_waiting(b, rank) - _seconds_waiting(a, rank)) / max(passed, seconds)
+            for a, b, seconds in known
+        ]
+    )
 
     def rate(name: str) -> float:
         return max(says.get(name, 0.0) - said.get(name, 0.0), 0.0) / passed if passed > 0 else 0.0
@@ -337,9 +343,13 @@ def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
         why=worst["why"],
         address=worst["address"],
         silence=silence,
-        late=_share(max([(_late(b, rank) - _late(a, rank)) / seconds for a, b, seconds in known])),
-        waits=_share(rate("wait_seconds") + waits),
-        works=_share(1.0 - rate("step_seconds") - waits) if says.get("steps") and passed > 0 else 0.0,
+        late=_clamp_to_fraction(
+            max([(_seconds_late(b, rank) - _seconds_late(a, rank)) / seconds for a, b, seconds in known])
+        ),
+        waits=_clamp_to_fraction(rate("wait_seconds") + waits),
+        works=_clamp_to_fraction(1.0 - rate("step_seconds") - waits)
+        if says.get("steps") and passed > 0
+        else 0.0,
         steps=rate("steps"),
         samples=rate("samples"),
         loss=says.get("loss"),
@@ -350,5 +360,5 @@ def _worker(known: Sequence[tuple[Facts, Facts, float]], rank: int) -> Worker:
     )
 
 
-def _share(value: float) -> float:
+def _clamp_to_fraction(value: float) -> float:
     return min(max(value, 0.0), 1.0)

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.once or options.json:
             return _print_once(next(views), options.json)
         if options.http is not None:
-            return _serve(views, options.with_parent, *options.http)
+            return _serve_page(views, options.with_parent, *options.http)
         return _show_live(views)
     except KVStoreError as error:
         print(f"kvtop: {error}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _show_live(views: Iterator[View]) -> int:
     return 0
 
 
-def _serve(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
+def _serve_page(views: Iterator[View], parent: int | None, host: str, port: int) -> int:
     """Serve views over HTTP until Ctrl-C, a signal, or the end of a parent process."""
     page = Page(views, host, port)
     print(f"kvtop: the page is at {page.url}", flush=True)
@@ -145,11 +145,11 @@ def render(view: View) -> Any:
         if job.last is not None:
             parts.append(f"rank {job.last.rank} is {job.last.behind} rounds behind the first")
         parts += [
-            _plain(f"waits {one.seconds:.1f} s: {one.what}, for {_ranks(one.missing)}", "yellow")
+            _plain_text(f"waits {one.seconds:.1f} s: {one.what}, for {_format_ranks(one.missing)}", "yellow")
             for one in job.waits
             if one.seconds >= BRIEF
         ]
-        parts += [_plain(f"failed: {text}", "red") for text in job.errors[-3:]]
+        parts += [_plain_text(f"failed: {text}", "red") for text in job.errors[-3:]]
     if not any([one.is_there for one in view.servers]):
         parts.append("no server answers: has the job ended, or are these addresses of another one?")
     elif not view.jobs:
@@ -157,7 +157,7 @@ def render(view: View) -> Any:
     return Group(*parts)
 
 
-def _plain(text: str, style: str = "") -> Any:
+def _plain_text(text: str, style: str = "") -> Any:
     """Return untrusted text without markup and without control characters."""
     from rich.text import Text
 
@@ -173,39 +173,40 @@ def _servers_table(servers: Sequence[ServerStatus]) -> Any:
         if not one.is_there:
             table.add_row(str(index), one.address, "", "", "", "", "", "", "[red]no answer[/]")
             continue
-        limit = _bytes(one.max_memory) if one.max_memory else "any"
-        flows = _bytes(one.bytes_in), _bytes(one.bytes_out), f"{one.cpu:.0%}"
+        limit = _format_bytes(one.max_memory) if one.max_memory else "any"
+        flows = _format_bytes(one.bytes_in), _format_bytes(one.bytes_out), f"{one.cpu:.0%}"
         state = "stopping" if one.is_stopping else ""
-        queued = _bytes(one.queued) if one.queued else ""
-        table.add_row(str(index), one.address, _bytes(one.memory), limit, *flows, queued, state)
+        queued = _format_bytes(one.queued) if one.queued else ""
+        table.add_row(str(index), one.address, _format_bytes(one.memory), limit, *flows, queued, state)
     return table
 
 
 def _workers_table(job: Job) -> Any:
     from rich.table import Table
 
-    title = f"{job.name}: {job.mode}, step {job.step}, {job.rounds:.1f} rounds/s, {_duration(job.age)}, {job.keys} keys"
+    age = _format_duration(job.age)
+    title = f"{job.name}: {job.mode}, step {job.step}, {job.rounds:.1f} rounds/s, {age}, {job.keys} keys"
     slowest = job.slowest
     if slowest is not None and slowest.late >= 0.05:
         title += f"; waits for rank {slowest.rank} {slowest.late:.0%} of the time"
     heads = ("rank", "where", "state", "steps/s", "samples/s", "works", "waits", "late", "loss", "last sign")
     tight: Any = {"box": None, "padding": (0, 1), "collapse_padding": True, "pad_edge": False}
-    table = Table(title=_plain(title, "italic"), title_justify="left", **tight)
+    table = Table(title=_plain_text(title, "italic"), title_justify="left", **tight)
     # On a narrow terminal the addresses are shortened.
     for head in heads:
         table.add_column(head, no_wrap=head != "where", overflow="ellipsis")
     for one in job.workers:
-        table.add_row(*_cells(one), style="bold red" if one.state == "failed" else None)
+        table.add_row(*_worker_cells(one), style="bold red" if one.state == "failed" else None)
     return table
 
 
-def _cells(one: Worker) -> list[Any]:
+def _worker_cells(one: Worker) -> list[Any]:
     state = one.state if one.round < 0 else f"{one.state}, round {one.round}"
     silent = "red" if one.silence >= SILENT else ""
     color = "red" if one.late >= 0.25 else "yellow" if one.late >= 0.05 else "green"
     return [
         str(one.rank),
-        _plain(one.address),
+        _plain_text(one.address),
         f"{state}, done" if one.is_done else state,
         f"{one.steps:.1f}",
         f"{one.samples:.0f}" if one.samples else "",
@@ -213,22 +214,22 @@ def _cells(one: Worker) -> list[Any]:
         f"{one.waits:.0%}",
         f"[{color}]{one.late:.0%}[/]",
         "" if one.loss is None else f"{one.loss:.4g}",
-        _plain(one.why) if one.silence < 0 else _plain(f"{one.silence:.1f} s", silent),
+        _plain_text(one.why) if one.silence < 0 else _plain_text(f"{one.silence:.1f} s", silent),
     ]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {', '.join(map(str, ranks[:8]))}{more}" if ranks else "a decision"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024 or unit == "GiB":
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -254,7 +255,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help="print one view and exit")
     add("--json", action="store_true", help="print one view as JSON and exit")
     add(
-        "--http", type=_address, metavar="HOST:PORT",
+        "--http", type=_parse_http_address, metavar="HOST:PORT",
         help="serve a page for browsers, and /metrics for Prometheus, until Ctrl-C; port 0 takes a free one",
     )  # fmt: skip
     # The variable allows it once for a whole job, as for servers.
@@ -265,7 +266,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--interval",
-        type=_interval,
+        type=_parse_interval,
         default=1.0,
         metavar="SEC",
         help="seconds between two queries (%(default)g)",
@@ -279,7 +280,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_http_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -287,7 +288,7 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _interval(text: str) -> float:
+def _parse_interval(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
