@@ -28,7 +28,7 @@ from typing import Any
 import usage
 
 from kvtrainer.jobs.guardian import end_with_parent
-from kvtrainer.jobs.processes import inherited
+from kvtrainer.jobs.processes import inherited_environment
 
 Measured = dict[str, dict[str, Any]]
 """Workload name → {"init": seconds, "rounds": [seconds …], "median": seconds}."""
@@ -100,7 +100,9 @@ def run_process(command: Sequence[str], timeout: float) -> Measured:
     They keep memory that they freed, as those of a job under kvlaunch do.
     """
     with Processes() as job:
-        job.start([*command, "--out", str(job.out)], {**inherited(os.environ), "PYTHONPATH": FOLDER})
+        job.start(
+            [*command, "--out", str(job.out)], {**inherited_environment(os.environ), "PYTHONPATH": FOLDER}
+        )
         return job.wait(timeout)
 
 

@@ -47,7 +47,7 @@ from kvtrainer.options.paramwise import (
     apply_paramwise,
     paramwise_rules,
     rows_of,
-    unwrapped,
+    unwrap_model,
 )
 
 _log = logging.getLogger(__name__)
@@ -281,7 +281,7 @@ def _each_optimizer(model: Any, cfg: Any, paramwise_cfg: Any, constructor: Any) 
             arguments = {"params": model, "optimizer": kind, "optimizer_params": options}
             return {"": arguments if paramwise is None else {**arguments, "paramwise": paramwise}}
     # 4. A constructor sees the plain model. It may return one optimizer or a dict of several.
-    inner = unwrapped(model)
+    inner = unwrap_model(model)
     made = (maker or DefaultOptimizerConstructor)(given, paramwise)(
         inner.module if hasattr(inner, "named_replicas") else inner
     )
@@ -300,7 +300,7 @@ def _own_constructor(constructor: Any) -> Any:
 
 
 def _instance_arguments(model: Any, instance: torch.optim.Optimizer | Optimizer) -> dict[str, Any]:
-    model = unwrapped(model)
+    model = unwrap_model(model)
     is_named = model is None or (hasattr(model, "named_parameters") and not hasattr(model, "named_replicas"))
     if isinstance(instance, torch.optim.Optimizer) and is_named:
         known = {} if model is None else {id(p): name for name, p in model.named_parameters()}
@@ -414,7 +414,7 @@ class DefaultOptimizerConstructor:
             return self._grouped(model)
         # A subclass that overrides `add_params` builds the groups; names are for the report.
         params: list[dict[str, Any]] = []
-        self.add_params(params, unwrapped(model))
+        self.add_params(params, unwrap_model(model))
         names = {id(p): name for name, p in model.named_parameters()}
         for group in params:
             its = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

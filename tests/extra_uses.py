@@ -167,7 +167,7 @@ def ray() -> None:
 def watch() -> None:
     import kvtrainer
     from kvtrainer.watch.job import Job, View, Worker
-    from kvtrainer.watch.top import metrics
+    from kvtrainer.watch.top import format_metrics
 
     with kvtrainer.local_cluster(workers=1, servers=1) as cluster:
         assert cluster.servers[0] in run(
@@ -175,7 +175,7 @@ def watch() -> None:
         )
     worker = Worker(0, "here", "", "", 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, -1, False)
     view = View(0.0, [], [Job("job", "sync", 1, 1.0, 1, 1, [worker], [], [])])
-    assert b"kvstore_worker_" in metrics(view)
+    assert b"kvstore_worker_" in format_metrics(view)
 
 
 def docs() -> None:

@@ -27,7 +27,7 @@ from kvtrainer.client.connection import Connection
 from kvtrainer.jobs import kvlaunch
 from kvtrainer.optimizer import create
 from kvtrainer.watch import top
-from kvtrainer.watch.top import metrics
+from kvtrainer.watch.top import format_metrics
 from tests.support.limits import LIMIT
 from tests.support.pages import Block, blocks_of, run_page
 from tests.support.public_examples import names_used, without_example
@@ -210,7 +210,7 @@ def test_no_line_of_code_is_wider_than_the_site_shows_on_a_screen_of_1280_pixels
 def test_every_metric_is_explained() -> None:
     explained = set(re.findall(r"^\| `(kvstore_\w+)` \|", (DOCS / "operations.md").read_text(), re.MULTILINE))
     facts = server(job([worker(0)]))
-    told = metrics(seen([facts], [facts])).decode()
+    told = format_metrics(seen([facts], [facts])).decode()
     there = {line.split()[2] for line in told.splitlines() if "# TYPE" in line}
     assert len(there) > 10
     assert there == explained

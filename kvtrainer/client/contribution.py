@@ -1,7 +1,7 @@
 """What a worker contributes to a round, how it is encoded, and where its slices lie on each server.
 
 `Contribution` is the one container of a round's input, from the Trainer or a store's verbs down to the messages.
-`encode` turns row-sparse and compressed slices into bytes; all others are sent as they are.
+`encode_slices` turns row-sparse and compressed slices into bytes; all others are sent as they are.
 
 `ServerLayout` is computed once for calls of the same tables, for each server: it numbers the slices there by position,
 holds templates of the messages (pushes and commits), and says where small slices are gathered in one buffer. Everything
@@ -136,7 +136,7 @@ def valid_pushes(contribution: Contribution, sent: Mapping[int, Tensor]) -> froz
     return frozenset(found)
 
 
-def encode(contribution: Contribution, valid: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
+def encode_slices(contribution: Contribution, valid: Collection[int]) -> dict[int, dict[int, EncodedSlice]]:
     """Encode row-sparse slices, and compress others of compressed tables; by index of the table.
 
     Initial values, and values that replace what the store holds, are sent as they are. Slices that are `valid` were

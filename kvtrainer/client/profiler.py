@@ -21,7 +21,7 @@ from kvstore_server.tracing import CALLS, CATEGORIES, ROUND_LANE, ROUNDS, Record
 from kvtrainer.client.client import Client
 from kvtrainer.client.session import lane_name
 from kvtrainer.errors import TraceFileError, file_error
-from kvtrainer.states.atomic_file import replacing
+from kvtrainer.states.atomic_file import replace_atomically
 
 WORKER, SERVER = "worker", "server"
 _SWITCHES = {
@@ -164,7 +164,7 @@ def _write_file(path: Path, index: int, content: Mapping[str, Any]) -> None:
     prefix = f"rank{index}_"
     path = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
     try:
-        with replacing(str(path)) as file:
+        with replace_atomically(str(path)) as file:
             file.write(json.dumps(content).encode())
     except OSError as error:
         text = f"cannot write the trace {str(path)!r}: {error.strerror or error}"

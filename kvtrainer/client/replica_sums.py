@@ -16,7 +16,7 @@ from kvtrainer.common.tensors import dtype_name, is_sparse
 from kvtrainer.parallel.replicas import AUTO, is_left_fold, make_reducer
 
 
-def merge(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
+def merge_replicas(replicas: Sequence[Tensor], reducer: str = AUTO) -> Tensor:
     """Sum dense replicas with a reducer, or from left to right on the CPU; flat, on the CPU.
 
     Half precision accumulates in float32. A single replica is not copied if it is flat on the CPU already.
@@ -49,7 +49,7 @@ def merge_rows(spec: TensorSpec, replicas: Sequence[Tensor]) -> RowSet:
     return RowSet(ids, values.to(torch_dtype(spec.dtype)))
 
 
-def densified(spec: TensorSpec, value: Tensor) -> Tensor:
+def densify(spec: TensorSpec, value: Tensor) -> Tensor:
     return dense_sum(spec, [value]) if is_sparse(value) else value
 
 

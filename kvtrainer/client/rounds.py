@@ -28,7 +28,7 @@ from kvstore_server.errors import KVStoreError, RoundAbortedError, describe, fro
 from kvstore_server.plan import Slice
 from kvstore_server.protocol import messages as m
 from kvstore_server.shard.norms import Decision, Measured, combine
-from kvtrainer.client.contribution import Contribution, ServerLayout, encode, valid_pushes
+from kvtrainer.client.contribution import Contribution, ServerLayout, encode_slices, valid_pushes
 from kvtrainer.client.flow_control import Backoff, cut
 from kvtrainer.client.round import Round
 from kvtrainer.client.server_request import NO_COMMITS, ServerRequest
@@ -90,7 +90,7 @@ class Rounds:
                 if contribution.values is not None:
                     eager.end(round_.valid)
             if is_encoded:
-                round_.encoded = encode(contribution, round_.valid or ())
+                round_.encoded = encode_slices(contribution, round_.valid or ())
             for layout in self._layouts.get(key) or self._lay_out(key, tables):
                 request = ServerRequest(layout, round_, self.tables)
                 request.number = session.next_number(partial(self._take, round_, request))

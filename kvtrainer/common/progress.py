@@ -22,7 +22,7 @@ LARGE = 256 << 20
 T = TypeVar("T")
 
 
-def tracked(
+def track_progress(
     items: Sequence[T],
     what: str,
     stream: TextIO | None = None,
@@ -45,7 +45,7 @@ def tracked(
 
 
 @contextmanager
-def announced(
+def print_duration(
     what: str,
     nbytes: int,
     stream: TextIO | None = None,

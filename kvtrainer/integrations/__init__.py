@@ -30,7 +30,7 @@ TESTED = {
 
 
 @contextmanager
-def needing(library: str, install: str = "") -> Iterator[None]:
+def guard_import(library: str, install: str = "") -> Iterator[None]:
     """Allow a block to import a library that may be missing or too old.
 
     A version newer than those in `TESTED` only causes a UserWarning.

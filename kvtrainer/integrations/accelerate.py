@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn, optim
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer.trainer import Trainer
 
-with needing("accelerate"):
+with guard_import("accelerate"):
     from accelerate import Accelerator, PartialState
     from accelerate.optimizer import AcceleratedOptimizer
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import optim
 
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 from kvtrainer.integrations.workers import Workers, scaler_like
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.trainer.trainer import Trainer
 
-with needing("lightning"):
+with guard_import("lightning"):
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy

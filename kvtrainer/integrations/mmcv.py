@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvtrainer import hooks
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 
-with needing("mmcv", install="mmcv<2"):
+with guard_import("mmcv", install="mmcv<2"):
     from mmcv.runner import HOOKS, Hook
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from kvstore_server import check
 from kvtrainer.config import wrapper_arguments
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 from kvtrainer.integrations.workers import become_ranks
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.strategy import Agreement, Strategy, environment
@@ -45,7 +45,7 @@ from kvtrainer.strategy.strategy import Steps
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import TrainerDict
 
-with needing("mmengine"):
+with guard_import("mmengine"):
     import mmengine
     from mmengine._strategy import BaseStrategy
     from mmengine.dist import infer_launcher
@@ -398,7 +398,7 @@ class KVStoreStrategy(Strategy, BaseStrategy):  # type: ignore[misc]
         """Load as Strategy does. Also reads mmengine's own checkpoints, without running their code."""
 
         def decoded(checkpoint: dict[str, Any]) -> None:
-            checkpoint.update(decode(checkpoint))
+            checkpoint.update(decode_value(checkpoint))
             if callback is not None:
                 callback(checkpoint)
 
@@ -478,7 +478,7 @@ def _group_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
 # Values of hooks as tensors and plain values, so that checkpoints are read without running code.
 
 
-def encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """Replace HistoryBuffers, arrays, tuples and Counters by plain dicts. Other values stay as they are."""
     if isinstance(value, HistoryBuffer):
         log, counts = (torch.from_numpy(np.array(one, dtype=np.float64)) for one in value.data)
@@ -490,15 +490,15 @@ def encode(value: Any) -> Any:
     if isinstance(value, Counter):
         return {_MARK: "counter", "values": dict(value)}
     if isinstance(value, Mapping):
-        return {key: encode(one) for key, one in value.items()}
+        return {key: encode_value(one) for key, one in value.items()}
     if isinstance(value, tuple):
-        return {_MARK: "tuple", "values": [encode(one) for one in value]}
-    return [encode(one) for one in value] if isinstance(value, list) else value
+        return {_MARK: "tuple", "values": [encode_value(one) for one in value]}
+    return [encode_value(one) for one in value] if isinstance(value, list) else value
 
 
-def decode(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [decode_value(one) for one in value]
     if not isinstance(value, Mapping):
         return value
     kind = value.get(_MARK)
@@ -509,15 +509,15 @@ def decode(value: Any) -> Any:
     if kind == "counter":
         return Counter(value["values"])
     if kind == "tuple":
-        return tuple(decode(one) for one in value["values"])
-    return {key: decode(one) for key, one in value.items()}
+        return tuple(decode_value(one) for one in value["values"])
+    return {key: decode_value(one) for key, one in value.items()}
 
 
 def encode_what_can_be(value: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Encode the entries of a dict. Those that a checkpoint cannot hold are left out with a warning."""
     found = {}
     for key, one in value.items():
-        encoded = encode(one)
+        encoded = encode_value(one)
         try:
             plain_copy({key: encoded}, where)
         except ConfigurationError as error:
@@ -538,7 +538,7 @@ def encode_checkpoint(checkpoint: dict[str, Any]) -> None:
     if isinstance(checkpoint.get("meta"), Mapping):
         checkpoint["meta"] = encode_what_can_be(checkpoint["meta"], "meta")
     checkpoint.update(
-        {name: encode(one) for name, one in checkpoint.items() if name not in ("message_hub", "meta")}
+        {name: encode_value(one) for name, one in checkpoint.items() if name not in ("message_hub", "meta")}
     )
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from kvtrainer.common.env import Topology, tcp_address
 from kvtrainer.errors import ConfigurationError, ConnectTimeoutError
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 from kvtrainer.jobs.cluster import FollowedProcesses, start_servers
 from kvtrainer.jobs.job import JobTimeouts
 from kvtrainer.jobs.processes import server_command
 
-with needing("ray"):
+with guard_import("ray"):
     import ray
     from ray.train.backend import Backend, BackendConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer

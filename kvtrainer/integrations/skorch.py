@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 
-with needing("skorch"):
+with guard_import("skorch"):
     from skorch.hf import AccelerateMixin
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator

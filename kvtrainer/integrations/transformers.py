@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtrainer.errors import ConfigurationError
-from kvtrainer.integrations import needing
+from kvtrainer.integrations import guard_import
 from kvtrainer.integrations.workers import Workers
 
-with needing("transformers"):
+with guard_import("transformers"):
     from transformers import Trainer
 
     from kvtrainer.integrations.accelerate import KVStoreAccelerator, join

@@ -38,7 +38,7 @@ from kvtrainer.errors import (
     ConnectTimeoutError,
     WorkerTraceback,
 )
-from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, environment
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, end_with_parent, marked_environment
 from kvtrainer.jobs.job import JobTimeouts
 from kvtrainer.jobs.processes import (
     LAST_OUTPUT_WAIT,
@@ -47,7 +47,7 @@ from kvtrainer.jobs.processes import (
     Events,
     ProcessGroup,
     Put,
-    inherited,
+    inherited_environment,
     server_command,
 )
 
@@ -122,7 +122,7 @@ class LocalCluster:
             ConfigurationError: The function or an argument cannot be pickled, or the cluster is closed.
             ConcurrentCallError: Another thread is in `run`.
         """
-        packed = pack(function, args, kwargs)
+        packed = pack_call(function, args, kwargs)
         if not self._running.acquire(blocking=False):
             raise ConcurrentCallError("the cluster is in a run that another thread has started")
         try:
@@ -177,7 +177,7 @@ class LocalCluster:
             # 2. Wait for all of them or for the first failure, and collect what they wrote.
             failed = self._wait(servers, group, papers)
             group.close()
-            outcomes = [unpack(paper.read()) for paper in papers]
+            outcomes = [unpack_outcome(paper.read()) for paper in papers]
         finally:
             group.close()
             for paper in (code, *papers):
@@ -267,7 +267,7 @@ class MemFile:
         os.close(self.fd)
 
 
-def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Pickle a call for `main`. Raises ArgumentTypeError if it is not callable, ConfigurationError if not picklable."""
     if not callable(function):
         raise ArgumentTypeError(f"workers run a function, got {function!r:.80}")
@@ -287,7 +287,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return pickle.dumps((sys.path, call))
 
 
-def unpack(told: bytes) -> CallResult | None:
+def unpack_outcome(told: bytes) -> CallResult | None:
     """Return what a worker has written, or None. Raises ClusterError if it cannot be unpickled here."""
     try:
         return CallResult(*pickle.loads(told)) if told else None
@@ -369,7 +369,7 @@ class FollowedProcesses(ProcessGroup):
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Start a process. `place` is added to this program's environment, and `share` divides the CPU cores."""
-        environ = environment({**inherited(os.environ), **place}, self.mark, share)
+        environ = marked_environment({**inherited_environment(os.environ), **place}, self.mark, share)
         child = Child(f"{role} {index}", f"{role[0]}{index}", command, environ, put, pass_fds)
         self.add(child)
         self._notice_end_of(child.process.pid)

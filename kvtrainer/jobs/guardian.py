@@ -62,7 +62,7 @@ class Guardian:
 
     def forget_if_empty(self, session: int) -> None:
         """Remove a session whose leader has exited, unless it has processes: its number may be reused."""
-        if not survivors("", {session}):
+        if not find_survivors("", {session}):
             self._sessions.discard(session)
             self._tell(f"-{session}\n")
 
@@ -110,7 +110,7 @@ class Guardian:
                 os.write(self._pipe, line.encode())
 
 
-def environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
+def marked_environment(inherited: Mapping[str, str], mark: str, share: int = 0) -> dict[str, str]:
     """Return an environment with a mark added, and the cores divided among `share` processes, if it is not 0."""
     marks = filter(None, (inherited.get(MARK), mark))
     # Otherwise each process would start one thread per core, and all of them would compete.
@@ -134,7 +134,7 @@ def end_with_parent(parent: int) -> Callable[[], None]:
     return set_death_signal
 
 
-def survivors(mark: str, sessions: Collection[int]) -> list[int]:
+def find_survivors(mark: str, sessions: Collection[int]) -> list[int]:
     """Return pids, except zombies, in `sessions` or with `mark` (unless empty) in their environment. Reads /proc."""
     needle = mark.encode()
     return [
@@ -163,13 +163,13 @@ def end_all(mark: str, sessions: Collection[int], grace: float) -> None:
     """Send SIGTERM to each survivor once, and after `grace` seconds SIGKILL until none is left or KILL_WAIT is over."""
     asked: set[int] = set()
     deadline = time.monotonic() + grace
-    while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
+    while (left := find_survivors(mark, sessions)) and time.monotonic() < deadline:
         _send_signal([pid for pid in left if pid not in asked], signal.SIGTERM)
         asked.update(left)
         time.sleep(_POLL)
     deadline = time.monotonic() + KILL_WAIT
     # List them again each time: a process may have forked between listing and killing.
-    while (left := survivors(mark, sessions)) and time.monotonic() < deadline:
+    while (left := find_survivors(mark, sessions)) and time.monotonic() < deadline:
         _send_signal(left, signal.SIGKILL)
         time.sleep(_POLL)
 
@@ -210,7 +210,7 @@ def _run_command(command: Sequence[str], grace: float, share: int) -> int:
     try:
         process = subprocess.Popen(
             command,
-            env=environment(os.environ, mark, share),
+            env=marked_environment(os.environ, mark, share),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=end_with_parent(os.getpid()),

@@ -25,7 +25,7 @@ from functools import partial
 from kvstore_server.check import is_loopback
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.common.env import Topology, numeric_host, parse_address, tcp_address
-from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, environment
+from kvtrainer.jobs.guardian import GUARDIAN_DIES, KILL, TERMINATE, end_with_parent, marked_environment
 from kvtrainer.jobs.processes import LAST_OUTPUT_WAIT, Addresses, Child, Events, ProcessGroup, Put
 
 MAX_SLOTS = 4096
@@ -191,7 +191,7 @@ class Launcher:
         num_workers: At least 1.
         server_commands: Command of each server, which prints LISTENS and its address when it is ready. If there are
             none, KVSTORE_SERVERS stays unset.
-        environ: Environment of all processes; see `inherited`.
+        environ: Environment of all processes; see `inherited_environment`.
         remote: The hosts to run on; None for this one.
         viewer: Command that shows the job here, given the servers' addresses as further arguments. It may fail.
     """
@@ -226,7 +226,7 @@ class Launcher:
         """Run the job and return its exit code. Blocks until none of its processes is left. Main thread only."""
         with self._events:
             self._group = ProcessGroup(self._events, self._limits.grace)
-            self._environ = environment(self._inherited, self._group.mark)
+            self._environ = marked_environment(self._inherited, self._group.mark)
             try:
                 self._start_and_work()
             finally:
@@ -263,7 +263,7 @@ class Launcher:
         for rank in range(self._num_workers):
             local_rank = rank if self._remote is None else self._remote.local_rank(rank)
             place = Topology(rank, self._num_workers, tuple(servers)).as_variables(local_rank)
-            environ = environment({**self._environ, **place}, "", share)
+            environ = marked_environment({**self._environ, **place}, "", share)
             self._spawn(self._workers, "worker", self._worker_command, environ, self._events.output.put)
         self._wait(self._workers_done, None)
 

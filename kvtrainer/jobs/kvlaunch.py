@@ -28,7 +28,7 @@ from kvtrainer.jobs.job import (
     place_servers,
     place_workers,
 )
-from kvtrainer.jobs.processes import inherited, server_command
+from kvtrainer.jobs.processes import inherited_environment, server_command
 
 _DESCRIPTION = """\
 Start parameter servers and workers, on this machine or on the hosts of a file, and end them together.
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         server_command(index, options.servers, options.grace, ["--bind", bind, *flags])
         for index, bind in enumerate(options.binds)
     ]
-    environ = {**inherited(os.environ), **options.env}
+    environ = {**inherited_environment(os.environ), **options.env}
     # 2. Tell the user what is unexpected about the command, and what is about to start.
     if options.remote is None and (other := _another_python(command[0], environ)):
         print(

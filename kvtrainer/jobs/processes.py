@@ -65,7 +65,7 @@ Wait = Callable[[Callable[[], bool], float], object]
 """Waits until a condition holds, at most the given seconds, while the loop runs."""
 
 
-def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+def inherited_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that a job's processes inherit, without what names this process's place in another job."""
     kept = {name: value for name, value in environ.items() if name not in PLACES}
     return {**_DEFAULTS, **kept}
@@ -159,7 +159,7 @@ class ProcessGroup:
         self._events = events
         self._grace = grace
         self.mark = secrets.token_hex(16)
-        """Marks the environment of every process; see `environment`."""
+        """Marks the environment of every process; see `marked_environment`."""
         self.guardian = Guardian(self.mark, grace)
         self.children: list[Child] = []
         # Protects the guardian, and keeps a process from being reaped while it is signalled.

@@ -179,7 +179,7 @@ def spec_of(key: Key, value: Tensor, others: Collection[str] = ()) -> TensorSpec
 def check_out(spec: TensorSpec, out: Tensor) -> None:
     """Raise ShapeMismatchError or ConfigurationError unless `out`, of any dtype, can receive a key's values."""
     if out.shape != spec.shape:
-        raise mismatch(spec, out)
+        raise shape_mismatch_error(spec, out)
     if out.layout is not torch.strided:
         raise ConfigurationError(
             f"out of key {spec.key!r} is sparse, but pull writes the whole key; give a dense tensor, or call "
@@ -267,7 +267,7 @@ def _replica_tensors(key: Key, value: Any, what: str) -> list[Tensor]:
     return tensors
 
 
-def mismatch(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
+def shape_mismatch_error(spec: TensorSpec, value: Tensor) -> ShapeMismatchError:
     return ShapeMismatchError(
         f"key {spec.key!r} holds {spec.dtype}{list(spec.shape)}, got {dtype_name(value.dtype)}{list(value.shape)}"
     )
@@ -302,7 +302,7 @@ def _row_outs(entry: Entry, key: Key, out: Any) -> list[Tensor]:
         if not is_sparse(one):
             check_out(entry.spec, one)
         elif one.shape != entry.spec.shape:
-            raise mismatch(entry.spec, one)
+            raise shape_mismatch_error(entry.spec, one)
     return outs
 
 

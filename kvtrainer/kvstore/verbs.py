@@ -40,8 +40,8 @@ from kvtrainer.client.profiler import Profiler
 from kvtrainer.client.replica_sums import (
     ReplicaCompressor,
     dense_sum,
-    densified,
-    merge,
+    densify,
+    merge_replicas,
     merge_rows,
     sum_rows,
 )
@@ -63,9 +63,9 @@ from kvtrainer.kvstore.values import (
     check_on_cuda,
     check_out,
     flat_view,
-    mismatch,
     read_row_pulls,
     read_values,
+    shape_mismatch_error,
     spec_of,
     targets_of,
     write_rows,
@@ -540,7 +540,7 @@ class TableKVStore(KVStoreBase):
                 self._refuse(key, keys)
             for tensor in (first, *more[at]) if at in more else (first,):
                 if tensor.shape != entry.spec.shape or not (is_out or tensor.dtype is entry.dtype):
-                    raise mismatch(entry.spec, tensor)
+                    raise shape_mismatch_error(entry.spec, tensor)
                 if is_out and (tensor.layout is not torch.strided or not tensor.is_contiguous()):
                     check_out(entry.spec, tensor)
             if self._only_cuda:
@@ -667,7 +667,7 @@ class TableKVStore(KVStoreBase):
                 ids, total = sum_rows(group.gather_rows(mine, counts), spec.dtype)
                 summed.append(as_sparse(spec, ids, total.to(entry.dtype)))
             else:
-                first, *others = [densified(spec, one) for one in values]
+                first, *others = [densify(spec, one) for one in values]
                 flat = self._merge(entry, first, others, is_borrowed=False)
                 assert isinstance(flat, Tensor)
                 group.sum(flat, [(0, flat.numel())])
@@ -690,10 +690,10 @@ class TableKVStore(KVStoreBase):
                 return merge_rows(spec, replicas)
             return dense_sum(spec, replicas).view(-1)
         if any(sparse):
-            replicas = [densified(spec, one) for one in replicas]
+            replicas = [densify(spec, one) for one in replicas]
         if self._replicas is not None and is_compressed:
             return self._replicas.merge(spec.key, replicas)
-        return merge(replicas, self._reducer)
+        return merge_replicas(replicas, self._reducer)
 
     def _goes_by_rows(self, entry: Entry) -> bool:
         """Return whether row-sparse values of a key are pushed by rows. Raises as `push`."""
@@ -785,7 +785,7 @@ class TableKVStore(KVStoreBase):
             raise
         # 2. Densify before registering: from the registration on, the other workers wait for this one's value.
         rows = zip(specs, values.first, strict=True)
-        flats = [merge([densified(spec, first)]) for spec, first in rows]
+        flats = [merge_replicas([densify(spec, first)]) for spec, first in rows]
         # 3. Agree with the other ranks, and take rank 0's values.
         if self.group is not None:
             self.group.agree("init", {"specs": [[spec.key, list(spec.shape), spec.dtype] for spec in specs]})

@@ -106,7 +106,7 @@ class GradientTracker:
             unwatched = [i for i, (node, is_trained) in enumerate(rows) if node is None and is_trained]
             if not unwatched and self._forward_handle is None:
                 return
-            lazy = set(map(id, lazy_among(self._parameters)))
+            lazy = set(map(id, lazy_parameters(self._parameters)))
             ready = [i for i in unwatched if id(self._parameters[i]) not in lazy] if lazy else unwatched
             # Hooks refer to the tracker weakly, or they would keep it alive as long as the graph.
             me = weakref.ref(self)
@@ -297,13 +297,13 @@ def _remove_hooks(handles: list[RemovableHandle]) -> None:
     handles.clear()
 
 
-def lazy_among(parameters: Sequence[Parameter]) -> list[Parameter]:
+def lazy_parameters(parameters: Sequence[Parameter]) -> list[Parameter]:
     # Checks the set of classes first: usually all are plain Parameters.
     return [p for p in parameters if is_lazy(p)] if set(map(type, parameters)) != {Parameter} else []
 
 
-def largest_of(parameters: Sequence[Parameter]) -> int:
-    shaped = [p for p in parameters if not is_lazy(p)] if lazy_among(parameters) else parameters
+def largest_numel(parameters: Sequence[Parameter]) -> int:
+    shaped = [p for p in parameters if not is_lazy(p)] if lazy_parameters(parameters) else parameters
     return max(map(Tensor.numel, shaped), default=0)
 
 

@@ -38,7 +38,7 @@ from kvtrainer.errors import (
     level_of_user,
 )
 from kvtrainer.memory.arena import HELD_DTYPES, Arena, can_hold, dtype_name
-from kvtrainer.memory.gradients import GradientTracker, lazy_among
+from kvtrainer.memory.gradients import GradientTracker, lazy_parameters
 from kvtrainer.memory.row_sparse import RowTables
 from kvtrainer.parallel.replicas import AUTO, FLAT, LISTS, device_names, flat_sum, make_reducer, policy_of
 from kvtrainer.types import NO_TARGETS, Group
@@ -261,7 +261,7 @@ class Memory:
         self.is_settled = False
         """Whether the plan and the arenas exist."""
         # 3. Place the parameters now if all have shapes.
-        if not lazy_among(self.parameters):
+        if not lazy_parameters(self.parameters):
             self._place()
         self.attach()
 
@@ -541,7 +541,7 @@ class Memory:
             for key, p in enumerate(self.parameters)
             if not p.requires_grad and not (is_lazy(p) or can_hold(p, self._devices[0]))
         }
-        out.update([self.keys[id(p)] for p in lazy_among(self.parameters)])
+        out.update([self.keys[id(p)] for p in lazy_parameters(self.parameters)])
         self.left_out = [self.parameters[key] for key in sorted(out)]
         placed = self._with_places_held(0, out)
         # 2. Refuse what cannot be trained, before anything is moved.

@@ -385,7 +385,7 @@ def _has_tables(parameters: Iterable[object]) -> bool:
     return any(issubclass(kind, RowSparseParameter) for kind in set(map(type, parameters)))
 
 
-def claimable(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
+def row_sparse_parameters(groups: Sequence[Group]) -> list[tuple[str, RowSparseParameter]]:
     """Return the row-sparse parameters of groups, with their names, including all replicas.
 
     Raises:

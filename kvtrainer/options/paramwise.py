@@ -114,7 +114,7 @@ def places_in(model: Any) -> list[ModuleParameter]:
     ]
 
 
-def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
+def walk_wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Module]:
     """Yield a model, the model that it wraps, and so on. A wrapper has nothing but one submodule of these names."""
     inner: Module | None = model
     while inner is not None:
@@ -123,11 +123,11 @@ def wrappers(model: Module, names: Collection[str] = ("module",)) -> Iterator[Mo
         inner = next((part for name, part in inner._modules.items() if is_bare and name in names), None)
 
 
-def unwrapped(model: Any, names: Collection[str] = ("module",)) -> Any:
+def unwrap_model(model: Any, names: Collection[str] = ("module",)) -> Any:
     """Return the model inside wrappers such as DistributedDataParallel. It may be one with replicas."""
     if not isinstance(model, Module):
         return model
-    inside = list(wrappers(model, names))
+    inside = list(walk_wrappers(model, names))
     return next((one for one in inside if hasattr(one, "named_replicas")), inside[-1])
 
 
@@ -310,7 +310,7 @@ def apply_paramwise(
     Raises ConfigurationError if `paramwise` is wrong or sets options that do not exist, or if a parameter appears twice
     without bypass_duplicate (with it: DuplicateParameterWarning). A rule without a match warns (UnmatchedRuleWarning).
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if not isinstance(model, Module | Mapping) and isinstance(model, Iterable):
         model = list(model)  # an iterator can only be read once
     options, is_complete = _base_options(base, defaults), bool(defaults)

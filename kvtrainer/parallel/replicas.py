@@ -127,7 +127,7 @@ def device_names(devices: Sequence[torch.device]) -> list[str]:
     return [f"{device} (replica {at})" for at, device in enumerate(devices)]
 
 
-def spread(group: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_replicas(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group in torch's form: the first replicas of all its parameters, then those on the other devices."""
     spread = {name: value for name, value in group.items() if name != COPIES}
     if copies := group.get(COPIES, ()):

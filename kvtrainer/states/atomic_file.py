@@ -32,7 +32,7 @@ _DTYPES = {
 
 
 @contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
+def replace_atomically(path: str) -> Iterator[BinaryIO]:
     """Yield a new file that atomically replaces the one at `path`. Blocks until it is on the disk."""
     folder = os.path.dirname(path) or "."
     _remove_abandoned(folder)

@@ -34,9 +34,9 @@ from kvstore_server.optimizer.state import joined, spread
 from kvstore_server.optimizer.torch_family import OWN_COUNT, UNCOUNTED, TorchOptimizer
 from kvstore_server.optimizer.trees import cloned, decode, encode, flatten, is_composed, unflatten
 from kvstore_server.plan import Plan, Slice, TensorSpec
-from kvtrainer.common.progress import announced, tracked
+from kvtrainer.common.progress import print_duration, track_progress
 from kvtrainer.errors import StateFileError, StateMismatchError, file_error
-from kvtrainer.states.atomic_file import replacing, write_tensors
+from kvtrainer.states.atomic_file import replace_atomically, write_tensors
 
 State = dict[str, Any]
 """Name → tensor of the parameter's shape (any shape for an optimizer of whole keys), 0-d tensor, plain value, or a
@@ -72,10 +72,13 @@ class StateHolder(Protocol):
 def export_states(plan: Plan, holder: StateHolder, keys: Sequence[int] | None = None) -> dict[int, State]:
     """Return a copy of the state of those keys (by index; None: all) that were updated."""
     pieces = plan.slices if keys is None else [piece for key in keys for piece in plan.slices_with(key)]
-    kept = {piece.index: holder.get_state(piece) for piece in tracked(pieces, "collecting optimizer states")}
+    kept = {
+        piece.index: holder.get_state(piece)
+        for piece in track_progress(pieces, "collecting optimizer states")
+    }
     found = {}
     nbytes = sum([tensor.nbytes for one in kept.values() for tensor in one.tensors.values()])
-    with announced("putting optimizer states together", nbytes):
+    with print_duration("putting optimizer states together", nbytes):
         for key in range(len(plan.specs)) if keys is None else keys:
             parts = _segments_of(plan, kept, key)
             if parts and parts[0][0].steps[parts[0][1]]:
@@ -167,7 +170,7 @@ def import_states(
     nbytes = sum(
         [one.nbytes for state in states.values() for one in state.values() if isinstance(one, Tensor)]
     )
-    with announced("dividing optimizer states", nbytes):
+    with print_duration("dividing optimizer states", nbytes):
         for key, given in states.items():
             state = _by_row(plan, key, given, is_interleaved=False)
             are_numbers = not plan.specs[key].shape  # a 0-d parameter has 0-d entries per element
@@ -182,7 +185,7 @@ def import_states(
                 per_element = {n for n, v in entries.items() if isinstance(v, Tensor) and v.dim()}
             spread(_segments_of(plan, kept, key), entries, per_element)
     # 4. Store the slices.
-    for index, state_of_slice in tracked(list(kept.items()), "giving optimizer states"):
+    for index, state_of_slice in track_progress(list(kept.items()), "giving optimizer states"):
         holder.put_state(plan.slices[index], state_of_slice)
 
 
@@ -420,7 +423,9 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
             )
         tensors |= {_name(_STATE, name, entry): tensor for entry, tensor in found.items()}
         others = {entry: value for entry, value in entries.items() if entry not in found}
-        rows.append({**row, "numbers": {entry: encoded(name, entry, one) for entry, one in others.items()}})
+        rows.append(
+            {**row, "numbers": {entry: encode_entry(name, entry, one) for entry, one in others.items()}}
+        )
     # 2. Everything else becomes JSON.
     content = {**vars(saved), "parameters": rows}
     del content["tensors"]
@@ -436,7 +441,7 @@ def pack(saved: SavedStates) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {"format": FORMAT, "version": VERSION, "content": text, "checksum": check}
 
 
-def encoded(owner: str, entry: str, value: Any) -> Any:
+def encode_entry(owner: str, entry: str, value: Any) -> Any:
     try:
         return encode(value)
     except TypeError as error:
@@ -496,10 +501,10 @@ def _decode_saved_states(tensors: Mapping[str, Tensor], content: Any) -> SavedSt
         members[name] = tensor
     for parameter in parameters.values():
         parameter["state"] = unflatten(parameter["state"])
-    return rebuilt({**content, "parameters": parameters, "tensors": sections})
+    return build_saved_states({**content, "parameters": parameters, "tensors": sections})
 
 
-def rebuilt(content: Mapping[str, Any]) -> SavedStates:
+def build_saved_states(content: Mapping[str, Any]) -> SavedStates:
     """Build saved states from plain dicts. Raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = {
         name: SavedParameter(
@@ -560,7 +565,7 @@ def write_state_file(fname: Path, saved: SavedStates) -> None:
         raise StateFileError(f"{what}: that is a device, a pipe or a socket; give the name of a file")
     try:
         nbytes = sum([one.nbytes for one in tensors.values()])
-        with replacing(path) as file, announced(f"writing {os.fspath(fname)}", nbytes):
+        with replace_atomically(path) as file, print_duration(f"writing {os.fspath(fname)}", nbytes):
             write_tensors(file, tensors, metadata)
     except (OSError, ValueError) as error:
         text = f"{what}: {error}. What was there before is unchanged"
@@ -579,7 +584,7 @@ def read_state_file(fname: Path) -> SavedStates:
         with open(fname, "rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
-        with announced(f"reading {os.fspath(fname)}", size), safe_open(fname, framework="pt") as opened:
+        with print_duration(f"reading {os.fspath(fname)}", size), safe_open(fname, framework="pt") as opened:
             metadata = opened.metadata() or {}
             check_metadata(metadata)
             names = list(opened.keys())

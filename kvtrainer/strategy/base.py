@@ -408,7 +408,7 @@ class BaseStrategy(ABC):
 
     def model_state_dict(self) -> dict[str, Any]:
         """Return the model's weights and buffers on the CPU, under the names of the unwrapped model."""
-        state = parts.unwrapped(self.model).state_dict()
+        state = parts.innermost_module(self.model).state_dict()
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def optim_state_dict(self) -> dict[str, Any]:

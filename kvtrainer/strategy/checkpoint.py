@@ -4,7 +4,7 @@ A checkpoint is a dict, written by torch.save, with 'state_dict' (weights), 'opt
 (random number states, and each rank's own optimizer states) and 'meta'. It contains tensors and plain values only, so
 it can be read with `weights_only=True`: nothing in it is run as code.
 
-- Writing is atomic (`replacing`): readers see the old file or the new one, and a crash leaves the old one.
+- Writing is atomic (`replace_atomically`): readers see the old file or the new one, and a crash leaves the old one.
 - A checksum over tensors, values and structure is stored in 'meta' and verified on reading. For files of other
   programs, or of old versions, the zip archive's CRC of each record is verified instead.
 - Loading has two phases: `fit_states` and `pair_schedules` check that everything fits, and return what to call. Only
@@ -41,8 +41,8 @@ from kvtrainer.errors import (
     file_error,
 )
 from kvtrainer.options.loss_scaler import check_scaler_state
-from kvtrainer.states.atomic_file import replacing
-from kvtrainer.states.format import checksum, rebuilt
+from kvtrainer.states.atomic_file import replace_atomically
+from kvtrainer.states.format import build_saved_states, checksum
 from kvtrainer.strategy.environment import current_device
 from kvtrainer.trainer.trainer import Trainer
 from kvtrainer.trainer.trainer_dict import check_names
@@ -160,7 +160,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], filename: str) -> None:
         f"save a checkpoint to {filename!r}, and what was there before is unchanged", filename
     ):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with replacing(path) as file:  # given a path, torch.save would store its name in each record
+        with replace_atomically(path) as file:  # given a path, torch.save would store its name in each record
             torch.save(content, file)
 
 
@@ -175,7 +175,10 @@ def _name_file_in_errors(what: str, filename: str) -> Iterator[None]:
 def record_last(work_dir: str, filename: str) -> None:
     """Record in the work directory that this checkpoint is the latest. Raises StateFileError."""
     path, noted = os.path.join(os.path.realpath(work_dir), LAST), os.path.abspath(path_to_write(filename))
-    with _name_file_in_errors(f"note the latest checkpoint in {path!r}", path), replacing(path) as file:
+    with (
+        _name_file_in_errors(f"note the latest checkpoint in {path!r}", path),
+        replace_atomically(path) as file,
+    ):
         file.write(noted.encode())
 
 
@@ -241,7 +244,7 @@ def _with_weights(found: dict[str, Any], filename: str) -> dict[str, Any]:
     )
 
 
-def require(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
+def require_part(checkpoint: Mapping[str, Any], part: str, filename: str) -> Any:
     """Return a part of a checkpoint. Raises CheckpointKeyError, with the parts that exist."""
     if part not in checkpoint:
         there = ", ".join(map(repr, checkpoint))
@@ -361,9 +364,9 @@ def fit_states(trainer: Trainer, common: Mapping[str, Any], own: Mapping[str, An
 
         return take_over
     # Our own format: what is common, and what this rank has alone.
-    with readable("the state of an optimizer"):
+    with refuse_unreadable("the state of an optimizer"):
         both = {part: {**common.get(part, {}), **own.get(part, {})} for part in ("extra", "tensors")}
-        saved = rebuilt({**common, **both})
+        saved = build_saved_states({**common, **both})
         trainer.check_saved_states(saved)
     return lambda: trainer.adopt_saved_states(saved)
 
@@ -386,7 +389,7 @@ def pair_schedules(schedules: Any, states: Any) -> list[tuple[Any, Mapping[str, 
 
 
 @contextmanager
-def readable(what: str) -> Iterator[None]:
+def refuse_unreadable(what: str) -> Iterator[None]:
     """Run a block that reads a part of a checkpoint; unexpected contents raise StateMismatchError."""
     try:
         yield

@@ -60,9 +60,9 @@ class LoadReport(NamedTuple):
         return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names) or "everything fits"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def innermost_module(model: nn.Module) -> nn.Module:
     """Return the model inside its wrappers; of replicas, the first."""
-    *_, inner = paramwise.wrappers(model, _INSIDE)
+    *_, inner = paramwise.walk_wrappers(model, _INSIDE)
     return inner
 
 
@@ -79,7 +79,7 @@ def load_weights(
     ignores whether the model, the saved one, or their submodules are compiled.
     """
     # 1. Match the names.
-    inner = unwrapped(model)
+    inner = innermost_module(model)
     own = inner.state_dict()
     if revise_keys is WITHOUT_WRAPPER:
         called = dict(zip(_rename_keys(own, _WITHOUT_COMPILED), own, strict=True))
@@ -109,7 +109,7 @@ def load_weights(
         raise StateMismatchError(f"the checkpoint does not fit: {report}; strict=False loads what fits")
     # 3. Load what fits, and copy it to other replicas.
     inner.load_state_dict({name: v for name, v in given.items() if name not in mismatched}, strict=False)
-    for wrapper in paramwise.wrappers(model, _INSIDE):
+    for wrapper in paramwise.walk_wrappers(model, _INSIDE):
         if isinstance(wrapper, DataParallel):
             wrapper.broadcast()
     return report
@@ -120,7 +120,7 @@ def share_weights(model: nn.Module, agreement: Agreement) -> None:
     """Copy rank 0's weights and buffers to all workers, if they differ. Collective."""
     if agreement.size == 1:
         return
-    state = unwrapped(model).state_dict()
+    state = innermost_module(model).state_dict()
     # Lazy parameters get rank 0's values in the first step.
     mine = pack_tree(
         {n: v for n, v in state.items() if isinstance(v, Tensor) and not nn.parameter.is_lazy(v)}
@@ -184,7 +184,7 @@ def build_trainers(
         raise ConfigurationError("an optimizer that is described by a dict needs the model that it trains")
     # 3. One configuration. Its constructor may still make several optimizers.
     given = {**cfg, "type": None} if cfg.get("type") is Trainer else cfg
-    kind, each = read_wrapper(paramwise.unwrapped(model, _INSIDE), given)
+    kind, each = read_wrapper(paramwise.unwrap_model(model, _INSIDE), given)
 
     def make(arguments: dict[str, Any]) -> Trainer:
         built = arguments["optimizer"]
@@ -200,7 +200,7 @@ def _build_part(name: str, cfg: Any, model: nn.Module | None, kvstore: str | KVS
     """Build one of several Trainers. A dict describes the optimizer of the submodule with its name."""
     cfg = check.as_mapping(cfg)
     if isinstance(cfg, Mapping) and cfg.get("optimizer") is not None:
-        parts = {} if model is None else unwrapped(model)._modules
+        parts = {} if model is None else innermost_module(model)._modules
         if model is not None and parts.get(name) is None:
             raise ConfigurationError(
                 f"there is an optimizer for {name!r}, but the model has no part of that name, only "

@@ -34,7 +34,7 @@ from kvtrainer.parallel import DataParallel
 from kvtrainer.strategy import checkpoint as files
 from kvtrainer.strategy import environment
 from kvtrainer.strategy.base import TIME, BaseStrategy, Callback
-from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, unwrapped
+from kvtrainer.strategy.parts import WITHOUT_WRAPPER, ReviseKeys, innermost_module
 from kvtrainer.sync.select import traits_of
 from kvtrainer.trainer.trainer_dict import check_names
 
@@ -234,7 +234,7 @@ class Strategy(BaseStrategy):
             found = files.read_checkpoint(filename, map_location)
             if callback is not None:
                 callback(found)
-            state_dict = files.require(found, files.WEIGHTS, filename)
+            state_dict = files.require_part(found, files.WEIGHTS, filename)
         # All workers have read the file, so none fails after others have changed their weights.
         with self._agreement.all_or_none(f"take over the weights of {filename!r}"):
             self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
@@ -297,7 +297,7 @@ class Strategy(BaseStrategy):
                     if missing == "error":
                         raise
                     self.logger.warning("%r is not resumed and keeps its present state: %s", part, error)
-            with files.readable("what it says of random numbers and of where the loop is"):
+            with files.refuse_unreadable("what it says of random numbers and of where the loop is"):
                 self._place_in(checkpoint)
 
         # 2. Read the file, check every part, and load the weights.
@@ -374,7 +374,7 @@ class Strategy(BaseStrategy):
         found: dict[str, Any] = {files.WEIGHTS: self.model_state_dict()}
         # With asynchronous updates, the store's weights may be newer than the model's.
         held = {p: value for one in trainers.values() for p, value in one.pull_weights().items()}
-        named = unwrapped(self.model).named_parameters(remove_duplicate=False)
+        named = innermost_module(self.model).named_parameters(remove_duplicate=False)
         found[files.WEIGHTS] |= {name: held[p] for name, p in named if p in held}
         # 3. Optimizers, schedules, and facts about the run.
         if save_optimizer and trainers:
@@ -395,8 +395,8 @@ class Strategy(BaseStrategy):
 
     def _fit(self, part: str, checkpoint: Mapping[str, Any], filename: str) -> Steps:
         """Check that a part of a checkpoint can be loaded. Return the functions that load it."""
-        content = files.require(checkpoint, part, filename)
-        with files.readable(f"its {part!r}"):
+        content = files.require_part(checkpoint, part, filename)
+        with files.refuse_unreadable(f"its {part!r}"):
             if part == files.OPTIMIZER:
                 ranks = checkpoint.get(files.RANKS) or [{}]  # rank 0's, if the number of workers has changed
                 own = ranks[self.rank if len(ranks) == self.world_size else 0]

@@ -34,7 +34,7 @@ from kvtrainer.client.row_reads import TableRows
 from kvtrainer.client.shared_gradients import SharedGradients
 from kvtrainer.client.shared_weights import IN_PLACE, CopySink, MappedSink, PrivateSink, WeightSink
 from kvtrainer.client.tables import Compressor
-from kvtrainer.common.progress import announced
+from kvtrainer.common.progress import print_duration
 from kvtrainer.errors import ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
 from kvtrainer.memory.row_sparse import NO_TABLES, Tables
@@ -250,7 +250,7 @@ class StoreExchange(Exchange):
             self.sink = DeviceSink(self._staging, maps=False)
         elif self.sink is IN_PLACE and self.updates_weights and not self.is_sync:
             self.sink = CopySink(weights)
-        with announced("weights go to servers", self._table.plan.nbytes):
+        with print_duration("weights go to servers", self._table.plan.nbytes):
             self._client.rounds.initialise(self._of_rank_0(mine, tables, self.sink.outs(weights)))
         self._check_mapped(mine)
         self.sink.deliver(weights, self.sink.outs(weights))

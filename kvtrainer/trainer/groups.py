@@ -1,8 +1,8 @@
 """Parameter groups: built from what a Trainer was given, and read at every step.
 
-`collect` brings any form of parameters (module, dict, list, torch groups, replicas) into torch's form; `make_groups`
-adds options, checked by the optimizer's own constructor, under torch's names. `ParameterGroups` then owns the live
-list.
+`collect_groups` brings any form of parameters (module, dict, list, torch groups, replicas) into torch's form;
+`make_groups` adds options, checked by the optimizer's own constructor, under torch's names. `ParameterGroups` then owns
+the live list.
 
 - The groups are the source of truth for options. Each step reads them (`options`) and sends them to the store if they
   have changed; an unchanged result is the same object, which makes the comparison cheap.
@@ -136,7 +136,7 @@ class ParameterGroups:
         for group in self.live:
             names = self._option_names
             if names is None:
-                names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain(group[n]))]
+                names = [n for n in group if n not in _LISTS | NOTES and is_plain(plain_number(group[n]))]
             try:
                 found = {
                     n: group[n] if type(group[n]) in _AS_IT_IS else _plain_option(n, group[n]) for n in names
@@ -256,7 +256,7 @@ def is_foreign(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, TorchOptimizer) and optimizer.is_foreign
 
 
-def collect(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
+def collect_groups(params: Any, taken: Collection[str] = ()) -> tuple[list[Group], bool]:
     """Return groups in torch's form, with "params", "param_names" and options; and whether names were given.
 
     Takes a Module or DataParallel, a dict of parameters (in sorted order of its keys), `named_parameters()`, a list of
@@ -410,9 +410,9 @@ def make_groups(
     """Return parameter groups in torch's form, with names and checked options, and whether names were given.
 
     `given` is what the user passed as optimizer: a torch instance has its own groups, which must have the same
-    parameters. The other arguments are those of `collect`.
+    parameters. The other arguments are those of `collect_groups`.
     """
-    groups, are_given = collect(params, taken)
+    groups, are_given = collect_groups(params, taken)
     _check_finite(optimizer, optimizer.plain_hyper())
     optimizer.try_out(optimizer.hyper)
     if isinstance(given, torch.optim.Optimizer):
@@ -472,7 +472,7 @@ def kept_entries(group: Mapping[str, Any], optimizer: Optimizer) -> dict[str, An
     if is_foreign(optimizer):
         return found
     known = {*option_names(optimizer), *NOTES}
-    return {name: value for name, value in found.items() if name in known or is_plain(plain(value))}
+    return {name: value for name, value in found.items() if name in known or is_plain(plain_number(value))}
 
 
 def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def check_options(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, An
 def option_problems(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Iterator[str]:
     """Yield the reasons why the optimizer does not accept options of saved groups. Missing options are accepted."""
     for at, options in enumerate(groups):
-        known = {name: plain(options[name]) for name in option_names(optimizer) if name in options}
+        known = {name: plain_number(options[name]) for name in option_names(optimizer) if name in options}
         try:
             check_options(optimizer.without_scheduler(), known)
         except ConfigurationError as error:
@@ -514,17 +514,17 @@ def _check_finite(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
             )
 
 
-def plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Return a plain number for a tensor of one element or a NumPy number; other values are unchanged."""
     if isinstance(value, tuple | list):
-        return tuple(plain(item) for item in value)
+        return tuple(plain_number(item) for item in value)
     if isinstance(value, Tensor):  # torch takes a learning rate of shape (1,), too
         return value.item() if value.numel() == 1 else value
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", ()) else value
 
 
 def _plain_option(name: str, value: Any) -> Any:
-    found = plain(value)
+    found = plain_number(value)
     if getattr(found, "shape", ()):
         raise ConfigurationError(f"{name} must be one value, got {value!r:.80}")
     return found

@@ -16,9 +16,9 @@ from kvstore_server.optimizer.torch_family import OWN_COUNT, is_plain
 from kvstore_server.optimizer.trees import decode, unflatten
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.options.loss_scaler import scaler_from_state
-from kvtrainer.states.format import SavedParameter, SavedStates, encoded, saved_problems
+from kvtrainer.states.format import SavedParameter, SavedStates, encode_entry, saved_problems
 from kvtrainer.sync.binding import WorkerResiduals
-from kvtrainer.trainer.groups import kept_entries, option_problems, plain
+from kvtrainer.trainer.groups import kept_entries, option_problems, plain_number
 from kvtrainer.trainer.step import StepPipeline
 
 _log = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ def export_states(pipeline: StepPipeline) -> SavedStates:
     if (joint := pipeline.states.joint) is not None and any(shared := joint.shared()):
         plain_values, own.tensors[_OPTIMIZER] = shared
         of = f"{type(joint.instance).__name__}.state_dict()"
-        own.extra[_OPTIMIZER] = {name: encoded(of, name, value) for name, value in plain_values.items()}
+        own.extra[_OPTIMIZER] = {name: encode_entry(of, name, value) for name, value in plain_values.items()}
     options = [
-        {name: plain(value) for name, value in kept_entries(group, optimizer).items()}
+        {name: plain_number(value) for name, value in kept_entries(group, optimizer).items()}
         for group in pipeline.groups.live
     ]
     states, parameters = pipeline.states.current(), {}

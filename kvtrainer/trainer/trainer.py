@@ -36,13 +36,13 @@ from kvtrainer.common.thread_guard import exclusive
 from kvtrainer.common.uncompiled import uncompiled
 from kvtrainer.errors import ArgumentTypeError, ConfigurationError, KVStoreError
 from kvtrainer.kvstore.base import KVStoreBase
-from kvtrainer.memory.gradients import largest_of
-from kvtrainer.memory.row_sparse import RowSparseParameter, claimable, is_row_sparse
+from kvtrainer.memory.gradients import largest_numel
+from kvtrainer.memory.row_sparse import RowSparseParameter, is_row_sparse, row_sparse_parameters
 from kvtrainer.optimizer import create as create_optimizer
 from kvtrainer.options.loss_scaler import LossScaler, plain_scaling, scaler_of
 from kvtrainer.options.paramwise import ParamReport, apply_paramwise, rows_of
 from kvtrainer.options.stages import STAGES, Accumulation, StageOptions
-from kvtrainer.parallel.replicas import COPIES, devices_of, policy_of, spread
+from kvtrainer.parallel.replicas import COPIES, devices_of, flatten_replicas, policy_of
 from kvtrainer.schedules.config import bind_schedules
 from kvtrainer.schedules.param_schedule import BoundSchedule
 from kvtrainer.states.format import SavedStates, State, read_state_file, write_state_file
@@ -176,7 +176,7 @@ class Trainer(torch.optim.Optimizer):
         if paramwise is not None:
             params, self._param_report = apply_paramwise(params, paramwise, options, built.hyper)
         groups, are_named = make_groups(params, built, optimizer)
-        row_sparse = claimable(groups)
+        row_sparse = row_sparse_parameters(groups)
         parameters = [p for group in groups for p in group["params"]]
         if kvstore is not None:
             refuse_parameters_of_ddp(parameters)
@@ -186,7 +186,7 @@ class Trainer(torch.optim.Optimizer):
             update_on_kvstore,
             compression_params,
             built.aggregate_num,
-            largest_of(parameters),
+            largest_numel(parameters),
             has_row_sparse=bool(row_sparse),
             devices=devices_of(groups),
             replicas=policy_of(groups),
@@ -199,7 +199,7 @@ class Trainer(torch.optim.Optimizer):
         # 4. Become a torch optimizer over these groups.
         instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = ParameterGroups([list(group["param_names"]) for group in groups], built, instance)
-        groups = [spread(group) for group in groups]
+        groups = [flatten_replicas(group) for group in groups]
         if not are_named:  # as in torch, whose checkpoints have other keys with named parameters
             groups = [{n: v for n, v in group.items() if n != "param_names"} for group in groups]
         is_wrapped = hasattr(type(self).step, "hooked")
@@ -635,7 +635,7 @@ class Trainer(torch.optim.Optimizer):
         self._pipeline.follow_groups()
         group = self._new_group(param_group)
         names = group["param_names"]
-        group = spread(group)
+        group = flatten_replicas(group)
         if "param_names" not in self.param_groups[0]:
             del group["param_names"]
         super().add_param_group(group)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if addresses is None:
         parser.exit(2, f"kvtop: no servers to look at: name them, or set {SERVERS}\n")
     # 2. Show the views in the form that was asked for.
-    views = follow(addresses, options.interval)
+    views = follow_job(addresses, options.interval)
     try:
         if options.once or options.json:
             return _print_once(next(views), options.json)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def follow(
+def follow_job(
     addresses: Sequence[str],
     interval: float,
     clock: Callable[[], float] = time.time,
@@ -114,7 +114,7 @@ def _print_once(view: View, as_json: bool) -> int:
     else:
         from rich.console import Console
 
-        Console().print(render(view))
+        Console().print(render_view(view))
     return 0 if any(server.is_there for server in view.servers) else 1
 
 
@@ -123,7 +123,7 @@ def _show_live(views: Iterator[View]) -> int:
 
     with Live(refresh_per_second=4, screen=sys.stdout.isatty()) as live:
         for view in views:
-            live.update(render(view), refresh=True)
+            live.update(render_view(view), refresh=True)
     return 0
 
 
@@ -135,7 +135,7 @@ def _serve_page(views: Iterator[View], parent: int | None, host: str, port: int)
     return 0
 
 
-def render(view: View) -> Any:
+def render_view(view: View) -> Any:
     """Return a view as a rich renderable."""
     from rich.console import Group
 
@@ -405,7 +405,7 @@ class Page:
             if not self._seen:
                 return 503, _TEXT, b"nothing was seen yet\n"
             try:
-                return 200, _METRICS, metrics(self._seen[-1])
+                return 200, _METRICS, format_metrics(self._seen[-1])
             except ImportError as error:
                 return 501, _TEXT, f"{error}; pip install 'kvtrainer[watch]' brings it\n".encode()
         if path == "/healthz":
@@ -437,7 +437,7 @@ def _may_ask(host: str, bound: str) -> bool:
     return True
 
 
-def metrics(view: View) -> bytes:
+def format_metrics(view: View) -> bytes:
     """Return a view in Prometheus's text format. Raises ImportError without prometheus_client."""
     from prometheus_client import CollectorRegistry, generate_latest
 

@@ -33,8 +33,8 @@ from kvtrainer.errors import ArgumentTypeError, ConfigurationError, StateFileErr
 from kvtrainer.integrations.mmengine import (
     KVStoreStrategy,
     TrainerOptimWrapper,
-    decode,
-    encode,
+    decode_value,
+    encode_value,
     encode_what_can_be,
 )
 
@@ -253,8 +253,8 @@ def values_of_hooks_come_back_from_plain_ones(folder: Path) -> None:
         "score": np.float64(0.5),
         "log": history,
     }
-    torch.save(encode(given), folder / "values.pth")
-    found = decode(torch.load(folder / "values.pth", weights_only=True))
+    torch.save(encode_value(given), folder / "values.pth")
+    found = decode_value(torch.load(folder / "values.pth", weights_only=True))
     assert found["milestones"] == given["milestones"]
     assert isinstance(found["milestones"], Counter)
     assert found["classes"] == given["classes"]

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 DRIVER = """
 import json, os, sys
 from kvtrainer.jobs.job import Launcher, JobTimeouts
-from kvtrainer.jobs.processes import inherited
+from kvtrainer.jobs.processes import inherited_environment
 job = json.loads(sys.argv[1])
 command = [sys.executable, "-I", "-S", "-c", job["server"]]
 servers = [[*command, str(index)] for index in range(job["servers"])]
 limits = JobTimeouts(**job["limits"])
-environ = inherited(os.environ)
+environ = inherited_environment(os.environ)
 sys.exit(Launcher(job["worker"], job["workers"], servers, environ, limits, None, job["viewer"]).run())
 """
 

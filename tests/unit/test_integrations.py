@@ -81,7 +81,7 @@ def test_a_framework_that_is_older_than_the_tests_lowest_is_refused_with_the_com
     found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
-    with pytest.raises(ConfigurationError) as caught, integrations.needing("lightning"):
+    with pytest.raises(ConfigurationError) as caught, integrations.guard_import("lightning"):
         raise AssertionError("it must not be imported")
     for told in (found, "2.5 or newer", "--upgrade 'kvtrainer[lightning]'"):
         assert told in str(caught.value)
@@ -90,7 +90,7 @@ def test_a_framework_that_is_older_than_the_tests_lowest_is_refused_with_the_com
 @pytest.mark.parametrize("found", ["2.5.0", "2.6.6", "2.6.0.post1"])
 def test_a_framework_within_the_tested_range_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrations, "version", lambda package: found)
-    with integrations.needing("lightning"):
+    with integrations.guard_import("lightning"):
         pass
 
 
@@ -99,7 +99,7 @@ def test_a_newer_framework_is_taken_with_a_warning(found: str, monkeypatch: pyte
     monkeypatch.setattr(integrations, "version", lambda package: found)
     with (
         pytest.warns(UserWarning, match=rf"2\.5 to 2\.6, .*{found}.*'lightning==2\.6\.\*'"),
-        integrations.needing("lightning"),
+        integrations.guard_import("lightning"),
     ):
         pass
 

@@ -20,7 +20,7 @@ from kvtrainer.errors import (
     NotInitializedError,
     UnmatchedRuleWarning,
 )
-from kvtrainer.options.paramwise import ParamGroups, Rule, apply_paramwise, unwrapped
+from kvtrainer.options.paramwise import ParamGroups, Rule, apply_paramwise, unwrap_model
 
 BASE = {"lr": 0.5, "weight_decay": 0.25}
 
@@ -143,12 +143,12 @@ def test_wrappers_are_taken_off_but_a_part_called_module_stays() -> None:
     inner = Net()
     wrapper = nn.Module()
     wrapper.module = inner
-    assert unwrapped(wrapper) is inner
-    assert unwrapped(nn.DataParallel(inner)) is inner
+    assert unwrap_model(wrapper) is inner
+    assert unwrap_model(nn.DataParallel(inner)) is inner
     [own] = names(apply_paramwise(nn.DataParallel(inner), None, BASE))
     assert own == [name for name, _ in inner.named_parameters()]
     wrapper.scale = Parameter(torch.ones(1))
-    assert unwrapped(wrapper) is wrapper
+    assert unwrap_model(wrapper) is wrapper
 
 
 LR, WD = 0.01, 1e-4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtrainer import kvstore, optimizer
-from kvtrainer.client.replica_sums import merge
+from kvtrainer.client.replica_sums import merge_replicas
 from kvtrainer.errors import ConfigurationError, NonFiniteGradientError, OptimizerError
 from kvtrainer.kvstore import DeviceKVStore, LocalKVStore
 
@@ -37,13 +37,13 @@ def pushed(store: DeviceKVStore, *values: float, dtype: torch.dtype = torch.floa
 
 def test_a_single_value_is_copied_only_where_it_is_not_contiguous() -> None:
     value = torch.arange(6.0).view(2, 3)
-    assert merge([value]).data_ptr() == value.data_ptr()
-    assert merge([value.t()]).tolist() == [0, 3, 1, 4, 2, 5]
+    assert merge_replicas([value]).data_ptr() == value.data_ptr()
+    assert merge_replicas([value.t()]).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_sum_is_a_left_fold_and_leaves_the_replicas_alone() -> None:
     replicas = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
-    total = merge(replicas)
+    total = merge_replicas(replicas)
     # In float32 1e8 + 1 is 1e8; any other order would give 1.
     assert total.tolist() == [0]
     assert [replica.item() for replica in replicas] == [1e8, 1, -1e8]
@@ -51,7 +51,7 @@ def test_sum_is_a_left_fold_and_leaves_the_replicas_alone() -> None:
 
 def test_replicas_of_different_memory_order_are_summed_by_position() -> None:
     value = torch.arange(6.0).view(2, 3)
-    total = merge([value, value.t().contiguous().t()])
+    total = merge_replicas([value, value.t().contiguous().t()])
     assert total.tolist() == (2 * value).flatten().tolist()
 
 

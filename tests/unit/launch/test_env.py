@@ -22,7 +22,7 @@ from kvtrainer.common.env import (
     transport_of,
     workers_of_job,
 )
-from kvtrainer.jobs.processes import inherited
+from kvtrainer.jobs.processes import inherited_environment
 
 ENVIRON = {
     "KVSTORE_RANK": "1",
@@ -349,7 +349,7 @@ def test_an_attempt_that_is_no_count_is_refused_with_its_variable(text: str) -> 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_processes_of_a_job_inherit_no_place_of_another_launcher(launcher: str) -> None:
-    kept = inherited({**LAUNCHERS[launcher], "HOME": "/home/me", "SLURM_JOB_ID": "9"})
+    kept = inherited_environment({**LAUNCHERS[launcher], "HOME": "/home/me", "SLURM_JOB_ID": "9"})
     assert not kept.keys() & LAUNCHERS[launcher].keys()
     assert (kept["HOME"], kept["SLURM_JOB_ID"]) == ("/home/me", "9")
 

@@ -306,8 +306,8 @@ def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
 
 _WRITING = """
 import sys
-from kvtrainer.states.atomic_file import replacing
-with replacing(sys.argv[1]) as file:
+from kvtrainer.states.atomic_file import replace_atomically
+with replace_atomically(sys.argv[1]) as file:
     file.write(b"half of it")
     print(end="x", flush=True)
     sys.stdin.read()

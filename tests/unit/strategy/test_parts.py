@@ -13,7 +13,7 @@ from torch import nn
 from kvtrainer import Trainer, TrainerDict, lr_scheduler
 from kvtrainer.errors import ConfigurationError, StateMismatchError
 from kvtrainer.registry import OPTIM_WRAPPERS, OPTIMIZER_CONSTRUCTORS
-from kvtrainer.strategy.parts import load_weights, scale_learning_rates, unwrapped
+from kvtrainer.strategy.parts import innermost_module, load_weights, scale_learning_rates
 from tests.support.strategies import SGD, Make, Net, same, weights
 
 
@@ -35,9 +35,9 @@ def test_weights_are_on_the_cpu_under_the_names_of_the_model_itself(make: Make) 
     taken = strategy.model_state_dict()
     assert list(taken) == list(net.state_dict())
     assert all(value.device.type == "cpu" and not value.requires_grad for value in taken.values())
-    assert unwrapped(torch.compile(Wrapper(net), backend="eager")) is net  # type: ignore[arg-type]
+    assert innermost_module(torch.compile(Wrapper(net), backend="eager")) is net  # type: ignore[arg-type]
     whole = nn.ModuleDict({"module": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
-    assert all(unwrapped(one) is one for one in (Numbered(), whole))
+    assert all(innermost_module(one) is one for one in (Numbered(), whole))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from kvtrainer import Trainer
 from kvtrainer.errors import ConfigurationError, MemoryFormatWarning, ParameterMovedError
-from kvtrainer.trainer.groups import collect
+from kvtrainer.trainer.groups import collect_groups
 from tests.support.ways_to_train import STORES, backward, trainer_of
 
 A, B, C = (Parameter(torch.zeros(1)) for _ in range(3))
@@ -27,7 +27,7 @@ def names_of(params: Any, taken: Collection[str] = ()) -> list[dict[str, int]]:
             name: numbers[id(p)]
             for name, p in zip(group["param_names"], group["params"], strict=True)
         }
-        for group in collect(params, taken)[0]
+        for group in collect_groups(params, taken)[0]
     ]  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_parameters_are_found_named_and_ordered(form: str) -> None:
 
 def test_options_of_a_group_are_kept_and_the_given_group_is_not_changed() -> None:
     given = {"params": [A], "lr": 0.5, "wd": 0.1}
-    ([group], _) = collect([given])
+    ([group], _) = collect_groups([given])
     assert {name: group[name] for name in ("lr", "wd")} == {"lr": 0.5, "wd": 0.1}
     assert given == {"params": [A], "lr": 0.5, "wd": 0.1}
 
@@ -103,7 +103,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_cannot_be_trained_is_refused(case: str) -> None:
     make, message = ERRORS[case]
     with pytest.raises(ConfigurationError, match=message):
-        collect(make())
+        collect_groups(make())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_cannot_be_trained_is_refused(case: str) -> None:
 )
 def test_what_torch_refuses_by_a_type_error_is_a_type_error_here(case: str) -> None:
     make, _ = ERRORS[case]
-    for train in (collect, lambda params: torch.optim.SGD(params, lr=0.1)):
+    for train in (collect_groups, lambda params: torch.optim.SGD(params, lr=0.1)):
         with pytest.raises(TypeError):
             train(make())
 

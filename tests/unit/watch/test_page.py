@@ -16,7 +16,7 @@ import pytest
 
 from kvstore_server.errors import ConfigurationError
 from kvtrainer.watch.job import View
-from kvtrainer.watch.top import HISTORY, Page, metrics
+from kvtrainer.watch.top import HISTORY, Page, format_metrics
 from tests.support.browser import WITH_CHROMIUM, in_browser
 from tests.support.limits import LIMIT
 from tests.support.processes import ROOT
@@ -133,7 +133,7 @@ def test_metrics_hold_what_the_view_holds() -> None:
 
     found = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(metrics(view()).decode())
+        for family in text_string_to_metric_families(format_metrics(view()).decode())
         for sample in family.samples
     }
     assert found["kvstore_worker_late_ratio", "train", "1"] == 0.75
@@ -154,7 +154,7 @@ def test_durations_of_rounds_are_a_histogram_with_buckets_that_add_up() -> None:
     facts = server(job([worker(0)], round_seconds=times))
     [family] = [
         one
-        for one in text_string_to_metric_families(metrics(seen([facts], [facts])).decode())
+        for one in text_string_to_metric_families(format_metrics(seen([facts], [facts])).decode())
         if one.name == "kvstore_job_round_duration_seconds"
     ]
     assert family.type == "histogram"
@@ -169,7 +169,7 @@ def test_durations_of_rounds_are_a_histogram_with_buckets_that_add_up() -> None:
 
 
 def test_every_metric_is_named_by_the_conventions_of_prometheus() -> None:
-    kinds = dict(re.findall(r"^# TYPE (kvstore_\w+) (\w+)$", metrics(view()).decode(), re.MULTILINE))
+    kinds = dict(re.findall(r"^# TYPE (kvstore_\w+) (\w+)$", format_metrics(view()).decode(), re.MULTILINE))
     units = ("seconds", "bytes", "ratio", "up", "workers", "loss", "behind")
     for name, kind in kinds.items():
         assert name.endswith("_total") == (kind == "counter")
@@ -179,7 +179,7 @@ def test_every_metric_is_named_by_the_conventions_of_prometheus() -> None:
 def test_of_a_server_that_does_not_answer_the_metrics_say_that_alone() -> None:
     pytest.importorskip("prometheus_client")
     facts = server(job([worker(0)]))
-    told = metrics(seen([facts, None], [facts, None])).decode()
+    told = format_metrics(seen([facts, None], [facts, None])).decode()
     silent = [line for line in told.splitlines() if 'server="tcp://s:1"' in line]
     assert silent == ['kvstore_server_up{server="tcp://s:1"} 0.0']
 
@@ -230,7 +230,7 @@ def test_a_browser_shows_how_far_the_last_worker_is_behind() -> None:
 def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    told = set(re.findall(r"^# TYPE (kvstore_\w+) \w+$", metrics(view()).decode(), re.MULTILINE))
+    told = set(re.findall(r"^# TYPE (kvstore_\w+) \w+$", format_metrics(view()).decode(), re.MULTILINE))
     found = {one.removesuffix("_bucket") for one in re.findall(r"kvstore_\w+", " ".join(asked))}
     assert found == told
 
@@ -238,7 +238,7 @@ def test_every_metric_is_on_the_board_and_the_board_asks_for_no_other() -> None:
 def test_the_labels_that_the_board_asks_for_are_those_of_the_metrics_and_none_is_prometheus_own() -> None:
     board = (ROOT / "docs" / "grafana.json").read_text()
     asked = re.findall(r"(kvstore_\w+)(?:\{|, )(\w+)(?:=|\))", board.replace("_bucket", "_count"))
-    text = "".join(metrics(one).decode() for one in (view(), apart()))
+    text = "".join(format_metrics(one).decode() for one in (view(), apart()))
     told = set(re.findall(r"(?m)^(kvstore_\w+)\{(\w+)=", text))
     assert len(asked) > 10
     assert set(asked) <= told

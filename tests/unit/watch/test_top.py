@@ -30,7 +30,7 @@ def play(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> list[float]:
 
 def shown(view: Any, width: int = 120) -> str:
     written = io.StringIO()
-    pytest.importorskip("rich.console").Console(file=written, width=width).print(top.render(view))
+    pytest.importorskip("rich.console").Console(file=written, width=width).print(top.render_view(view))
     return written.getvalue()
 
 
@@ -63,7 +63,7 @@ def test_servers_are_named_as_workers_take_them_in_the_environment_or_on_the_com
 def test_a_clock_that_is_set_back_delays_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, None, None)
     times, pauses = iter([1000.0, 10.0, 11.0]), []
-    next(top.follow(["tcp://h:1"], 2.0, lambda: next(times), pauses.append))
+    next(top.follow_job(["tcp://h:1"], 2.0, lambda: next(times), pauses.append))
     assert pauses == [2.0]
 
 
@@ -168,5 +168,5 @@ def test_rates_are_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> 
     play(monkeypatch, *answers)
     times = iter([moment for at in range(len(counts)) for moment in (float(at), float(at))])
     next(times)
-    views = top.follow(["tcp://h:1"], 1.0, lambda: next(times), lambda _: None)
+    views = top.follow_job(["tcp://h:1"], 1.0, lambda: next(times), lambda _: None)
     assert [next(views).jobs[0].rounds for _ in counts[1:]] == [100.0, 55.0, 40.0, 32.5, 28.0, 10.0]
